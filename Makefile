@@ -1,0 +1,36 @@
+# `make demo` and `make test` set everything up in .venv and run; a second call takes no time for what is there.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+
+.PHONY: demo test lint types check clean
+
+demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
+	@$(BIN)/python -m functional_jd
+
+test: .venv/.test  ## all tests
+	@$(BIN)/python -m pytest -n 2 -q
+
+lint: .venv/.dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: .venv/.dev
+	@$(BIN)/pyright
+
+check: test lint types
+
+# torch comes first and by itself: a later requirement must find it, and not fetch a larger build of it.
+.venv/.torch: constraints.txt
+	@echo "setting up .venv: torch, once (a few minutes at most)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functional_jd needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) torch
+	@touch $@
+
+.venv/.%: .venv/.torch pyproject.toml constraints.txt
+	@echo "setting up .venv: functional_jd[$*]"
+	@$(PIP) -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv

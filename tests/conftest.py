@@ -1,0 +1,20 @@
+"""One thread per process, deterministic examples."""
+
+import os
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,  # the machine is shared: time is not what these tests measure
+    derandomize=True,
+    print_blob=True,
+    max_examples=50,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("ci"), max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
