@@ -1,0 +1,116 @@
+"""Pytrees: the one module that flattens, and the only one that imports optree.
+
+Dict keys come in sorted order, whatever order they were inserted in: two dicts with the same keys are the same tree.
+A class is a container when it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+
+from functional_jd.types import Tree
+
+NAMESPACE = "functional_jd"
+
+Structure = Any
+"""What `tree_flatten` took off, and `tree_unflatten` puts on again."""
+
+
+def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """The leaves of a pytree, and its structure."""
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    strangers = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor)} & torch_pytree.SUPPORTED_NODES.keys()
+    if not strangers:
+        return leaves, structure  # pyright: ignore[reportReturnType]
+    for container in strangers:
+        _adopt(container)
+    return tree_flatten(tree)
+
+
+def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
+    """The pytree of this structure with these leaves."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def tree_leaves(tree: Tree) -> list[Tensor]:
+    """The leaves of a pytree."""
+    return tree_flatten(tree)[0]
+
+
+def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
+    tree_flatten(tree)
+    return optree.tree_map(f, tree, *rest, namespace=NAMESPACE)
+
+
+def tree_names(tree: Tree) -> list[str]:
+    """The leaves' names, such as `"layers.0.weight"`; one bare leaf is called `"value"`."""
+    tree_flatten(tree)
+    paths = optree.tree_paths(tree, namespace=NAMESPACE)
+    return [".".join(str(part) for part in path) or "value" for path in paths]
+
+
+def row_count(jacobian: Tree, where: str) -> int:
+    """The number m of rows that all leaves `[m, *p]` share.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor.
+        ValueError: no leaves, no rows, or leaves that disagree.
+    """
+    rows: dict[int, str] = {}
+    for name, leaf in zip(tree_names(jacobian), tree_leaves(jacobian), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in {name!r}. "
+                "Register the container with torch.utils._pytree or optree, or hand over its tensors."
+            )
+        if not leaf.is_floating_point() or leaf.ndim == 0:
+            raise TypeError(
+                f"{where}: every leaf must be a floating-point tensor of rows [m, *p], found {leaf.dtype} of shape "
+                f"{list(leaf.shape)} in {name!r}. Stack one gradient per objective along the first dimension."
+            )
+        rows.setdefault(leaf.shape[0], name)
+    if len(rows) > 1:
+        found = " and ".join(f"{m} in {name!r}" for m, name in rows.items())
+        raise ValueError(
+            f"{where}: every leaf needs the same number of rows, found {found}. "
+            "Did you mix Jacobians of different losses?"
+        )
+    if not rows or 0 in rows:
+        raise ValueError(
+            f"{where}: needs at least one row (one objective), found none. Is the tree of losses or parameters empty?"
+        )
+    return next(iter(rows))
+
+
+def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
+    """The leaves and structure of a pytree that must hold floating-point tensors only.
+
+    Raises:
+        TypeError: a leaf is something else.
+        ValueError: there are no leaves.
+    """
+    leaves, structure = tree_flatten(params)
+    for name, leaf in zip(tree_names(params), leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"{where}: parameters must be floating-point tensors, found {found} in {name!r}. "
+                "Pass buffers and settings as further arguments of the losses instead."
+            )
+    if not leaves:
+        raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")
+    return leaves, structure
+
+
+def _adopt(container: type) -> None:
+    """Make optree see through a class that is registered with torch's own pytree, just as torch does."""
+    node = torch_pytree.SUPPORTED_NODES[container]
+
+    def unflatten(context: Any, children: Any) -> Any:
+        return node.unflatten_fn(list(children), context)
+
+    optree.register_pytree_node(container, node.flatten_fn, unflatten, namespace=NAMESPACE)
