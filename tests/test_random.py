@@ -1,0 +1,534 @@
+"""Explicit keys: the bits, their independence, the distributions, and the same bits under every transform."""
+
+import hashlib
+import math
+import statistics
+import time
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch.func import grad, jacrev, jvp
+
+from functional_jd import random
+
+DTYPES = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DRAWS = {
+    "split": lambda key: random.split(key, 3),
+    "uniform": lambda key: random.uniform(key, (5, 2)),
+    "uniform64": lambda key: random.uniform(key, (5,), dtype=torch.float64),
+    "uniform16": lambda key: random.uniform(key, (7,), dtype=torch.float16),
+    "normal": lambda key: random.normal(key, (3, 3)),
+    "normal16": lambda key: random.normal(key, (5,), dtype=torch.bfloat16),
+    "permutation": lambda key: random.permutation(key, 9),
+    "mixture": lambda key: random.uniform(random.split(key)[1], (4,)) + random.normal(random.split(key)[0], (4,)),
+}
+# torch's own modules still script functions when forward mode or inductor is first used.
+torch_scripts = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+every_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+seeds = st.integers(-(2**63), 2**64 - 1)
+
+
+# The definition once more, in NumPy's unsigned integers, which wrap and shift zeros in by definition.
+
+
+def splitmix64(state):
+    word = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> 27)) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> 31)
+
+
+def murmur_finaliser(word):
+    word = (word ^ (word >> 33)) * np.uint64(0xFF51AFD7ED558CCD)
+    word = (word ^ (word >> 33)) * np.uint64(0xC4CEB9FE1A85EC53)
+    return word ^ (word >> 33)
+
+
+def stream(keys, n, number):
+    """`[*, n]`: the words of the stream of this number, of keys `[*, 2]`."""
+    words = keys.numpy().view(np.uint64)
+    first, second = words[..., :1], words[..., 1:]
+    counter = np.arange(1, n + 1, dtype=np.uint64) + (np.uint64(number) << np.uint64(60))
+    return murmur_finaliser(splitmix64(first + counter * np.uint64(0x9E3779B97F4A7C15)) ^ second)
+
+
+def significant(bits_of_words, width, kept):
+    """The leading bits of each integer of this width, with the sign's bit turned over, as a fraction of one."""
+    integers = bits_of_words.view(f"uint{width}")
+    return ((integers ^ integers.dtype.type(1 << (width - 1))) >> integers.dtype.type(width - kept)) / 2.0**kept
+
+
+def bits(words):
+    """`[*, 64]` booleans."""
+    return (words[..., None] >> torch.arange(64)) & 1 == 1
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+
+
+# The bits
+
+
+def test_key_is_the_published_splitmix64_sequence_mixed_once_more():
+    published = np.array([6457827717110365317, 3203168211198807973], dtype=np.uint64)  # of the number 1234567
+    pi = np.uint64(0x243F6A8885A308D3)
+    assert random.key(1234567).numpy().view(np.uint64).tolist() == murmur_finaliser(published ^ pi).tolist()
+
+
+@given(seeds, st.integers(0, 70))
+def test_split_is_its_definition(seed, n):
+    key = random.key(seed)
+    assert random.split(key, n).numpy().view(np.uint64).reshape(-1).tolist() == stream(key, 2 * n, 1).tolist()
+
+
+@given(seeds, st.integers(0, 70), st.sampled_from(list(DTYPES)))
+def test_uniform_is_its_definition(seed, n, dtype):
+    key, width = random.key(seed), {torch.bfloat16: 16}.get(dtype, torch.finfo(dtype).bits)
+    expected = significant(stream(key, n, 2), width, DTYPES[dtype])[:n]
+    assert random.uniform(key, (n,), dtype=dtype).double().tolist() == expected.tolist()
+
+
+@given(seeds, st.integers(0, 70))
+def test_permutation_sorts_the_words_of_its_own_stream(seed, n):
+    key = random.key(seed)
+    assert random.permutation(key, n).tolist() == np.argsort(stream(key, n, 4).view(np.int64), kind="stable").tolist()
+
+
+def test_draws_larger_than_the_cache_are_their_definition():
+    key, n = random.key(3), 200_001
+    assert random.split(key, n).numpy().view(np.uint64).reshape(-1).tolist() == stream(key, 2 * n, 1).tolist()
+    for dtype, kept in DTYPES.items():
+        width = torch.finfo(dtype).bits
+        expected = significant(stream(key, n, 2), width, kept)[:n]
+        np.testing.assert_array_equal(random.uniform(key, (n,), dtype=dtype).double().numpy(), expected)
+
+
+def test_more_keys_than_the_cache_holds_are_their_definition():
+    keys = random.split(random.key(4), 70_001)
+    drawn = torch.vmap(lambda key: random.uniform(key, (3,), dtype=torch.float64))(keys)
+    np.testing.assert_array_equal(drawn.numpy(), significant(stream(keys, 3, 2), 64, 53))
+
+
+def test_normal_is_box_and_muller_in_extended_precision():
+    key, n = random.key(5), 100_001
+    words = stream(key, n + 1, 3)
+    radius_word, angle_word = words[0::2] ^ np.uint64(1 << 63), words[1::2].view(np.int64)
+    u = ((radius_word >> np.uint64(12)).astype(np.longdouble) + 0.5) / 2.0**52
+    angle = (angle_word >> 11).astype(np.longdouble) / 2.0**52 * np.arcsin(np.longdouble(1))
+    radius = np.sqrt(-2 * np.log(u)) * (1 - 2 * (angle_word & 1))
+    expected = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).reshape(-1)[:n]
+    actual = random.normal(key, (n,), dtype=torch.float64).numpy()
+    assert (np.abs(actual - expected) < 1e-15 * np.abs(radius).repeat(2)[:n]).all()
+
+
+@every_dtype
+def test_normal_is_rounded_from_float64(dtype):
+    key = random.key(6)
+    wide = random.normal(key, (1001,), dtype=torch.float64)
+    assert same_bits(random.normal(key, (1001,), dtype=dtype), wide.to(dtype))
+
+
+def test_normal_is_finite_and_reaches_far_at_the_extreme_words():
+    extremes = torch.tensor([-(2**63), -(2**63) + 4095, -(2**62), -1, 0, 1, 2**62, 2**63 - 4096, 2**63 - 1])
+    drawn = random._normal(torch.cartesian_prod(extremes, extremes))
+    assert drawn.isfinite().all()
+    assert 8.5 < drawn.abs().max() < 8.6
+
+
+def test_normal_has_the_same_bits_on_every_machine():
+    drawn = random.normal(random.key(7), (10_000,), dtype=torch.float64).numpy()
+    assert hashlib.sha256(drawn.astype("<f8").tobytes()).hexdigest()[:16] == "d8a8c14ff6f83da2"  # what x86-64 gives
+
+
+# Laws
+
+
+@given(seeds, seeds)
+def test_different_integers_give_different_keys(one, other):
+    assert torch.equal(random.key(one), random.key(other)) == ((one - other) % 2**64 == 0)
+
+
+def test_key_uses_all_64_bits():
+    keys = {tuple(random.key(1 << bit).tolist()) for bit in range(64)}
+    assert len(keys) == 64
+    assert not torch.equal(random.key(1), random.key(1 + 2**32))
+    assert torch.equal(random.key(-1), random.key(2**64 - 1))
+
+
+@given(seeds, st.lists(st.integers(0, 4), max_size=3), st.sampled_from(list(DTYPES)))
+def test_draws_have_the_shape_dtype_and_range_asked_for(seed, shape, dtype):
+    key = random.key(seed)
+    u, z = random.uniform(key, shape, dtype=dtype), random.normal(key, tuple(shape), dtype=dtype)
+    assert u.shape == z.shape == torch.Size(shape)
+    assert u.dtype == z.dtype == dtype
+    assert ((u >= 0) & (u < 1)).all()
+    assert z.isfinite().all()
+
+
+@every_dtype
+def test_uniform_takes_every_representable_step_from_zero_to_below_one(dtype):
+    u = random.uniform(random.key(8), (200_000,), dtype=dtype).double()
+    steps = u * 2.0 ** DTYPES[dtype]
+    assert torch.equal(steps, steps.floor())
+    assert (steps % 2 == 1).any()
+    if DTYPES[dtype] <= 11:
+        counts = torch.bincount(steps.long(), minlength=2 ** DTYPES[dtype])
+        assert len(counts) == 2 ** DTYPES[dtype]
+        assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+@given(seeds, st.integers(0, 40), st.integers(0, 40), st.sampled_from(list(DTYPES)))
+def test_the_first_draws_do_not_depend_on_how_many_follow(seed, few, more, dtype):
+    key, n = random.key(seed), few + more
+    assert torch.equal(random.split(key, n)[:few], random.split(key, few))
+    for draw in (random.uniform, random.normal):
+        assert torch.equal(draw(key, (n,), dtype=dtype)[:few], draw(key, (few,), dtype=dtype))
+
+
+def test_the_first_draws_do_not_depend_on_the_cache():
+    key, n = random.key(9), 300_000
+    for few in (65_535, 65_536, 65_537, 131_073):
+        assert torch.equal(random.uniform(key, (n,))[:few], random.uniform(key, (few,)))
+        assert torch.equal(random.normal(key, (n,))[:few], random.normal(key, (few,)))
+
+
+@given(seeds, st.integers(0, 60))
+def test_permutation_orders_every_number_once(seed, n):
+    assert sorted(random.permutation(random.key(seed), n).tolist()) == list(range(n))
+
+
+@every_draw
+def test_draws_are_pure(draw):
+    key, state = random.key(10), torch.get_rng_state()
+    first = draw(key)
+    torch.rand(3)
+    second = draw(key)
+    torch.set_rng_state(state)
+    assert same_bits(first, second)
+    assert torch.equal(key, random.key(10))
+    draw(key)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@every_draw
+def test_draws_have_the_same_bits_in_every_context(draw):
+    expected = draw(random.key(11))
+    with torch.inference_mode():
+        assert same_bits(draw(random.key(11)), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same_bits(draw(random.key(11)), expected)
+    noncontiguous = torch.stack([random.key(11), random.key(12)], dim=1)[:, 0]
+    assert same_bits(draw(noncontiguous), expected)
+
+
+@every_draw
+def test_draws_stay_on_the_device_of_the_key(draw):
+    drawn, expected = draw(random.key(0, device="meta")), draw(random.key(0))
+    assert drawn.device.type == "meta"
+    assert (drawn.shape, drawn.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with a CUDA device")
+@every_draw
+def test_draws_have_the_same_bits_on_cuda(draw):
+    assert same_bits(draw(random.key(13, device="cuda")).cpu(), draw(random.key(13)))
+
+
+# Independence
+
+
+def test_all_128_bits_are_balanced():
+    n = 1 << 16
+    ones = bits(random.split(random.key(20), n)).double().mean(0)
+    assert ((ones - 0.5).abs() * 2 * math.sqrt(n)).max() < 5
+
+
+def test_pairs_of_bits_are_independent():
+    n = 1 << 16
+    signs = bits(random.split(random.key(21), n)).reshape(n, 128).float() * 2 - 1
+    correlation = (signs.T @ signs / n).fill_diagonal_(0)
+    assert (correlation.abs() * math.sqrt(n)).max() < 6
+
+
+def flip_rates(words, flipped):
+    """How often each output bit turns over; words `[n, 2]`, flipped `[64, n, 2]` by input bit."""
+    return bits(words ^ flipped).double().mean(1).reshape(64, 128)
+
+
+def test_one_bit_of_the_integer_turns_over_half_of_the_key():
+    n = 128
+    words = torch.stack([random.key(seed) for seed in range(n)])
+    flipped = torch.stack([torch.stack([random.key(seed ^ (1 << bit)) for seed in range(n)]) for bit in range(64)])
+    rates = flip_rates(words, flipped)
+    assert ((rates - 0.5).abs() * 2 * math.sqrt(n)).max() < 6
+    assert abs(rates.mean() - 0.5) < 0.005
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_bit_of_a_key_turns_over_half_of_its_children(half):
+    n = 1024
+    keys = random.split(random.key(22), n)
+    single = torch.zeros(64, 2, dtype=torch.int64)
+    single[:, half] = 1 << torch.arange(64)
+    children = torch.vmap(lambda key: random.split(key, 1)[0])
+    rates = flip_rates(children(keys), torch.vmap(children)(keys ^ single[:, None]))
+    assert ((rates - 0.5).abs() * 2 * math.sqrt(n)).max() < 6
+    assert abs(rates.mean() - 0.5) < 0.002
+
+
+def test_split_keys_never_collide():
+    keys = random.split(random.key(23), 1 << 16)
+    assert len(keys[:, 0].unique()) == len(keys[:, 1].unique()) == 1 << 16
+    assert len(keys.reshape(-1).unique()) == 1 << 17
+
+
+def test_children_of_different_parents_never_collide():
+    levels = [random.key(24)[None]]
+    for _ in range(4):
+        levels.append(torch.vmap(lambda key: random.split(key, 16))(levels[-1]).reshape(-1, 2))
+    words = torch.cat(levels).reshape(-1)
+    assert len(words) == 2 * sum(16**level for level in range(5))
+    assert len(words.unique()) == len(words)
+
+
+@given(seeds)
+def test_one_key_never_gives_two_draws_the_same_word(seed):
+    key, n = random.key(seed), 1 << 10
+    split = random.split(key, n // 2).reshape(-1).numpy()
+    uniform = random.uniform(key, (n,), dtype=torch.float64).numpy()
+    both = np.concatenate([significant(split, 64, 53), uniform])
+    assert len(np.unique(both)) == 2 * n
+    assert not np.array_equal(np.argsort(significant(split, 64, 53)), random.permutation(key, n).numpy())
+    assert not np.array_equal(np.argsort(uniform), random.permutation(key, n).numpy())
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 8, 64, 1 << 16])
+def test_numbers_of_one_stream_are_uncorrelated(lag):
+    n = 1 << 20
+    for draw in (random.uniform, random.normal):
+        x = draw(random.key(25), (n,), dtype=torch.float64)
+        x = (x - x.mean()) / x.std()
+        assert abs((x[:-lag] * x[lag:]).mean()) * math.sqrt(n) < 4
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        random.split(random.key(26), 64),
+        torch.stack([random.key(seed) for seed in range(64)]),
+        torch.vmap(random.split)(random.split(random.key(27), 32)).reshape(64, 2),
+    ],
+    ids=["siblings", "consecutive", "cousins"],
+)
+def test_streams_of_different_keys_are_uncorrelated(keys):
+    n = 1 << 14
+    x = torch.vmap(lambda key: random.normal(key, (n,), dtype=torch.float64))(keys)
+    assert (torch.corrcoef(x).fill_diagonal_(0).abs() * math.sqrt(n)).max() < 5
+    # Nor does one stream run after the other.
+    assert len(torch.cat([x[:, 0], x[:, -1]]).unique()) == 128
+    first, all_words = x[:, 0].numpy(), x.reshape(-1).numpy()
+    assert np.isin(all_words, first).sum() == 64
+
+
+# Distributions
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_follows_scipys_distribution(seed, dtype):
+    u = random.uniform(random.key(seed), (200_000,), dtype=dtype).double().numpy()
+    assert stats.kstest(u, "uniform").pvalue > 1e-3
+    assert stats.chisquare(np.histogram(u, bins=1000, range=(0, 1))[0]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_follows_scipys_distribution(seed, dtype):
+    z = random.normal(random.key(seed), (200_000,), dtype=dtype).double().numpy()
+    assert stats.kstest(z, "norm").pvalue > 1e-3
+    assert stats.kstest((z[0::2] ** 2 + z[1::2] ** 2) / 2, "expon").pvalue > 1e-3  # both of a pair, independent
+
+
+def test_normal_has_the_tails_of_scipys_distribution():
+    n = 1 << 23
+    z = random.normal(random.key(30), (n,)).abs()
+    for threshold in (3.0, 4.0, 4.5, 5.0):
+        beyond = int((z > threshold).sum())
+        assert stats.binomtest(beyond, n, 2 * stats.norm.sf(threshold)).pvalue > 1e-3
+
+
+def test_pairs_and_triples_fill_the_cube_evenly():
+    u = random.uniform(random.key(31), (300_000,))
+    for dimensions, cells in ((2, 32), (3, 10)):
+        points = (u.reshape(-1, dimensions) * cells).long()
+        index = (points * cells ** torch.arange(dimensions)).sum(1)
+        assert stats.chisquare(torch.bincount(index, minlength=cells**dimensions).numpy()).pvalue > 1e-3
+
+
+def test_all_permutations_of_four_are_equally_likely():
+    keys = random.split(random.key(32), 48_000)
+    orders = torch.vmap(lambda key: random.permutation(key, 4))(keys)
+    every = torch.tensor(list(permutations(range(4))))
+    counts = (orders[:, None] == every).all(-1).sum(0)
+    assert counts.sum() == 48_000
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
+# Transforms
+
+
+@pytest.fixture
+def compiler():
+    torch.compiler.reset()  # else every vmapped function in this process counts as a recompilation of vmap
+    return torch.compile
+
+
+@every_draw
+def test_vmap_draws_what_a_loop_over_keys_draws(draw):
+    keys = random.split(random.key(40), 6)
+    loop = torch.stack([draw(key) for key in keys])
+    assert same_bits(torch.vmap(draw)(keys), loop)
+    assert same_bits(torch.vmap(draw, in_dims=1)(keys.T.contiguous()), loop)
+    assert same_bits(torch.vmap(draw, chunk_size=2)(keys), loop)
+    nested = torch.vmap(torch.vmap(draw), in_dims=1)(keys.reshape(2, 3, 2))
+    assert same_bits(nested, loop.reshape(2, 3, *loop.shape[1:]).transpose(0, 1))
+
+
+@every_draw
+def test_keys_without_a_batch_give_every_member_the_same_draw(draw):
+    key = random.key(41)
+    drawn = torch.vmap(lambda x: draw(key) + x.long())(torch.zeros(3))
+    assert same_bits(drawn, draw(key).expand(3, *draw(key).shape))
+
+
+@every_draw
+def test_compile_draws_the_same_bits(compiler, draw):
+    key = random.key(42)
+    compiled = compiler(draw, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(key), draw(key))
+    batch = compiler(torch.vmap(draw), fullgraph=True, backend="aot_eager")
+    assert same_bits(batch(random.split(key, 3)), torch.vmap(draw)(random.split(key, 3)))
+
+
+def test_compile_takes_sizes_and_integers_that_change(compiler):
+    @compiler(fullgraph=True, backend="aot_eager")
+    def draw(seed, n):
+        key = random.key(seed)
+        return random.uniform(key, (n, 2)), random.permutation(key, n), random.split(key, n)
+
+    for seed, n in ((3, 4), (5, 6), (-7, 9), (2**62, 11)):
+        key = random.key(seed)
+        expected = random.uniform(key, (n, 2)), random.permutation(key, n), random.split(key, n)
+        assert all(map(same_bits, draw(seed, n), expected))
+
+
+@pytest.mark.slow
+@torch_scripts
+def test_inductor_draws_the_same_bits(compiler):
+    def draw_all(key):
+        return [draw(key) for draw in DRAWS.values()] + [random.normal(key, (70_001,)).mul(3).add(1)]
+
+    for f, argument in ((draw_all, random.key(43)), (torch.vmap(draw_all), random.split(random.key(43), 3))):
+        for mine, expected in zip(compiler(f, fullgraph=True)(argument), f(argument), strict=True):
+            assert same_bits(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype"), [("split", torch.int64), ("uniform", torch.float16), ("normal", torch.float32)]
+)
+def test_operation_obeys_torchs_own_rules(what, dtype):
+    torch.library.opcheck(random._draw, (random.split(random.key(44), 3), 5, what, dtype))
+
+
+@torch_scripts
+@pytest.mark.parametrize("draw", [random.uniform, random.normal])
+def test_functions_that_draw_can_be_differentiated(compiler, draw):
+    key = random.key(45)
+    x = torch.arange(1.0, 5.0)
+    drawn = draw(key, (4,))
+
+    def f(x, key):
+        return (x * x * draw(key, (4,))).sum()
+
+    assert torch.equal(grad(f)(x, key), 2 * x * drawn)
+    assert torch.equal(jvp(lambda x: x * draw(key, (4,)), (x,), (torch.ones(4),))[1], drawn)
+    assert torch.equal(jacrev(grad(f))(x, key), torch.diag(2 * drawn))
+    keys = random.split(key, 3)
+    batched = torch.vmap(grad(f), in_dims=(None, 0))(x, keys)
+    assert torch.equal(batched, 2 * x * torch.stack([draw(key, (4,)) for key in keys]))
+    assert torch.equal(compiler(grad(f), fullgraph=True, backend="aot_eager")(x, key), 2 * x * drawn)
+
+
+def test_no_derivative_flows_through():
+    assert not random.uniform(random.key(46), (3,)).requires_grad
+    x = torch.ones(2, requires_grad=True)
+    (x * random.normal(random.key(46), (2,))).sum().backward()
+    assert torch.equal(x.grad, random.normal(random.key(46), (2,)))
+
+
+# Errors
+
+
+@pytest.mark.parametrize("name", ["split", "uniform", "normal", "permutation"])
+def test_what_is_no_key_is_refused_with_the_cure(name):
+    def draw(key):
+        return getattr(random, name)(key, *[3] * (name == "permutation"))
+
+    with pytest.raises(TypeError, match=rf"{name}: .*found int.*functional_jd.random.key\(0\)"):
+        draw(0)
+    with pytest.raises(TypeError, match=r"found torch.float32.*functional_jd.random.key\(0\)"):
+        draw(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"found \[3\].*functional_jd.random.key\(0\)"):
+        draw(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"found \[5, 2\].*vmap"):
+        draw(random.split(random.key(0), 5))
+
+
+def test_integers_that_are_none_or_too_large_are_refused():
+    for wrong in (1.0, "1", None, torch.tensor(1)):
+        with pytest.raises(TypeError, match="key: expected a Python integer"):
+            random.key(wrong)
+    for wrong in (2**64, -(2**63) - 1, 10**40):
+        with pytest.raises(ValueError, match="key: expected at most 64 bits"):
+            random.key(wrong)
+
+
+def test_sizes_and_dtypes_that_cannot_be_drawn_are_refused():
+    key = random.key(0)
+    with pytest.raises(ValueError, match="split: expected n of at least 0, found -1"):
+        random.split(key, -1)
+    with pytest.raises(ValueError, match="permutation: expected n of at least 0, found -2"):
+        random.permutation(key, -2)
+    for draw in (random.uniform, random.normal):
+        with pytest.raises(ValueError, match=rf"{draw.__name__}: expected sizes of at least 0, found \[2, -1\]"):
+            draw(key, (2, -1))
+        with pytest.raises(TypeError, match=rf"{draw.__name__}: expected a sequence of sizes, found the integer 3"):
+            draw(key, 3)
+        for dtype in (torch.int64, torch.complex64, torch.bool):
+            with pytest.raises(TypeError, match=rf"{draw.__name__}: expected one of torch.float64.* found {dtype}"):
+                draw(key, (2,), dtype=dtype)
+
+
+# Cost
+
+
+@pytest.mark.slow
+def test_uniform_costs_little_more_than_torch_rand():
+    key, n, ratios, threads = random.key(50), 10**7, [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(7):
+            start = time.perf_counter()
+            torch.rand(n)
+            middle = time.perf_counter()
+            random.uniform(key, (n,))
+            ratios.append((time.perf_counter() - middle) / (middle - start))
+    finally:
+        torch.set_num_threads(threads)
+    assert statistics.median(ratios) < 6  # measured 1.1
