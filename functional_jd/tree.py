@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
@@ -21,10 +22,12 @@ Structure = Any
 
 def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     """The leaves of a pytree, and its structure."""
+    if torch.compiler.is_compiling():
+        return _traced_flatten(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     strangers = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor)} & torch_pytree.SUPPORTED_NODES.keys()
     if not strangers:
-        return leaves, structure  # pyright: ignore[reportReturnType]
+        return leaves, (structure, None)  # pyright: ignore[reportReturnType]
     for container in strangers:
         _adopt(container)
     return tree_flatten(tree)
@@ -32,7 +35,11 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """The pytree of this structure with these leaves."""
-    return optree.tree_unflatten(structure, leaves)
+    spec, empty = structure
+    if empty is not None:
+        rest = iter(leaves)
+        leaves = [{} if hole else next(rest) for hole in empty]
+    return optree.tree_unflatten(spec, leaves)
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
@@ -42,6 +49,12 @@ def tree_leaves(tree: Tree) -> list[Tensor]:
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
+    if torch.compiler.is_compiling():
+
+        def or_empty(leaf: Any, *others: Any) -> Any:
+            return {} if _is_empty_dict(leaf) else f(leaf, *others)
+
+        return optree.tree_map(or_empty, tree, *rest, is_leaf=_is_empty_dict, namespace=NAMESPACE)
     tree_flatten(tree)
     return optree.tree_map(f, tree, *rest, namespace=NAMESPACE)
 
@@ -60,21 +73,25 @@ def row_count(jacobian: Tree, where: str) -> int:
         TypeError: a leaf is no floating-point tensor.
         ValueError: no leaves, no rows, or leaves that disagree.
     """
-    rows: dict[int, str] = {}
-    for name, leaf in zip(tree_names(jacobian), tree_leaves(jacobian), strict=True):
+    rows: dict[int, int] = {}
+    leaves = tree_leaves(jacobian)
+    for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in {name!r}. "
-                "Register the container with torch.utils._pytree or optree, or hand over its tensors."
+                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
+                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or hand over its "
+                "tensors."
             )
         if not leaf.is_floating_point() or leaf.ndim == 0:
             raise TypeError(
                 f"{where}: every leaf must be a floating-point tensor of rows [m, *p], found {leaf.dtype} of shape "
-                f"{list(leaf.shape)} in {name!r}. Stack one gradient per objective along the first dimension."
+                f"{list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
+                "Stack one gradient per objective along the first dimension."
             )
-        rows.setdefault(leaf.shape[0], name)
+        rows.setdefault(leaf.shape[0], index)
     if len(rows) > 1:
-        found = " and ".join(f"{m} in {name!r}" for m, name in rows.items())
+        names = tree_names(jacobian)
+        found = " and ".join(f"{m} in {names[index]!r}" for m, index in rows.items())
         raise ValueError(
             f"{where}: every leaf needs the same number of rows, found {found}. "
             "Did you mix Jacobians of different losses?"
@@ -94,16 +111,27 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
         ValueError: there are no leaves.
     """
     leaves, structure = tree_flatten(params)
-    for name, leaf in zip(tree_names(params), leaves, strict=True):
+    for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"{where}: parameters must be floating-point tensors, found {found} in {name!r}. "
+                f"{where}: parameters must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
                 "Pass buffers and settings as further arguments of the losses instead."
             )
     if not leaves:
         raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")
     return leaves, structure
+
+
+def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """While torch.compile traces, which trips over empty dicts: there they are leaves, left out and put back."""
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_empty_dict, namespace=NAMESPACE)
+    empty = [_is_empty_dict(leaf) for leaf in leaves]
+    return [leaf for leaf, hole in zip(leaves, empty, strict=True) if not hole], (spec, empty)  # pyright: ignore[reportReturnType]
+
+
+def _is_empty_dict(value: Any) -> bool:
+    return isinstance(value, dict) and not value
 
 
 def _adopt(container: type) -> None:

@@ -1,0 +1,200 @@
+"""Aggregation: a rule looks at the Jacobian and says how much each row counts; `aggregate` adds the rows up."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.precision import full_precision
+from functional_jd.tree import row_count, tree_leaves, tree_map
+from functional_jd.types import Direction, Gramian, Jacobian, Losses, MultitaskJacobian, Tree, Weights
+
+View = Any
+"""What a rule looks at: a tensor, or for `whole` the Jacobian itself."""
+
+# Columns that are lifted to float64 at once: a multiple of what fits the cache, so that no second Jacobian is made.
+_COLUMNS = 1 << 16
+
+
+class Aggregator(NamedTuple):
+    """An aggregation rule: three functions; its hyper-parameters live in their closures.
+
+    Attributes:
+        view: `view(jacobian, *others, losses=None)`: `blank`, `losses`, `gramian`, `cross_gramian` or `whole`. It
+            tells the engines what the rule looks at, hence what a step costs.
+        init: `init(view) -> state`, a pytree of tensors; `()` for a rule that remembers nothing.
+        update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian to count entry
+            by entry.
+    """
+
+    view: Callable[..., View]
+    init: Callable[[View], Tree]
+    update: Callable[[View, Tree], tuple[Weights, Tree]]
+
+
+class Aggregation(NamedTuple):
+    """What `aggregate` returns.
+
+    Attributes:
+        direction: pytree like params, in their dtypes: the weighted sum of the rows.
+        weights: float64 `[m]`, or a pytree like the Jacobian.
+        state: what the rule remembers, for the next call.
+    """
+
+    direction: Direction
+    weights: Weights
+    state: Tree
+
+
+def aggregate(
+    aggregator: Aggregator,
+    jacobian: Jacobian,
+    state: Tree = None,
+    *others: Jacobian,
+    losses: Losses = None,
+) -> Aggregation:
+    """Combine the rows of a Jacobian into one direction, as a rule says.
+
+    `direction = sum_i weights_i J_i`, with `weights, state = update(view(J), state)`.
+
+    Args:
+        aggregator: the rule.
+        jacobian: pytree with leaves `[m, *p]`, float16, bfloat16, float32 or float64; or a `MultitaskJacobian`, of
+            which the rule weighs `shared`, while `heads` pass through.
+        state: what the last call returned; `None` starts the rule.
+        others: Jacobians of the same objectives on independent batches, for the rules that look at `cross_gramian`.
+        losses: the m values, for the rules that look at `losses`.
+
+    Returns:
+        `Aggregation(direction, weights, state)`. A non-finite Jacobian gives a non-finite direction, never an
+        exception.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor of rows.
+        ValueError: no rows, leaves or Jacobians that disagree on m, or `others` or `losses` missing that the rule
+            needs.
+
+    Laws:
+        Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
+    """
+    m = row_count(_rows(jacobian), "aggregate")
+    for other in others:
+        if row_count(_rows(other), "aggregate") != m:
+            raise ValueError(
+                f"aggregate: all Jacobians need the same number of rows, found {m} and "
+                f"{row_count(_rows(other), 'aggregate')}. Compute them with the same losses on independent batches."
+            )
+    with full_precision(jacobian):
+        view = aggregator.view(jacobian, *others, losses=losses)
+        weights, state = aggregator.update(view, aggregator.init(view) if state is None else state)
+        return Aggregation(combine(jacobian, weights), weights, state)
+
+
+def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
+    """The state that a rule starts with: what `aggregate` makes of `state=None` before its first update."""
+    with full_precision(jacobian):
+        return aggregator.init(aggregator.view(jacobian, *others, losses=losses))
+
+
+def combine(jacobian: Jacobian, weights: Weights) -> Direction:
+    """Add up the rows: `direction = sum_i weights_i J_i`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
+        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry.
+
+    Returns:
+        A pytree with leaves `[*p]` in the Jacobian's dtypes, added up in at least float32. For a `MultitaskJacobian`
+        the dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
+
+    Laws:
+        Linear in the weights and in the Jacobian. What is not finite stays so, also with weight 0.
+    """
+    if isinstance(jacobian, MultitaskJacobian):
+        return {"shared": combine(jacobian.shared, weights), "heads": jacobian.heads}
+    with full_precision(jacobian):
+        if isinstance(weights, Tensor) and weights.ndim == 1:
+            return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
+        return tree_map(lambda leaf, weight: (_wide(leaf) * weight).sum(0).to(leaf.dtype), jacobian, weights)
+
+
+def blank(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The view of a rule that looks at nothing but the number of rows: float64 zeros `[m]`."""
+    leaf = tree_leaves(_rows(jacobian))[0]
+    return torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
+
+
+def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The view of a rule that looks at the losses: float64 `[m]`, in leaf order."""
+    if losses is None:
+        raise ValueError(
+            "aggregate: this rule looks at the losses, found none. "
+            "Hand them over: aggregate(rule, jacobian, losses=losses)."
+        )
+    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+
+
+def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gramian:
+    """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
+
+    Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are exact there,
+    and neither rows of norm 1e-30 nor of norm 1e30 leave the range.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: not looked at.
+        losses: not looked at.
+    """
+    return cross_gramian(jacobian, jacobian)
+
+
+def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`."""
+    if not others:
+        raise ValueError(
+            "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
+            "aggregate(rule, jacobian, state, other_jacobian)."
+        )
+    row_count(_rows(jacobian), "gramian")
+    with full_precision(jacobian):
+        pairs = zip(tree_leaves(_rows(jacobian)), tree_leaves(_rows(others[0])), strict=True)
+        return torch.stack([_leaf_gramian(_matrix(left), _matrix(right)) for left, right in pairs]).sum(0)
+
+
+def whole(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
+    """The view of a rule that looks at the Jacobian itself: the pytree with leaves `[m, *p]`."""
+    return _rows(jacobian)
+
+
+def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Aggregator:
+    """A rule that remembers nothing: `weigh(view) -> weights`.
+
+    Example:
+        >>> def shy(temperature=1.0):
+        ...     return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
+    """
+    return Aggregator(view, lambda _: (), lambda seen, state: (weigh(seen), state))
+
+
+def _rows(jacobian: Jacobian) -> Tree:
+    return jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+
+
+def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
+    wide = _matrix(_wide(leaf))
+    return (weights.to(wide.dtype) @ wide).reshape(leaf.shape[1:]).to(leaf.dtype)
+
+
+def _matrix(leaf: Tensor) -> Tensor:
+    """`[m, n]`; what is that already stays untouched, since torch 2.13 cannot compile forward mode through a reshape."""
+    return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], leaf.shape[1:].numel())
+
+
+def _leaf_gramian(left: Tensor, right: Tensor) -> Tensor:
+    blocks = zip(left.split(_COLUMNS, dim=1), right.split(_COLUMNS, dim=1), strict=True)
+    return torch.stack([a.double() @ b.double().mT for a, b in blocks]).sum(0)
