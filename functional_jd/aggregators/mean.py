@@ -1,0 +1,19 @@
+"""Mean: every row counts the same, and all together count one."""
+
+import torch
+
+from functional_jd.aggregation import Aggregator, blank, stateless
+
+
+def mean() -> Aggregator:
+    """The mean of the rows: the direction of ordinary training on the mean of the losses.
+
+    `weights_i = 1 / m`
+
+    Returns:
+        A rule that looks at nothing: one weighted backward pass is all it costs.
+
+    Laws:
+        Linear in the Jacobian; `mean() = total() / m`. It conflicts with a row whenever the others outweigh it.
+    """
+    return stateless(blank, lambda seen: torch.full_like(seen, 1 / len(seen)))

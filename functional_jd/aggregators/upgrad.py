@@ -1,0 +1,54 @@
+"""UPGrad: no row is conflicted with, and every row pulls with its full length."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.solvers.dual_cone import cosines, row_multipliers
+from functional_jd.solvers.preference import preferred
+from functional_jd.types import Gramian, Weights
+
+
+def upgrad(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
+    """Project every row on the dual cone of all rows, then combine the projections as preferred.
+
+    `direction = sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }` for rows g_i. In terms of
+    unit rows n_j with cosines C, `p_i = g_i + |g_i| sum_j S_ji n_j`, where column i of S holds the multipliers of n_i:
+    so `weights = u + S (norms u) / norms`.
+
+    Args:
+        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
+            what happens to the tensor afterwards is not seen.
+
+    Returns:
+        A rule that looks at the Gramian. Weights `[m]`, float64, at least u where the rows are independent; where they
+        are not, several weights give the one direction. Differentiable twice with respect to the Gramian, where the set
+        of active constraints does not change, and to the preference.
+
+    Raises:
+        TypeError: a preference that is not floating-point.
+        ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
+            values are not known); at the call, not one per row.
+
+    Laws:
+        Never conflicts: `J direction >= 0`. Equal to `constant(u)` where no two rows conflict. Linear under scaling of
+        rows: the direction for `diag(c) J` is linear in `c >= 0`; so it scales as the Jacobian does. Rows of zeros
+        change nothing. Rows of which a positive combination is zero (a stationary Jacobian) give zero. A Gramian
+        that is not finite gives weights NaN.
+
+    Source:
+        Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.
+
+    Differs:
+        Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: rows of very
+        different norms, or all very small, are not conflicted with either.
+    """
+    preference_of = preferred(preference, "upgrad")
+
+    def weigh(G: Gramian) -> Weights:
+        u = preference_of(G)
+        C, norms = cosines(G)
+        return u + row_multipliers(C) @ (norms * u) / norms
+
+    return stateless(gramian, weigh)

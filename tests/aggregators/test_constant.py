@@ -1,0 +1,71 @@
+"""Constant: the gradient of the weighted sum of the losses."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.constant import constant
+
+torch.set_num_threads(1)
+
+integers = st.integers(-9, 9).map(float)
+
+
+@given(
+    st.lists(
+        st.tuples(integers, st.lists(integers, min_size=3, max_size=3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_direction_is_the_weighted_sum_of_the_rows(weighted):
+    weights, rows = [w for w, _ in weighted], [row for _, row in weighted]
+    expected = [sum(w * x for w, x in zip(weights, column, strict=True)) for column in zip(*rows, strict=True)]
+    for given_weights in (weights, tuple(weights), torch.tensor(weights), torch.tensor(weights, dtype=torch.float16)):
+        direction = aggregate(constant(given_weights), torch.tensor(rows)).direction
+        torch.testing.assert_close(direction, torch.tensor(expected))
+
+
+def test_the_rule_keeps_its_own_copy():
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    rule = constant(weights)
+    weights.zero_()
+    assert aggregate(rule, torch.eye(2)).direction.tolist() == [1, 2]
+
+
+def test_the_derivative_with_respect_to_the_weights_is_the_jacobian():
+    J = torch.tensor([[1.0, 2, 3], [-4, 5, 6]])
+    f = lambda weights: aggregate(constant(weights), J).direction
+    torch.testing.assert_close(torch.func.jacrev(f)(torch.tensor([0.3, 0.7])), J.T)
+    torch.testing.assert_close(torch.func.jvp(f, (torch.ones(2),), (torch.tensor([0.0, 1]),))[1], J[1])
+    weights = torch.tensor([0.3, 0.7], requires_grad=True)
+    f(weights).sum().backward()
+    torch.testing.assert_close(weights.grad, J.sum(1))
+
+
+def test_composes_with_vmap_over_jacobians_and_over_weights():
+    J, weights = torch.arange(24.0).view(4, 3, 2), torch.arange(12.0).view(4, 3)
+    f = lambda J, weights: aggregate(constant(weights), J).direction
+    expected = torch.einsum("bi,bij->bj", weights, J)
+    torch.testing.assert_close(torch.vmap(f)(J, weights), expected)
+    torch.testing.assert_close(torch.vmap(lambda J: f(J, weights[1]))(J), torch.einsum("i,bij->bj", weights[1], J))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J, weights), expected)
+
+
+@pytest.mark.parametrize("weights", [[], [[1.0, 2.0]], torch.ones(()), torch.ones(2, 2)])
+def test_weights_of_another_shape_are_refused(weights):
+    with pytest.raises(ValueError, match=r"constant: weights must have shape \[m\]"):
+        constant(weights)
+
+
+def test_weights_that_are_not_floating_point_are_refused():
+    with pytest.raises(TypeError, match=r"floating-point tensor, found torch\.int64"):
+        constant(torch.tensor([1, 2]))
+
+
+def test_weights_that_do_not_match_the_rows_are_refused():
+    with pytest.raises(ValueError, match="found 2 weights and 3 rows"):
+        aggregate(constant([1.0, 2.0]), torch.eye(3))

@@ -1,0 +1,41 @@
+"""Total: the gradient of the sum of the losses."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.total import total
+
+torch.set_num_threads(1)
+
+
+@given(st.lists(st.lists(st.integers(-9, 9).map(float), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_direction_is_the_sum_of_the_rows(rows):
+    expected = [sum(column) for column in zip(*rows, strict=True)]
+    torch.testing.assert_close(aggregate(total(), torch.tensor(rows)).direction, torch.tensor(expected))
+
+
+def test_the_direction_is_the_gradient_of_the_sum_of_the_losses():
+    losses = lambda x: torch.stack([x.square().sum(), x.sin().sum(), x.prod()])
+    x = torch.tensor([0.3, -1.2, 2.0])
+    direction = aggregate(total(), torch.func.jacrev(losses)(x)).direction
+    torch.testing.assert_close(direction, torch.func.grad(lambda x: losses(x).sum())(x))
+
+
+def test_weights_are_float64_ones():
+    weights = aggregate(total(), torch.ones(7, 2, dtype=torch.bfloat16)).weights
+    assert weights.dtype == torch.float64
+    torch.testing.assert_close(weights, torch.tensor([1.0] * 7, dtype=torch.float64))
+
+
+def test_composes_with_every_transform():
+    f = lambda J: aggregate(total(), J).direction
+    J = torch.arange(24.0).view(4, 3, 2)
+    expected = J.sum(1)
+    torch.testing.assert_close(torch.vmap(f)(J), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J), expected)
+    grad = torch.func.grad(lambda J: f(J).sum())
+    torch.testing.assert_close(torch.vmap(grad)(J), torch.ones_like(J))
+    torch.testing.assert_close(torch.func.jvp(f, (J[0],), (J[1],))[1], expected[1])

@@ -1,0 +1,289 @@
+"""UPGrad: the laws of the paper, the reference on the rows themselves, and every transform."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.optimize import nnls
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.upgrad import upgrad
+
+torch.set_num_threads(1)
+
+
+def jacobians(most=6):
+    """Small integers: their Gramians are exact, and zero, equal and opposite rows are frequent."""
+    shapes = st.tuples(st.integers(1, most), st.integers(1, most))
+    return shapes.flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+
+
+def direction(J, preference=None):
+    return aggregate(upgrad(preference), J).direction
+
+
+def projections(J):
+    """Every row projected on the dual cone, by non-negative least squares on the unit rows."""
+    norms = torch.linalg.vector_norm(J, dim=1)
+    N = torch.nn.functional.normalize(J, dim=1)
+    multipliers = np.stack([nnls(N.T.numpy(), -row.numpy(), maxiter=100 * len(J))[0] for row in N])
+    return norms.unsqueeze(1) * (N + torch.from_numpy(multipliers) @ N)
+
+
+def brute_force(J):
+    """Every row projected on the dual cone: the nearest feasible point among those of all active sets."""
+    nearest = []
+    for g in J:
+        best = None
+        for size in range(len(J) + 1):
+            for chosen in combinations(range(len(J)), size):
+                span = J[list(chosen)]
+                y = g - torch.linalg.pinv(span) @ (span @ g) if chosen else g
+                if (J @ y).min() >= -1e-9 and (best is None or (y - g).norm() < (best - g).norm()):
+                    best = y
+        nearest.append(best)
+    return torch.stack(nearest)
+
+
+@given(jacobians())
+def test_no_row_is_conflicted_with(J):
+    d = direction(J)
+    norms = torch.linalg.vector_norm(J, dim=1)
+    assert (J @ d >= -1e-11 * norms * norms.max()).all()
+
+
+@given(jacobians(most=8))
+def test_equal_to_non_negative_least_squares_on_the_rows(J):
+    torch.testing.assert_close(direction(J), projections(J).mean(0), rtol=0, atol=1e-10 * float(J.norm()))
+
+
+@given(jacobians(most=4))
+def test_equal_to_the_best_of_all_active_sets(J):
+    torch.testing.assert_close(direction(J), brute_force(J).mean(0), rtol=0, atol=1e-8 * float(J.norm()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_to_the_best_of_all_active_sets_of_six_rows(seed):
+    J = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    torch.testing.assert_close(direction(J), brute_force(J).mean(0), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("m", [16, 40])
+def test_rows_of_very_different_norms_are_not_conflicted_with(m):
+    generator = torch.Generator().manual_seed(m)
+    J = torch.randn(m, m + 5, generator=generator, dtype=torch.float64)
+    scale = 10 ** (36 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 18)
+    d = direction(scale * J)
+    cosine = J @ d / torch.linalg.vector_norm(J, dim=1) / d.norm()
+    assert cosine.min() >= -1e-13
+    torch.testing.assert_close(d, projections(scale * J).mean(0), rtol=1e-10, atol=1e-12 * float(d.norm()))
+
+
+@pytest.mark.parametrize("cosine", [1e-3, 1e-6, 1e-9, 1e-12])
+@pytest.mark.parametrize("m", [2, 3, 30])
+def test_the_slightest_conflict_counts(m, cosine):
+    J = torch.eye(m, dtype=torch.float64)
+    J[1, 0] = -cosine
+    only_the_second = [float(i == 1) for i in range(m)]
+    torch.testing.assert_close(direction(J, only_the_second), torch.eye(m, dtype=torch.float64)[1], rtol=0, atol=1e-15)
+
+
+def test_the_value_of_the_paper_s_example():
+    # Both projections in closed form: g_1 + s g_2 with s = 22 / 38, g_2 + s g_1 with s = 22 / 18; then their mean.
+    J = torch.tensor([[-4.0, 1, 1], [6, 1, 1]], dtype=torch.float64)
+    expected = torch.tensor([0.2923976608, 1.9005847953, 1.9005847953], dtype=torch.float64)
+    torch.testing.assert_close(direction(J), expected, rtol=1e-9, atol=0)
+
+
+@given(jacobians(), st.integers(-60, 60))
+def test_scales_as_the_jacobian_does(J, exponent):
+    assert torch.equal(direction(2.0**exponent * J), 2.0**exponent * direction(J))
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-9, 1e9, 1e18])
+def test_scales_as_the_jacobian_does_far_from_one(scale):
+    J = torch.randn(7, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(direction(scale * J) / scale, direction(J), rtol=1e-12, atol=0)
+
+
+@given(jacobians(), st.data())
+def test_linear_under_scaling_of_the_rows(J, data):
+    scales = st.lists(st.integers(1, 9).map(float), min_size=len(J), max_size=len(J))
+    a, b = (torch.tensor(data.draw(scales), dtype=torch.float64).unsqueeze(1) for _ in range(2))
+    expected = 2 * direction(a * J) + 3 * direction(b * J)
+    torch.testing.assert_close(direction((2 * a + 3 * b) * J), expected, rtol=0, atol=1e-10 * float(J.norm()))
+
+
+@given(jacobians(), st.randoms(use_true_random=False))
+def test_the_order_of_the_rows_does_not_matter(J, random):
+    order = random.sample(range(len(J)), len(J))
+    torch.testing.assert_close(direction(J[order]), direction(J), rtol=0, atol=1e-11 * float(J.norm()))
+
+
+@given(jacobians())
+def test_equal_to_the_mean_where_nothing_conflicts(J):
+    assert torch.equal(aggregate(upgrad(), J.abs()).weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
+
+
+@given(jacobians(), st.data())
+def test_linear_in_the_preference(J, data):
+    shares = st.lists(st.integers(0, 4).map(float), min_size=len(J), max_size=len(J))
+    u = data.draw(shares)
+    assume(any(u))
+    expected = torch.tensor(u, dtype=torch.float64) @ projections(J)
+    torch.testing.assert_close(direction(J, u), expected, rtol=0, atol=1e-9 * float(J.norm()))
+    if torch.linalg.matrix_rank(J) == len(J):  # then weights are unique
+        assert (aggregate(upgrad(u), J).weights >= torch.tensor(u) - 1e-10).all()
+
+
+@given(jacobians())
+def test_a_row_of_zeros_counts_as_preferred_and_changes_nothing(J):
+    m = len(J)
+    padded = aggregate(upgrad(), torch.cat([J, torch.zeros_like(J[:1])]))
+    torch.testing.assert_close(padded.direction * (m + 1), direction(J) * m, rtol=0, atol=1e-10 * float(J.norm()))
+    assert padded.weights[m] == 1 / (m + 1)
+
+
+@given(jacobians())
+def test_a_repeated_row_is_the_row_with_twice_the_preference(J):
+    m = len(J)
+    repeated = direction(torch.cat([J, J[:1]]), [1.0] * (m + 1))
+    expected = direction(J, [2.0] + [1.0] * (m - 1))
+    torch.testing.assert_close(repeated, expected, rtol=0, atol=1e-10 * float(J.norm()))
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 20])
+def test_opposite_rows_give_what_is_left_across_them(m):
+    g = torch.randn(m, m + 2, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    left = torch.cat([g, torch.ones(m, 1, dtype=torch.float64)], dim=1)
+    right = torch.cat([-g, torch.ones(m, 1, dtype=torch.float64)], dim=1)
+    assert direction(torch.cat([g, -g])).abs().max() <= 1e-13
+    assert (torch.cat([left, right]) @ direction(torch.cat([left, right]))).min() >= -1e-13
+
+
+@pytest.mark.parametrize("m", [2, 3, 8, 30])
+def test_stationary_rows_give_nothing(m):
+    J = torch.randn(m, m + 2, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    assert direction(J - J.mean(0)).abs().max() <= 1e-12
+
+
+def test_one_row_is_followed():
+    assert direction(torch.tensor([[3.0, -4]])).tolist() == [3, -4]
+    assert direction(torch.tensor([[3.0, -4]]), [0.5]).tolist() == [1.5, -2]
+
+
+@pytest.mark.parametrize("m", [2, 3, 6, 14])
+def test_a_batch_is_the_loop(m):
+    J = torch.randn(9, m, m, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    J[0] = 0
+    J[1, 1] = -J[1, 0]
+    J[2] = J[2, :1] * J[2, :, :1]
+    expected = torch.stack([direction(x) for x in J])
+    torch.testing.assert_close(torch.vmap(direction)(J), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 7])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden_and_does_not_spread(m, poison):
+    J = torch.randn(4, m, 5, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    expected = torch.vmap(direction)(J)
+    J[2, m - 1, 3] = poison
+    result = torch.vmap(lambda J: aggregate(upgrad(), J))(J)
+    assert result.weights[2].isnan().all()
+    assert result.direction[2].isnan().all()
+    torch.testing.assert_close(result.direction[[0, 1, 3]], expected[[0, 1, 3]])
+    assert aggregate(upgrad(), J[2]).direction.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_jacobians_have_float64_weights(dtype):
+    # Rows of norm 1e3 overflow a float16 Gramian, rows of 1e-4 vanish in it.
+    for scale in (1e3, 1e-4):
+        J = (scale * torch.randn(5, 8, generator=torch.Generator().manual_seed(1))).to(dtype)
+        result, wide = aggregate(upgrad(), J), aggregate(upgrad(), J.double())
+        assert (result.weights.dtype, result.direction.dtype) == (torch.float64, dtype)
+        torch.testing.assert_close(result.weights, wide.weights)
+        torch.testing.assert_close(result.direction, wide.direction.to(dtype))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 6])
+def test_derivatives_are_those_of_finite_differences(m):
+    generator = torch.Generator().manual_seed(m + 1)
+    J = torch.randn(m, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    u = (0.5 + torch.rand(m, generator=generator, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(direction, (J, u), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(direction, (J, u))
+
+
+def loss(J, u):
+    return direction(J, u).square().sum()
+
+
+FUNCTIONS = {
+    "direction": direction,
+    "gradient": torch.func.grad(loss, argnums=(0, 1)),
+    "hessian": torch.func.hessian(loss),
+    "tangent": lambda J, u: torch.func.jvp(direction, (J, u), (2 * J, u * u))[1],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("m", [2, 4])
+def test_transforms_compose(name, m):
+    f = FUNCTIONS[name]
+    generator = torch.Generator().manual_seed(m)
+    J = torch.randn(3, m, 5, generator=generator, dtype=torch.float64)
+    u = 0.5 + torch.rand(3, m, generator=generator, dtype=torch.float64)
+    each = [f(*pair) for pair in zip(J, u, strict=True)]
+    expected = tuple(map(torch.stack, zip(*each, strict=True))) if name == "gradient" else torch.stack(each)
+    torch.testing.assert_close(torch.vmap(f)(J, u), expected)
+    if name in ("direction", "gradient"):  # the compiler cannot trace forward mode under vmap, be it of one product
+        torch._dynamo.reset()
+        compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(J, u), expected)
+    if name != "tangent":  # nor a reshape that changes nothing
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(J[0], u[0]), each[0])
+
+
+@pytest.mark.slow
+def test_compiles_to_machine_code():
+    J = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
+    f = lambda J: (direction(J), torch.func.grad(lambda J: direction(J).square().sum())(J))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True)(J), torch.vmap(f)(J))
+
+
+def test_the_rule_keeps_its_own_copy():
+    u = torch.tensor([1.0, 2.0])
+    rule = upgrad(u)
+    u.zero_()
+    assert aggregate(rule, torch.eye(2)).direction.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("preference", [[-1.0, 2.0], [0.0, 0.0], [1.0, torch.inf], torch.tensor([torch.nan, 1.0])])
+def test_values_that_are_no_preference_are_refused(preference):
+    with pytest.raises(ValueError, match="finite and non-negative, with a positive element"):
+        upgrad(preference)
+
+
+@pytest.mark.parametrize("preference", [[], [[1.0, 2.0]], torch.ones(()), torch.ones(2, 2)])
+def test_a_preference_of_another_shape_is_refused(preference):
+    with pytest.raises(ValueError, match=r"upgrad: preference must have shape \[m\]"):
+        upgrad(preference)
+
+
+def test_a_preference_that_is_not_floating_point_is_refused():
+    with pytest.raises(TypeError, match=r"floating-point tensor, found torch\.int64"):
+        upgrad(torch.tensor([1, 2]))
+
+
+def test_a_preference_that_does_not_match_the_rows_is_refused():
+    with pytest.raises(ValueError, match="found 2 preferences and 3 rows"):
+        aggregate(upgrad([1.0, 2.0]), torch.eye(3))

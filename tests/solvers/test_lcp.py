@@ -1,0 +1,173 @@
+"""Linear complementarity: brute force, non-negative least squares, and the conditions themselves."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.optimize import nnls
+
+from functional_jd.solvers import lcp
+from functional_jd.solvers.lcp import linear_complementarity
+
+torch.set_num_threads(1)
+
+
+@st.composite
+def problems(draw, most=6, entries=3):
+    """A factor A [m, n] of M = A A' / scale and an offset in its range, all small integers before scaling."""
+    m, n = draw(st.integers(1, most)), draw(st.integers(1, most))
+    integers = st.integers(-entries, entries).map(float)
+    A = torch.from_numpy(draw(hnp.arrays(np.float64, (m, n), elements=integers)))
+    x = torch.from_numpy(draw(hnp.arrays(np.float64, (3, n), elements=integers)))
+    scale = max(1.0, float((A @ A.T).abs().max()))
+    return A / scale**0.5, x / max(1.0, float((x @ A.T).abs().max()) / scale**0.5)
+
+
+def random_problem(m, n, seed=0, k=4):
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    A = A / A.norm(dim=1, keepdim=True)
+    return A @ A.T, torch.randn(k, n, generator=generator, dtype=torch.float64) / n**0.5 @ A.T
+
+
+def closest(A, x):
+    """x + A's with s >= 0 of least length, by trying every active set."""
+    best, m = x, len(A)
+    for size in range(1, m + 1):
+        for chosen in combinations(range(m), size):
+            rows = A[list(chosen)]
+            s = torch.linalg.pinv(rows.T) @ -x
+            y = x + s @ rows
+            if s.min() >= -1e-9 and y.norm() < best.norm():
+                best = y
+    return best
+
+
+@given(problems(most=5))
+def test_the_best_of_all_active_sets(problem):
+    A, x = problem
+    s = linear_complementarity(A @ A.T, x @ A.T)
+    for i in range(len(x)):
+        torch.testing.assert_close(x[i] + s[i] @ A, closest(A, x[i]), rtol=0, atol=1e-8)
+
+
+@given(problems(most=8))
+def test_the_conditions_hold(problem):
+    A, x = problem
+    M, q = A @ A.T, x @ A.T
+    s = linear_complementarity(M, q)
+    w = s @ M + q
+    size = 1 + s.abs().max()
+    unique = torch.linalg.matrix_rank(A) == len(A)  # else rounding shows along what M does not see
+    assert s.min() >= (-1e-9 if unique else -1e-3) * size
+    assert w.min() >= -1e-9 * size
+    assert (s * w).abs().max() <= 1e-9 * size
+
+
+@given(problems(most=8))
+def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
+    A, x = problem
+    M, q = A @ A.T, x @ A.T
+    looking = linear_complementarity(M, q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lcp, "_on_host", lambda _: False)
+        blind = linear_complementarity(M, q)
+    torch.testing.assert_close(blind @ A, looking @ A, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 6), (30, 40), (40, 20), (64, 64)])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_equal_to_non_negative_least_squares(m, n, on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(lcp, "_on_host", lambda _: False)
+    generator = torch.Generator().manual_seed(m)
+    A = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    A = A / A.norm(dim=1, keepdim=True)
+    x = torch.randn(12, n, generator=generator, dtype=torch.float64) / n**0.5
+    s = linear_complementarity(A @ A.T, x @ A.T)
+    for i in range(len(x)):
+        expected, _ = nnls(A.T.numpy(), -x[i].numpy())
+        torch.testing.assert_close(s[i] @ A, torch.from_numpy(expected) @ A, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem():
+    M, q = random_problem(6, 9)
+    allowed = torch.tensor([True, False, True, True, False, True]).expand_as(q)
+    s = linear_complementarity(M, q, allowed)
+    kept = allowed[0].nonzero()[:, 0]
+    assert (s[:, ~allowed[0]] == 0).all()
+    torch.testing.assert_close(s[:, kept], linear_complementarity(M[kept][:, kept], q[:, kept]))
+
+
+def test_a_batch_of_easy_and_hard_problems_is_the_loop():
+    pairs = [random_problem(10, n, seed) for seed, n in enumerate([14, 5, 10, 2, 1, 5, 30, 5])]
+    M, q = (torch.stack(x) for x in zip(*pairs, strict=True))
+    expected = torch.stack([linear_complementarity(*pair) @ pair[0] for pair in pairs])
+    torch.testing.assert_close(torch.vmap(linear_complementarity)(M, q) @ M, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(linear_complementarity(M, q) @ M, expected, rtol=0, atol=1e-11)
+    nested = torch.vmap(torch.vmap(linear_complementarity, in_dims=(None, 0)))(M, q.unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(nested @ M, expected, rtol=0, atol=1e-11)
+
+
+def test_what_is_not_finite_stays_in_its_own_problem():
+    M, q = random_problem(5, 8)
+    expected = linear_complementarity(M, q)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        bad = q.clone()
+        bad[1, 3] = poison
+        s = linear_complementarity(M, bad)
+        assert s[1].isnan().all()
+        torch.testing.assert_close(s[[0, 2, 3]], expected[[0, 2, 3]])
+        assert linear_complementarity(M.index_fill(0, torch.tensor(2), poison), q).isnan().all()
+
+
+def symmetric(f):
+    """The derivative is with respect to symmetric matrices: the search takes M for what it is."""
+    return lambda factor, q: f(factor @ factor.mT, q)
+
+
+@pytest.mark.parametrize("m", [3, 6])
+def test_first_and_second_derivatives_are_those_of_finite_differences(m):
+    generator = torch.Generator().manual_seed(m)
+    A = torch.nn.functional.normalize(torch.randn(m, m + 2, generator=generator, dtype=torch.float64))
+    q = torch.randn(2, m, generator=generator, dtype=torch.float64)
+    inputs = A.requires_grad_(), q.requires_grad_()
+    assert symmetric(linear_complementarity)(A, q).count_nonzero() > 0
+    assert torch.autograd.gradcheck(symmetric(linear_complementarity), inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(symmetric(linear_complementarity), inputs)
+
+
+def loss(M, q):
+    return linear_complementarity(M, q).square().sum()
+
+
+@pytest.mark.parametrize(
+    "f", [linear_complementarity, torch.func.grad(loss), torch.func.hessian(loss), torch.func.jacfwd(loss)]
+)
+def test_compiles_whole_and_under_vmap(f):
+    pairs = [random_problem(5, 8, seed) for seed in range(3)]
+    M, q = (torch.stack(x) for x in zip(*pairs, strict=True))
+    expected = torch.stack([f(*pair) for pair in pairs])
+    torch.testing.assert_close(torch.vmap(f)(M, q), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(M[0], q[0]), expected[0])
+
+
+@pytest.mark.parametrize("f", [linear_complementarity, torch.func.grad(loss)])
+def test_vmapped_compiles_whole(f):  # the compiler cannot trace forward mode under vmap, be it of one product
+    pairs = [random_problem(5, 8, seed) for seed in range(3)]
+    M, q = (torch.stack(x) for x in zip(*pairs, strict=True))
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(M, q), torch.stack([f(*pair) for pair in pairs]))
+
+
+def test_the_search_is_a_sound_operator():
+    M, q = random_problem(4, 6)
+    allowed = torch.ones_like(q, dtype=torch.bool)
+    torch.library.opcheck(lcp._search, (M, q, allowed))
+    torch.library.opcheck(lcp._search, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
