@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from functional_jd.transforms import transformed, within_functorch
 from functional_jd.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
 from functional_jd.types import Direction, Params, Tree
 
@@ -306,7 +307,7 @@ def from_transformation(transformation: Any) -> Optimizer:
 
 def _loaded(cls: Any, hyper: dict[str, Any], params: list[Tensor], direction: list[Tensor], entries: Any) -> Any:
     """An instance of the class that holds copies of everything."""
-    if _transformed():
+    if within_functorch():
         raise ValueError(
             "from_torch: expected no transform, since torch.optim works in place, found one of torch.func (vmap, grad, "
             "jvp, ...). Take sgd, adamw or from_transformation, which compose with all of them."
@@ -346,13 +347,9 @@ def _rate(lr: LearningRate, steps: Tensor) -> Any:
     return rate.double() if isinstance(rate, Tensor) else rate
 
 
-def _transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
 def _undisturbed(*trees: Tree) -> bool:
     """Whether nothing but the values is asked for, on a device that has fused kernels."""
-    if torch.compiler.is_compiling() or _transformed() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    if transformed():
         return False
     leaves: list[Any] = [leaf for leaf in tree_leaves(trees) if not isinstance(leaf, float | int)]
     return all(leaf.device.type in ("cpu", "cuda") for leaf in leaves) and not (
