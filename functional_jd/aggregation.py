@@ -116,7 +116,7 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     with full_precision(jacobian):
         if isinstance(weights, Tensor) and weights.ndim == 1:
             return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
-        return tree_map(lambda leaf, weight: (_wide(leaf) * weight).sum(0).to(leaf.dtype), jacobian, weights)
+        return tree_map(_counted_sum, jacobian, weights)
 
 
 def blank(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
@@ -185,13 +185,19 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
 
 
+def _counted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
+    if weights.shape[1:].numel() == 1:
+        return _weighted_sum(leaf, weights.reshape(len(weights)))
+    return (_wide(leaf) * weights).sum(0).to(leaf.dtype)
+
+
 def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
     wide = _matrix(_wide(leaf))
     return (weights.to(wide.dtype) @ wide).reshape(leaf.shape[1:]).to(leaf.dtype)
 
 
 def _matrix(leaf: Tensor) -> Tensor:
-    """`[m, n]`; what is that already stays untouched, since torch 2.13 cannot compile forward mode through a reshape."""
+    """`[m, n]`; what is that already stays untouched: torch 2.13 cannot compile forward mode through a reshape."""
     return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], leaf.shape[1:].numel())
 
 

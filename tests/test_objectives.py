@@ -1,0 +1,122 @@
+"""Losses that declare their structure: called as plain functions, and what they say about mistakes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zoo import numbers
+
+from functional_jd.objectives import multitask, per_example
+
+
+def loss(w, x, y):
+    return {"error": (x @ w - y).pow(2), "size": w.norm() * x.sum()}
+
+
+@given(st.integers(1, 5), st.integers(0, 1), st.sampled_from([0, -1, None]))
+def test_per_example_is_a_loop_over_the_examples(count, x_dim, y_dim):
+    w, x = numbers(3), numbers(count, 3, seed=1)
+    y = numbers(seed=2) if y_dim is None else numbers(count, seed=2)
+    batched = x if x_dim == 0 else x.mT
+    values = per_example(loss, in_dims=(x_dim, y_dim))(w, batched, y)
+    expected = [loss(w, x[i], y if y_dim is None else y[i]) for i in range(count)]
+    for key in ("error", "size"):
+        torch.testing.assert_close(values[key], torch.stack([e[key] for e in expected]))
+
+
+def test_examples_may_be_trees():
+    losses = per_example(lambda w, example: (w * example["x"]).sum() + example["y"][0])
+    values = losses(numbers(3), {"x": torch.ones(4, 3), "y": [torch.arange(4.0)]})
+    torch.testing.assert_close(values, numbers(3).sum() + torch.arange(4.0).double())
+
+
+def test_per_example_falls_back_to_the_loop_where_vmap_cannot():
+    def branching(w, x):
+        return w if x.item() > 0 else -w
+
+    values = per_example(branching)(torch.tensor(2.0), torch.tensor([1.0, -1.0, 3.0]))
+    assert values.tolist() == [2, -2, 2]
+
+
+def test_the_loop_keeps_the_dtype_under_autocast():
+    def branching(w, x):
+        return w if x.item() > 0 else -w
+
+    with torch.autocast("cpu", torch.bfloat16):
+        values = per_example(branching)(torch.tensor(2.0).half(), torch.tensor([1.0, -1.0]))
+    assert values.dtype == torch.float16
+
+
+def test_random_layers_draw_anew_for_every_example():
+    torch.manual_seed(0)
+    values = per_example(lambda w, x: (w * torch.rand(())).sum())(torch.ones(2), torch.zeros(50))
+    assert values.unique().numel() > 40
+
+
+def test_per_example_composes_with_transforms():
+    losses = per_example(lambda w, x: torch.sin(x @ w))
+    w, x = numbers(3), numbers(4, 3, seed=1)
+    torch.testing.assert_close(torch.func.jacrev(losses)(w, x), torch.cos(x @ w)[:, None] * x)
+    torch.testing.assert_close(torch.func.jvp(lambda w: losses(w, x), (w,), (w,))[1], torch.cos(x @ w) * (x @ w))
+    ws = numbers(2, 3, seed=2)
+    torch.testing.assert_close(torch.vmap(losses, (0, None))(ws, x), torch.sin(ws @ x.mT))
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(w, x), torch.sin(x @ w))
+    torch.compiler.reset()
+
+
+@given(st.permutations(["b", "a", "c"]))
+def test_multitask_is_the_composition(keys):
+    losses = multitask(lambda shared, x: x @ shared, lambda heads, f, x: {k: (f * heads[k]).sum() for k in keys})
+    shared, heads, x = numbers(3), {k: numbers(seed=i) for i, k in enumerate("abc")}, numbers(4, 3, seed=9)
+    values = losses({"shared": shared, "heads": heads}, x)
+    assert list(values) == keys
+    for key in keys:
+        torch.testing.assert_close(values[key], sum(row @ shared for row in x) * heads[key])
+
+
+def test_multitask_composes_with_transforms():
+    losses = multitask(lambda s, x: x * s, lambda h, f, x: (f.sum() * h, (f**2).sum()))
+    params, x = {"shared": numbers(3), "heads": numbers(seed=1)}, numbers(3, seed=2)
+    gradient = torch.func.grad(lambda p: losses(p, x)[0])(params)
+    torch.testing.assert_close(gradient, {"shared": params["heads"] * x, "heads": x @ params["shared"]})
+    pushed = torch.func.jvp(lambda h: losses({**params, "heads": h}, x)[0], (params["heads"],), (numbers(seed=3),))[1]
+    torch.testing.assert_close(pushed, x @ params["shared"] * numbers(seed=3))
+    batched = torch.vmap(lambda x: losses(params, x)[0])(torch.stack([x, -x]))
+    torch.testing.assert_close(batched, torch.stack([x, -x]) @ params["shared"] * params["heads"])
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(params, x), losses(params, x))
+    torch.compiler.reset()
+
+
+W, X = torch.ones(3), torch.ones(2, 3)
+MISTAKES = {
+    "loss": (lambda: per_example(W), TypeError, "per_example: loss must be a function, found Tensor.*itself"),
+    "features": (lambda: multitask(None, max), TypeError, "multitask: features must be a function, found NoneType"),
+    "heads": (lambda: multitask(max, {}), TypeError, "multitask: heads must be a function, found dict"),
+    "dims": (
+        lambda: per_example(loss, (0, 0, 0))(W, X, W),
+        ValueError,
+        "names 3 arguments, found 2.*Give one",
+    ),
+    "nothing": (lambda: per_example(loss)(W), ValueError, r"at least one argument.*found none.*\(params, \*batch\)"),
+    "all shared": (lambda: per_example(loss, None)(W, X, W), ValueError, "at least one argument.*found none"),
+    "counts": (lambda: per_example(loss)(W, X, W), ValueError, r"same number of examples.*found \[2, 3\].*None"),
+    "empty": (lambda: per_example(loss).count((X[:0], W[:0])), ValueError, r"at least one, found \[0\]"),
+    "float": (lambda: per_example(loss).count((X, 1.0)), ValueError, "along dimension 0, found float.*None in in_dims"),
+    "no dimension": (lambda: per_example(loss).count((X, W[0])), ValueError, r"dimension 0, found shape \[\].*None"),
+    "too few": (lambda: per_example(loss, (0, 1)).count((X, W)), ValueError, r"dimension 1, found shape \[3\]"),
+    "keys": (
+        lambda: multitask(max, max)({"shared": W, "head": W}),
+        ValueError,
+        r"multitask: params must be a dict.*found \['head', 'shared'\].*Put the trunk's parameters",
+    ),
+    "no dict": (lambda: multitask(max, max)(W), ValueError, "'shared' and 'heads', found Tensor"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_with_their_cure(mistake):
+    make, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message):
+        make()
