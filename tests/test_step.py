@@ -1,0 +1,326 @@
+"""The step: equal to the picture, pure, skipped when not finite, the same under every transform."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as fj
+
+
+def two_tasks(norm=nn.Identity, dtype=torch.float32):
+    """A trunk with a norm layer, two heads, and a batch: the multi-task example of the peer's manual, plus the norm."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(10, 5), norm(), nn.ReLU(), nn.Linear(5, 3), nn.ReLU())
+        heads = {"one": nn.Linear(3, 1), "two": nn.Linear(3, 1)}
+        x, y, z = torch.randn(16, 10), torch.randn(16, 1), torch.randn(16, 1)
+    params = {
+        "shared": dict(trunk.named_parameters()),
+        "heads": {name: dict(head.named_parameters()) for name, head in heads.items()},
+    }
+    params = tree_map(lambda p: p.detach().to(dtype), params)
+
+    def features(p, x, y, z):
+        return functional_call(trunk, p, (x.to(p["0.weight"].dtype),))
+
+    def top(p, h, x, y, z):
+        return {
+            "one": nn.functional.mse_loss(functional_call(heads["one"], p["one"], (h,)), y.to(h.dtype)),
+            "two": nn.functional.mse_loss(functional_call(heads["two"], p["two"], (h,)), z.to(h.dtype)),
+        }
+
+    return params, features, top, (x, y, z)
+
+
+def method(params, features, top, **changes):
+    return {
+        "losses": fj.multitask(features, top),
+        "aggregator": fj.upgrad(),
+        "optimizer": fj.adamw(1e-2),
+    } | changes
+
+
+def same(a, b):
+    """Equal bit by bit, NaN to NaN."""
+    assert len(tree_leaves(a)) == len(tree_leaves(b))
+    return all(
+        torch.equal(torch.nan_to_num(u), torch.nan_to_num(v))
+        for u, v in zip(tree_leaves(a), tree_leaves(b), strict=False)
+    )
+
+
+def close(a, b, **tolerance):
+    for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        torch.testing.assert_close(u, v, **tolerance)
+
+
+class NoSync(TorchDispatchMode):
+    """Fails where a value would be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@given(
+    st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 8).map(lambda k: k / 16),
+)
+def test_mean_with_sgd_is_gradient_descent_on_the_mean_loss(rows, lr):
+    targets = torch.tensor(rows, dtype=torch.float64)
+    params = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), "b": torch.tensor(0.5, dtype=torch.float64)}
+
+    def losses(p, targets):
+        return ((p["w"] - targets) ** 2).sum(1) * p["b"] + p["b"]
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(lr)}
+    state, info = fj.step(fj.train_state(params, targets, **how), targets, **how)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    losses(leaves, targets).mean().backward()
+    torch.testing.assert_close(info.losses, losses(params, targets))
+    for name, p in leaves.items():
+        torch.testing.assert_close(state.params[name], p.detach() - lr * p.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_step_is_the_composition_by_hand():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    after, info = fj.step(state, *batch, **how)
+
+    jacobian, values = fj.jacobian_fn(how["losses"], scale=state.scale)(params, *batch)
+    jacobian, finite = fj.unscale(state.scale, jacobian)
+    direction, weights, memory = fj.aggregate(how["aggregator"], jacobian, state.aggregator)
+    moved, moments = how["optimizer"].update(direction, state.optimizer, params)
+    assert same(after, fj.TrainState(moved, moments, memory, fj.update_scale(state.scale, finite)))
+    assert same(info, fj.StepInfo(values, weights, finite))
+
+
+def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top, aggregator=fj.constant([0.25, 4.0]), optimizer=fj.sgd(1.0))
+    after, _ = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
+    leaves = tree_map(lambda p: p.clone().requires_grad_(), params)
+    values = top(leaves["heads"], features(leaves["shared"], *batch), *batch)
+    heads = torch.autograd.grad(values["one"] + values["two"], tree_leaves(leaves["heads"]), retain_graph=True)
+    trunk = torch.autograd.grad(0.25 * values["one"] + 4.0 * values["two"], tree_leaves(leaves["shared"]))
+    close(
+        tree_leaves(after.params["heads"]), [p - g for p, g in zip(tree_leaves(params["heads"]), heads, strict=False)]
+    )
+    close(
+        tree_leaves(after.params["shared"]), [p - g for p, g in zip(tree_leaves(params["shared"]), trunk, strict=False)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["autocast", "native"])
+@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, 5), partial(nn.BatchNorm1d, 5, track_running_stats=False)])
+def test_the_peers_amp_example_plus_a_norm_layer_trains(way, norm, dtype):
+    params, features, top, batch = two_tasks(norm)
+
+    def native(f):
+        def run(*args):
+            with torch.autocast("cpu", dtype):
+                return f(*args)
+
+        return run
+
+    wrap = native if way == "native" else partial(fj.autocast, dtype=dtype)
+    how = method(params, wrap(features), wrap(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    for _ in range(60):
+        state, _info = fj.step(state, *batch, **how)
+    before, after = (top(p["heads"], features(p["shared"], *batch), *batch) for p in (params, state.params))
+    assert all(p.isfinite().all() and p.dtype == torch.float32 for p in tree_leaves(state.params))
+    assert after["one"] < 0.9 * before["one"]
+    assert after["two"] < 0.9 * before["two"]
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_a_skipped_step_changes_nothing_but_the_scale(shape, poison):
+    params, features, top, batch = two_tasks()
+    how = method(params, features, lambda *args: {"one": top(*args)["one"], "two": top(*args)["two"] * args[-1].sum()})
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+    state, _ = fj.step(state, *batch, **how)
+    x, y, z = batch
+    after, info = fj.step(state, x, y, torch.full_like(z, poison), **how)
+    assert same(after[:3], state[:3])
+    calm, wild = info.finite.expand(2)
+    assert not wild
+    assert calm == (shape == (2,))  # each row's scale follows its own flag, also where the overflow is in its head
+    assert torch.equal(after.scale.scale, torch.where(info.finite, state.scale.scale, state.scale.scale / 2))
+    assert torch.equal(after.scale.growth_tracker, torch.where(info.finite, state.scale.growth_tracker + 1, 0))
+
+
+def test_each_rows_scale_follows_its_own_flag():
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5)}
+    params = torch.ones(3)
+    state = fj.train_state(params, torch.ones(()), scale=fj.scale_state(growth_interval=1, shape=(2,)), **how)
+    state, info = fj.step(state, torch.tensor(1e37), **how)  # finite itself, but not times 65536
+    assert info.finite.tolist() == [True, False]
+    assert state.scale.scale.tolist() == [2.0**17, 2.0**15]
+    assert torch.equal(state.params, params)
+    state, info = fj.step(state, torch.ones(()), **how)
+    assert info.finite.tolist() == [True, True]
+    assert state.params.tolist() == [1 - 0.5 * 1.5] * 3
+
+
+def test_what_a_random_rule_remembers_does_not_advance_in_a_skipped_step():
+    def update(view, key):
+        return torch.softmax(fj.random.normal(key, view.shape).double(), 0), fj.random.split(key)[0]
+
+    rule = fj.Aggregator(fj.blank, lambda view: fj.random.key(7), update)
+    how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.9)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(), **how)
+    once, _ = fj.step(state, torch.ones(()), **how)
+    skipped, _ = fj.step(once, torch.tensor(float("nan")), **how)
+    assert not same(once.aggregator, state.aggregator)
+    assert same(skipped[:3], once[:3])
+
+
+def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    copy = tree_map(torch.clone, (state, batch))
+    first, second = fj.step(state, *batch, **how), fj.step(state, *batch, **how)
+    assert same((state, batch), copy)
+    assert same(first, second)
+
+
+def test_nothing_waits_for_the_device():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, fj.autocast(features), fj.autocast(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    with NoSync():
+        state, _ = fj.step(state, *batch, **how)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_one_graph_serves_every_scale(shape):
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, fj.autocast(features), fj.autocast(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=shape), **how)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
+    eager = state
+    flags, graphs = [], set()
+    for _ in range(12):
+        state, info = compiled(state, *batch, **how)
+        eager, _ = fj.step(eager, *batch, **how)
+        flags.append(info.finite.all().item())
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1  # what the first call compiled is all
+    assert True in flags  # the scale backed off, and later grew
+    assert False in flags
+    close(state, eager, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_numbers_of_eager():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    torch._dynamo.reset()
+    compiled, _ = torch.compile(fj.step, fullgraph=True)(state, *batch, **how)
+    eager, _ = fj.step(state, *batch, **how)
+    close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_by_vmap_equal_replicas_in_a_loop():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top)
+    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(2,)), **how) for k in range(3)]
+    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
+    batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
+    together = torch.vmap(partial(fj.step, **how))(stacked, *batches)
+    alone = [
+        fj.step(replica, *batch, **how) for replica, batch in zip(replicas, zip(*batches, strict=True), strict=True)
+    ]
+    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-4, atol=1e-5)
+
+
+def small_step(p, preference):
+    """One float64 step of upgrad on two conflicting quadratics, as a function of its parameters and preference."""
+
+    def losses(p):
+        a = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        return torch.stack([((p - a) ** 2).sum(), ((p + a) ** 2 * torch.tensor([1.0, 3.0], dtype=torch.float64)).sum()])
+
+    how = {"losses": losses, "aggregator": fj.upgrad(preference), "optimizer": fj.sgd(0.1, momentum=0.5)}
+    state, _ = fj.step(fj.train_state(p, **how), **how)
+    state, _ = fj.step(state, **how)
+    return state.params
+
+
+def test_a_derivative_of_the_step_is_right():
+    p = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    preference = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    torch.autograd.gradcheck(small_step, (p.clone().requires_grad_(), preference.clone().requires_grad_()))
+    columns = torch.func.jacfwd(small_step, argnums=(0, 1))(p, preference)
+    rows = torch.func.jacrev(small_step, argnums=(0, 1))(p, preference)
+    close(columns, rows)
+    tangent = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    pushed = torch.func.jvp(lambda p: small_step(p, preference), (p,), (tangent,))[1]
+    h = 1e-6
+    difference = (small_step(p + h * tangent, preference) - small_step(p - h * tangent, preference)) / (2 * h)
+    torch.testing.assert_close(pushed, difference, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_parameters_keep_their_dtype(dtype):
+    params, features, top, batch = two_tasks(dtype=dtype)
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**8), **how)
+    after, _ = fj.step(state, *batch, **how)
+    assert [leaf.dtype for leaf in tree_leaves(after)] == [leaf.dtype for leaf in tree_leaves(state)]
+    assert not same(after.params, params)
+
+
+def test_a_modules_parameters_leave_their_graph_behind():
+    linear = nn.Linear(2, 1)
+    how = {
+        "losses": lambda p, x: functional_call(linear, p, (x,)).flatten(),
+        "aggregator": fj.mean(),
+        "optimizer": fj.sgd(0.1),
+    }
+    before = linear.weight.detach().clone()
+    state = fj.train_state(dict(linear.named_parameters()), torch.ones(3, 2), **how)
+    after, info = fj.step(state, torch.ones(3, 2), **how)
+    assert not any(leaf.requires_grad for leaf in tree_leaves((state, after, info)))
+    assert torch.equal(linear.weight, before)
+
+
+def test_without_a_scale_nothing_is_scaled_and_overflow_still_skips():
+    how = {"losses": lambda p, x: p * x, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), **how)
+    after, info = fj.step(state, torch.tensor(float("inf")), **how)
+    assert not info.finite
+    assert same(after, state)
+
+
+def test_bad_input_is_named():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, **how)
+    with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
+        fj.step(state, *batch, engine="turbo", **how)
+    with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):
+        fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
+    with pytest.raises(TypeError, match=r"train_state: parameters must be floating-point.*'n'"):
+        fj.train_state({"n": torch.ones(2, dtype=torch.int64)}, *batch, **how)
+    with pytest.raises(TypeError, match=r"losses must be floating-point tensors, found float"):
+        fj.train_state(torch.ones(2), losses=lambda p: 1.0, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
