@@ -1,0 +1,238 @@
+"""The demo: what people see, what they are told when they err, and that it learns."""
+
+import re
+import sys
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+import functional_jd.__main__ as demo
+from functional_jd import jacobian_fn, scale_state, unscale
+from functional_jd.aggregators.mean import mean
+from functional_jd.optimizers import sgd
+from functional_jd.random import key
+from functional_jd.step import train_state
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(demo, "TRAIN_IMAGES", 64)
+    monkeypatch.setattr(demo, "TEST_IMAGES", 50)
+
+
+def run(capsys, *arguments):
+    """The rows of the table, by label."""
+    assert demo.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == "", "no progress bar where nobody looks"
+    return {label.strip(): cells.split() for label, cells in re.findall(r"(?m)^(.*?)  +(\S.*)$", out)}
+
+
+def without_times(rows):
+    return {label: cells for label, cells in rows.items() if "time" not in label}
+
+
+def refusal(capsys, *arguments):
+    """The one line that bad flags get."""
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(arguments)
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_table_has_a_column_per_rule_and_numbers_that_can_be(tiny, capsys, dtype):
+    rows = run(capsys, "--epochs", "1", "--batch-size", "32", "--dtype", dtype)
+    assert rows.pop("") == ["mean", "upgrad"]
+    assert rows["skipped steps"][1:3] == ["of", "2"]
+    for side in ("left", "right"):
+        for cell in rows[f"test accuracy, {side} digit"]:
+            assert 0 <= float(cell.removesuffix("%")) <= 100
+            assert round(float(cell.removesuffix("%")) / 2, 3).is_integer(), "one image of 50 is 2 %"
+    # Two steps from heads at zero: still close to the entropy of ten digits, log 10.
+    assert 1.5 < float(rows["test cross entropy, left digit (nats)"][0]) < 3.0
+
+
+def test_rules_may_be_repeated_or_listed(tiny, capsys):
+    rows = run(capsys, "--rule", "upgrad,total", "--rule", "mean", "--rule", "upgrad", "--epochs", "1")
+    assert rows[""] == ["upgrad", "total", "mean"]
+
+
+def test_same_seed_same_numbers_and_another_seed_others(tiny, capsys):
+    flags = ("--epochs", "2", "--rule", "upgrad", "--seed")
+    first, again, other = (without_times(run(capsys, *flags, seed)) for seed in ("3", "3", "4"))
+    assert first == again
+    assert first != other
+
+
+def test_the_rules_start_alike():
+    """Before the first step nothing depends on the rule: the same parameters, drawn from the same key."""
+    first, again = demo.initial_params(key(5)), demo.initial_params(key(5))
+    assert first["shared"].keys() == again["shared"].keys()
+    assert all(torch.equal(first["shared"][name], again["shared"][name]) for name in first["shared"])
+    assert not torch.equal(first["shared"]["0.weight"], demo.initial_params(key(6))["shared"]["0.weight"])
+
+
+def test_no_digit_is_in_both_sets():
+    """Columns 0 to 3 show the left digit alone, 8 to 11 the right one: halves of digits that only one set has seen."""
+    train, test = demo.train_and_test_images(key(0))
+
+    def halves(images, side):
+        return {tuple(image) for image in images[0][:, 0, :, side].flatten(1).tolist()}
+
+    digits = torch.tensor(load_digits().images).float() / 16
+    for side, own in ((slice(0, 4), slice(0, 4)), (slice(8, 12), slice(4, 8))):
+        everything = digits[:, :, own].flatten(1).tolist()
+        twins = {tuple(half) for half in everything if everything.count(half) > 1}
+        assert halves(train, side) & halves(test, side) <= twins
+        assert halves(test, side) <= {tuple(half) for half in everything}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_labels_name_the_digits_that_are_seen(side):
+    """Every image's own half occurs among scikit-learn's digits under the label that the demo gives."""
+    data = load_digits()
+    columns = slice(4 * side, 4 * side + 4)
+    known = {
+        (tuple(image[:, columns].flatten().tolist()), name)
+        for image, name in zip(torch.tensor(data.images).float() / 16, data.target.tolist(), strict=True)
+    }
+    x, y = demo.train_and_test_images(key(1))[0]
+    own = slice(8 * side, 8 * side + 4)
+    for image, name in zip(x[:200, 0, :, own], y[:200, side].tolist(), strict=True):
+        assert (tuple(image.flatten().tolist()), name) in known
+
+
+def trained_a_little():
+    """Heads that are no longer zero, so that the trunk has rows."""
+    params = demo.initial_params(key(0))
+    for task, head in params["heads"].items():
+        head["weight"] = torch.randn(head["weight"].shape, generator=torch.Generator().manual_seed(len(task))) / 4
+    return params
+
+
+def test_the_small_gradient_underflows_unless_it_has_its_own_scale():
+    params, images = trained_a_little(), tuple(part[:64] for part in demo.train_and_test_images(key(0))[0])
+    losses = demo.jd.multitask(demo.jd.autocast(demo.features), demo.task_losses)
+
+    def row(losses, scale):
+        scale = torch.tensor([1.0, 1.0, scale])
+        jacobian, _ = jacobian_fn(losses, scale=scale)(params, *images)
+        return torch.cat([leaf[2].flatten() for leaf in unscale(scale, jacobian)[0].shared.values()])
+
+    exact = row(demo.EXACT, 1.0)
+    assert row(losses, 1.0).count_nonzero() == 0
+    assert row(losses, 2.0**16).sub(exact).norm() > 0.1 * exact.norm()
+    assert row(losses, 2.0**36).sub(exact).norm() < 0.02 * exact.norm()
+    assert exact.count_nonzero() > len(exact) / 2
+
+
+def test_conflict_is_a_negative_inner_product_of_trunk_rows():
+    params, images = trained_a_little(), tuple(part[:16] for part in demo.train_and_test_images(key(0))[0])
+    seen = set()
+    for sign in (1.0, -1.0):
+
+        def heads(heads, z, x, y, sign=sign):
+            return demo.Tasks(z.mean(), sign * z.mean(), z.square().mean())
+
+        losses = demo.jd.multitask(demo.features, heads)
+        state = train_state(
+            params, *images, losses=losses, aggregator=mean(), optimizer=sgd(0.1), scale=scale_state(shape=(3,))
+        )
+        rows = torch.func.jacrev(lambda shared, f=heads: torch.stack(f({}, demo.features(shared, *images), *images)))
+        J = torch.cat([leaf.flatten(1) for leaf in rows(params["shared"]).values()], dim=1)
+        expected = bool((J @ J.mT < 0).any())
+        assert demo.conflicted(losses, state, images).item() == expected
+        seen.add(expected)
+    assert seen == {False, True}
+
+
+def test_a_picture_is_drawn(tiny, capsys, tmp_path):
+    file = tmp_path / "curves.png"
+    run(capsys, "--epochs", "2", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--rule", "best"), ("--rule", "upgrad", "'best'")),
+        (("--rule", "constant"), ("--rule", "'constant'")),  # needs weights
+        (("--rule", "sgd"), ("--rule", "'sgd'")),  # no rule
+        (("--rule", ""), ("--rule", "''")),
+        (("--dtype", "float8"), ("--dtype", "float16", "float8")),
+        (("--epochs", "0"), ("--epochs", "at least 1", "'0'")),
+        (("--epochs", "1.5"), ("--epochs", "'1.5'")),
+        (("--batch-size", "-3"), ("--batch-size", "'-3'")),
+        (("--seed", "one"), ("--seed", "'one'")),
+        (("--seed", str(2**64)), ("--seed", "64 bits")),
+        (("--device", "abacus"), ("--device", "'abacus'")),
+        (("--device", "meta"), ("--device", "'meta'")),
+        (("--device", "cuda:99"), ("--device", "'cuda:99'")),
+        (("--plot", "nowhere/at/all.png"), ("--plot", "all.png")),
+        (("--plot", "curves.txt"), ("--plot", ".png", "curves.txt")),
+        (("--colour", "red"), ("--colour",)),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_bad_flags_get_one_line_before_training_starts(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("training started"))
+    line = refusal(capsys, *flags)
+    assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize("module", ["sklearn", "tqdm", "matplotlib"])
+def test_a_missing_extra_gets_one_line_with_the_cure(monkeypatch, capsys, tmp_path, module):
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("training started"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--plot", str(tmp_path / "curves.png")])
+    assert stopped.value.code == 1
+    err = capsys.readouterr().err
+    assert module in err
+    assert 'pip install "functional_jd[demo]"' in err
+    assert err.count("\n") == 1
+
+
+def test_no_picture_needs_no_matplotlib(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(capsys, "--epochs", "1", "--rule", "mean")[""] == ["mean"]
+
+
+def test_an_interruption_ends_in_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", interrupted)
+    assert demo.main([]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_help_names_every_flag_and_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for flag in ("--rule", "--dtype", "--epochs", "--batch-size", "--device", "--seed", "--plot"):
+        described = out.split(f"\n  {flag}")[1].split("\n  --")[0]
+        assert "default" in described
+
+
+@pytest.mark.slow
+def test_a_short_run_beats_chance_and_the_mean_image(capsys):
+    rows = run(capsys, "--epochs", "4")
+    (x, _), (test, _) = demo.train_and_test_images(demo.split(key(0), 3)[0])
+    mean_image = 16 * (test - x.mean(0)).square().mean().sqrt().item()
+    for side in ("left", "right"):
+        assert all(float(cell.removesuffix("%")) > 80 for cell in rows[f"test accuracy, {side} digit"])
+    (errors,) = (cells for label, cells in rows.items() if label.startswith("test reconstruction"))
+    assert all(float(error) < 0.85 * mean_image for error in errors)
+    # Each scale found its own height: the reconstruction's gradients are a billion times smaller.
+    left, own = (
+        [int(cell.removeprefix("2^")) for cell in rows[f"final scale, {task}"]]
+        for task in ("left digit", "reconstruction")
+    )
+    assert all(high > low for low, high in zip(left, own, strict=True))
