@@ -115,7 +115,7 @@ def trained_a_little():
 
 def test_the_small_gradient_underflows_unless_it_has_its_own_scale():
     params, images = trained_a_little(), tuple(part[:64] for part in demo.train_and_test_images(key(0))[0])
-    losses = demo.jd.multitask(demo.jd.autocast(demo.features), demo.task_losses)
+    losses = demo.jd.multitask(demo.jd.autocast(demo.features), demo.jd.autocast(demo.task_losses))
 
     def row(losses, scale):
         scale = torch.tensor([1.0, 1.0, scale])

@@ -1,0 +1,80 @@
+"""CR-MOGM: another rule's weights, averaged over the steps."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, View
+from functional_jd.tree import tree_leaves, tree_map
+from functional_jd.types import Tree, Weights
+
+
+class CrMogmState(NamedTuple):
+    """What CR-MOGM remembers.
+
+    Attributes:
+        weights: like the inner rule's: float64 `[m]`, or a pytree like the Jacobian.
+        inner: the inner rule's state.
+        started: bool `[]`: whether there are weights to average with.
+    """
+
+    weights: Weights
+    inner: Tree
+    started: Tensor
+
+
+def cr_mogm(rule: Aggregator, momentum: float = 0.9) -> Aggregator:
+    """Average a rule's weights over the steps, so that the noise of one batch moves them little.
+
+    `w <- momentum w + (1 - momentum) v`, with v the weights of the rule; in the first call `w = v`.
+
+    Args:
+        rule: any rule, `grouped(...)` and stateful ones included.
+        momentum: how much of the past stays, in [0, 1).
+
+    Returns:
+        A rule that looks at what `rule` looks at, and costs what it costs. Weights in the shape and dtype of the
+        rule's, differentiable as those are, and with respect to the state.
+
+    Raises:
+        TypeError: `rule` is no rule.
+        ValueError: `momentum` out of range.
+
+    Laws:
+        With momentum 0, and in the first call, it is the rule, bit for bit. Weights that never change stay what they
+        are, bit for bit. Weights stay in every convex set that the rule's lie in: the simplex stays the simplex. What
+        is degenerate for the rule is so here. Where the rule's weights are not finite, the state is so too: carry on
+        with the old one, as `step` does.
+
+    Source:
+        Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:
+        the composite weights of CR-MOGM.
+
+    Differs:
+        The momentum is constant; the paper lets it grow towards 1 as the learning rate falls.
+    """
+    if not isinstance(rule, Aggregator):
+        raise TypeError(
+            f"cr_mogm: expected a rule, found {type(rule).__name__}. Call its builder first: cr_mogm(upgrad())."
+        )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"cr_mogm: momentum must be in [0, 1), found {momentum}. The default is 0.9.")
+
+    def init(view: View) -> CrMogmState:
+        inner = rule.init(view)
+        weights, _ = rule.update(view, inner)  # only the rule knows the shape of its weights
+        started = torch.zeros((), dtype=torch.bool, device=tree_leaves(weights)[0].device)
+        return CrMogmState(tree_map(torch.zeros_like, weights), inner, started)
+
+    def update(view: View, state: CrMogmState) -> tuple[Weights, CrMogmState]:
+        new, inner = rule.update(view, state.inner)
+
+        # Exact where old and new agree, which momentum * old + (1 - momentum) * new is not.
+        def average(old: Tensor, new: Tensor) -> Tensor:
+            return torch.where(state.started, torch.lerp(new, old, momentum), new)
+
+        weights = tree_map(average, state.weights, new)
+        return weights, CrMogmState(weights, inner, torch.ones_like(state.started))
+
+    return Aggregator(rule.view, init, update)

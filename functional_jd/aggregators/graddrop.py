@@ -1,0 +1,103 @@
+"""GradDrop: entry by entry, chance picks a sign, and the rows of the other sign are dropped."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, whole
+from functional_jd.random import split, uniform
+from functional_jd.tree import tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.types import Jacobian, Weights
+
+
+def graddrop(key: Tensor, leak: Tensor | Sequence[float] | None = None) -> Aggregator:
+    """Keep, in every entry, only the rows of one sign, picked by chance in proportion to what each sign adds up to.
+
+    Per entry, `P = sum_i max(J_i, 0) / sum_i |J_i|`, U uniform in [0, 1), the sign is positive if U < P, else negative:
+    `weights_i = 1` where J_i has this sign, else `leak_i`.
+
+    Args:
+        key: int64 `[2]`, as `functional_jd.random.key` makes it; do not use it again.
+        leak: `[m]`, floating-point, from 0 to 1: how much of what is dropped gets through; `None` means 0. Copied: what
+            happens to the tensor afterwards is not seen.
+
+    Returns:
+        A rule that looks at the whole Jacobian. Weights: a pytree like the Jacobian, at least float32; constant to
+        derivatives with respect to it, which is right wherever no sign changes, and differentiable with respect to the
+        leak. Its state is the key of the next call, int64 `[2]`, on the Jacobian's device.
+
+    Raises:
+        TypeError: a leak that is not floating-point; or `key` is none.
+        ValueError: a leak of another shape, or not from 0 to 1 (not checked under a transform, where values are not
+            known); at the call, not one per row; or `key` is none.
+
+    Laws:
+        The same state, the same random numbers, on every device and under every transform, for a tree and for its
+        flattened rows; the key advances at every call. Without a leak the direction is `total()` on average over keys,
+        up to 2^-24; with ones it is `total()`. Entries on which all rows agree are never dropped. Scale-equivariant.
+        Rows of zeros change nothing. An entry with a row that is not finite is not finite.
+
+    Source:
+        Chen et al., Just pick a sign: gradient sign dropout, NeurIPS 2020, arXiv 2010.06808, equations 1 and 2,
+        lines 10 to 15 of algorithm 1, with f the identity.
+
+    Differs:
+        U = P picks the negative sign, where the paper drops both: so an entry without conflict never vanishes.
+    """
+    split(key, 1)  # what is no key is refused here, not at the first call
+    given = None if leak is None else _checked(leak)
+
+    def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:
+        drawn, carried = split(state)
+        leaves, structure = tree_flatten(J)
+        m = leaves[0].shape[0]
+        if given is not None and len(given) != m:
+            raise ValueError(
+                f"graddrop: expected one leak per row of the Jacobian, found {len(given)} leaks and {m} rows. "
+                "Give as many leaks as there are losses."
+            )
+        leaks = torch.zeros(m) if given is None else given
+        # One draw for all leaves: a tree and its flattened rows get the same chances.
+        sizes = [leaf.shape[1:].numel() for leaf in leaves]
+        chances = uniform(drawn, (sum(sizes),)).split(sizes)
+        weights = [_weights(leaf, chance, leaks) for leaf, chance in zip(leaves, chances, strict=True)]
+        return tree_unflatten(structure, weights), carried
+
+    return Aggregator(whole, lambda J: key.to(tree_leaves(J)[0].device), update)
+
+
+def _weights(leaf: Tensor, chance: Tensor, leaks: Tensor) -> Tensor:
+    values = leaf.detach()
+    positive = values.clamp(min=0).sum(0, dtype=torch.float64)  # what two entries of any dtype add up to, it can hold
+    negative = values.clamp(max=0).sum(0, dtype=torch.float64)
+    size = positive - negative
+    purity = positive / torch.where(size == 0, 1, size)
+    picks_positive = chance.view_as(size).to(size.device) < purity
+    picked = torch.where(picks_positive, values > 0, values < 0)
+    wide = torch.promote_types(leaf.dtype, torch.float32)
+    return torch.where(picked, 1, leaks.to(leaf.device, wide).view(-1, *[1] * (leaf.ndim - 1)))
+
+
+def _checked(leak: Tensor | Sequence[float]) -> Tensor:
+    if isinstance(leak, Tensor) and not leak.is_floating_point():
+        raise TypeError(
+            f"graddrop: leak must be a floating-point tensor, found {leak.dtype}. Convert it with .double()."
+        )
+    given = torch.as_tensor(leak, dtype=torch.float64).clone()
+    if given.ndim != 1 or len(given) == 0:
+        raise ValueError(
+            f"graddrop: leak must have shape [m], one per objective, found {list(given.shape)}. "
+            "Flatten it in the order of the losses."
+        )
+    if _values_are_known(given) and not ((given >= 0) & (given <= 1)).all():
+        raise ValueError(
+            f"graddrop: leak must lie between 0 and 1, found {given.tolist()}. "
+            "0 drops an objective's entries of the other sign, 1 keeps them."
+        )
+    return given
+
+
+def _values_are_known(x: Tensor) -> bool:
+    transformed: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return not (transformed or torch.compiler.is_compiling())

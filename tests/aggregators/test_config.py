@@ -1,0 +1,127 @@
+"""ConFIG: the pseudo-inverse of the unit rows themselves, the peer's numbers, derivatives by differences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.func import grad, jacfwd, jacrev
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.config import config
+
+torch.set_num_threads(1)
+
+J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
+DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
+
+
+def direction(J, preference=None):
+    return aggregate(config(preference), J).direction
+
+
+def reference(J, u):
+    """As the paper writes it: NumPy's pseudo-inverse of the unit rows, by singular values."""
+    norms = np.linalg.norm(J, axis=1, keepdims=True)
+    best = np.linalg.pinv(J / np.where(norms == 0, 1, norms), rcond=1e-8) @ u
+    unit = best / np.linalg.norm(best) if np.linalg.norm(best) > 1e-8 else 0 * best
+    return torch.from_numpy((J @ unit).sum() * unit)
+
+
+def integer_jacobians():
+    shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    return shapes.flatmap(lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)))
+
+
+@given(integer_jacobians(), st.integers(1, 5))
+def test_it_is_the_pseudo_inverse_of_the_unit_rows(J, heavy):
+    u = np.array([float(heavy)] + [1.0] * (len(J) - 1))
+    expected = reference(J, u)
+    torch.testing.assert_close(direction(torch.from_numpy(J), torch.from_numpy(u)), expected, rtol=1e-7, atol=1e-7)
+
+
+@given(integer_jacobians(), st.integers(-60, 60))
+def test_independent_rows_have_equal_cosines_whatever_their_norms(J, exponent):
+    assume(np.linalg.matrix_rank(J) == len(J))
+    J = torch.from_numpy(J)
+    J = torch.cat([J[:1] * 2.0**exponent, J[1:]])
+    d = direction(J)
+    cosines = torch.nn.functional.normalize(J, dim=1, eps=0) @ d / d.norm()
+    assert (cosines > 0).all()
+    torch.testing.assert_close(cosines, cosines[:1].expand_as(cosines), rtol=1e-9, atol=0)
+
+
+def test_published_value():
+    J = torch.tensor([[-4.0, 1, 1], [6, 1, 1]])
+    torch.testing.assert_close(direction(J), torch.tensor([0.1588, 2.0706, 2.0706]), rtol=0, atol=1e-4)
+
+
+# TorchJD 0.18, ConFIG(pref_vector)(J), float64.
+@pytest.mark.parametrize(
+    ("J", "preference", "expected"),
+    [
+        (J3, None, [3.675160465653483, 1.4658987475504446, -1.7392615501315276, 0.8312680564704343]),
+        (J3, [1.0, 2, 0], [4 / 3, 5 / 3, -7 / 3, 1.0]),
+        (DEPENDENT, None, [1.4530392462756851, 3.6208004827445803]),
+        (DEPENDENT, [1.0, 2, 0], [-0.5491796789846518, 2.048509474153692]),
+    ],
+)
+def test_the_peer_agrees(J, preference, expected):
+    torch.testing.assert_close(direction(J, preference), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_it_scales_as_the_jacobian_does(scale):
+    torch.testing.assert_close(direction(scale * J3) / scale, direction(J3), rtol=1e-13, atol=0)
+
+
+def test_zero_opposite_and_one_row():
+    g = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    torch.testing.assert_close(direction(g), g[0])
+    torch.testing.assert_close(direction(torch.cat([g, 0 * g])), g[0])
+    assert (direction(0 * g) == 0).all()
+    assert (direction(torch.cat([g, -g / 3])) == 0).all()
+
+
+def differences(f, x, h=1e-5):
+    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+
+
+@pytest.mark.parametrize(
+    "J", [J3, DEPENDENT, torch.eye(3, dtype=torch.float64)], ids=["independent", "dependent", "orthonormal"]
+)
+def test_derivatives_are_those_of_differences(J):
+    torch.testing.assert_close(jacrev(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(jacfwd(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
+    first = jacrev(lambda J: direction(J)[0])
+    torch.testing.assert_close(jacrev(first)(J), differences(first, J), rtol=1e-6, atol=1e-7)
+
+
+def test_derivatives_are_finite_beside_a_row_of_zeros():
+    J = torch.cat([J3, torch.zeros(1, 4, dtype=torch.float64)])
+    assert jacrev(direction)(J).isfinite().all()
+
+
+def test_what_is_not_finite_stays_so():
+    J = J3.clone()
+    J[1, 2] = torch.nan
+    assert not direction(J).isfinite().any()
+
+
+def test_a_batch_of_gradients_compiles():
+    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
+    loss = lambda J: direction(J, [1.0, 2.0, 3.0]).square().sum()
+    expected = torch.stack([grad(loss)(J) for J in batch])
+    gradients = torch.vmap(grad(loss))
+    torch.testing.assert_close(gradients(batch), expected)
+    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)
+
+
+def test_errors_name_the_place():
+    with pytest.raises(ValueError, match=r"config: .* found 2 preferences and 3 rows"):
+        direction(J3, [1.0, 1.0])
+    with pytest.raises(ValueError, match="config: preference"):
+        config([0.0, 0.0])

@@ -1,0 +1,160 @@
+"""FairGrad: its equation, the utility it maximises, the peer's numbers, derivatives by differences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.optimize import linprog, minimize
+from torch.func import grad, hessian, jacfwd, jacrev
+
+from functional_jd.aggregation import aggregate, blank
+from functional_jd.aggregators.fairgrad import fairgrad
+
+torch.set_num_threads(1)
+
+J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
+DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
+ALPHAS = [0.5, 1.0, 2.0]
+
+
+def direction(J, alpha=1.0):
+    return aggregate(fairgrad(alpha), J).direction
+
+
+def integer_jacobians():
+    shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    return shapes.flatmap(lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)))
+
+
+def room(J):
+    """The most that all unit rows can gain at once within a box: zero if and only if J is stationary."""
+    units = J / np.linalg.norm(J, axis=1, keepdims=True)
+    m, n = J.shape
+    # The variables are the direction and the least gain, which is maximised.
+    rows = np.hstack([-units, np.ones((m, 1))])
+    return -linprog([0] * n + [-1], A_ub=rows, b_ub=[0] * m, bounds=[(-1, 1)] * n + [(0, None)]).fun
+
+
+@given(integer_jacobians(), st.sampled_from([*ALPHAS, 0.1, 10.0]))
+def test_the_equation_holds_unless_the_jacobian_is_stationary(J, alpha):
+    assume((J != 0).any(axis=1).all())
+    w = aggregate(fairgrad(alpha), torch.from_numpy(J)).weights
+    if room(J) > 1e-6:
+        assert (w > 0).all()
+        G = torch.from_numpy(J @ J.T)
+        wanted = w ** (-1 / alpha)
+        error = (G @ w - wanted).abs() / (G.abs() @ w + wanted)
+        assert error.max() < 1e-13
+    elif alpha >= 0.5:
+        assert (w == 0).all()
+    else:  # so small an alpha asks for gains that may be beneath rounding
+        assert w.isfinite().all()
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_no_other_direction_in_the_ball_is_of_more_use(alpha):
+    d = direction(J3, alpha).numpy()
+    rows, radius = J3.numpy(), np.linalg.norm(d)
+
+    def utility(x):
+        gains = rows @ (radius * x / np.linalg.norm(x))
+        if gains.min() <= 0:
+            return np.inf
+        return -(np.log(gains) if alpha == 1 else gains ** (1 - alpha) / (1 - alpha)).sum()
+
+    start = d + 0.1 * radius * np.array([1.0, -1, 0.5, 0.2])
+    best = minimize(utility, start, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}).x
+    np.testing.assert_allclose(d, radius * best / np.linalg.norm(best), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "expected"),
+    [(1.0, [0.0766, 0.9985]), (2.0, [0.0313, 0.7908]), (0.5, [0.1810, 1.2682]), (0.0, [1.0, 1.0])],
+)
+def test_published_values(alpha, expected):
+    J = torch.tensor([[-4.0, 1, 1], [6, 1, 1]])
+    torch.testing.assert_close(direction(J, alpha), torch.tensor([*expected, expected[-1]]), rtol=0, atol=1e-4)
+
+
+# TorchJD 0.18, FairGrad(alpha)(J), float64.
+@pytest.mark.parametrize(
+    ("J", "alpha", "expected"),
+    [
+        (J3, 0.5, [1.9774264409306208, 1.1074697461472858, -0.7278867794337446, 0.11569277017208202]),
+        (J3, 1.0, [1.4075910228833428, 0.808508017751514, -0.590604056630232, 0.12723657422500495]),
+        (J3, 5.0, [0.7289004682096801, 0.4160382130867254, -0.37545993576685677, 0.12086402571316693]),
+        (DEPENDENT, 0.5, [1.065952620708609, 1.9562114327112439]),
+        (DEPENDENT, 2.0, [0.46301505941483856, 1.380467206102677]),
+    ],
+)
+def test_the_peer_agrees(J, alpha, expected):
+    torch.testing.assert_close(direction(J, alpha), torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=1e-7)
+
+
+def test_alpha_zero_is_the_mean_and_looks_at_nothing():
+    torch.testing.assert_close(direction(J3, 0), J3.mean(0))
+    assert fairgrad(0).view is blank
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_it_scales_with_a_power_and_for_alpha_one_not_at_all(alpha, scale):
+    expected = scale ** ((1 - alpha) / (1 + alpha)) * direction(J3, alpha)
+    torch.testing.assert_close(direction(scale * J3, alpha), expected, rtol=1e-13, atol=0)
+
+
+def test_for_alpha_one_the_scale_of_a_row_does_not_matter():
+    scales = torch.tensor([[1e-18], [1.0], [1e18]], dtype=torch.float64)
+    torch.testing.assert_close(direction(scales * J3), direction(J3), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_rows_of_zeros_are_left_out(alpha):
+    wider = torch.cat([torch.zeros(1, 4, dtype=torch.float64), J3])
+    torch.testing.assert_close(direction(wider, alpha), direction(J3, alpha), rtol=1e-13, atol=0)
+    torch.testing.assert_close(direction(1e-9 * wider, alpha), direction(1e-9 * J3, alpha), rtol=1e-13, atol=0)
+    assert (direction(0 * J3, alpha) == 0).all()
+
+
+def differences(f, x, h=1e-5):
+    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("J", [J3, DEPENDENT], ids=["independent", "dependent"])
+def test_first_and_second_derivatives_are_those_of_differences(J, alpha):
+    f = lambda J: direction(J, alpha)
+    torch.testing.assert_close(jacrev(f)(J), differences(f, J), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(jacfwd(f)(J), differences(f, J), rtol=1e-6, atol=1e-8)
+    first = lambda J: f(J)[0]
+    torch.testing.assert_close(hessian(first)(J), differences(grad(first), J), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("J", [torch.cat([J3, 0 * J3[:1]]), torch.cat([J3, -J3[:1]])], ids=["zeros", "stationary"])
+def test_derivatives_are_finite_where_there_is_nothing_to_share(J):
+    assert jacrev(direction)(J).isfinite().all()
+
+
+def test_what_is_not_finite_stays_so():
+    J = J3.clone()
+    J[1, 2] = torch.nan
+    assert not direction(J, 2.0).isfinite().any()
+
+
+def test_a_batch_of_gradients_compiles():
+    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
+    loss = lambda J: direction(J, 2.0).square().sum()
+    expected = torch.stack([grad(loss)(J) for J in batch])
+    gradients = torch.vmap(grad(loss))
+    torch.testing.assert_close(gradients(batch), expected)
+    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)
+
+
+@pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])
+def test_alpha_must_be_finite_and_not_negative(alpha):
+    with pytest.raises(ValueError, match=r"fairgrad: alpha .* found"):
+        fairgrad(alpha)

@@ -1,0 +1,154 @@
+"""GradDrop: one sign per entry, as often as its share, so that on average nothing is lost."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.graddrop import graddrop
+from functional_jd.random import key, split
+from functional_jd.types import MultitaskJacobian
+
+torch.set_num_threads(1)
+
+EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
+MANY = 40_000
+
+
+def jacobians():
+    shapes = st.tuples(st.integers(1, 4), st.integers(1, 6))
+    return shapes.flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+
+
+@given(jacobians(), st.integers(0, 1000), st.booleans())
+def test_every_entry_keeps_one_sign_and_the_leak_of_the_other(J, seed, leaking):
+    leak = torch.linspace(0.0, 1.0, len(J), dtype=torch.float64) if leaking else torch.zeros(len(J))
+    d = aggregate(graddrop(key(seed), leak), J).direction
+    for column, entry in zip(J.mT.tolist(), d.tolist(), strict=True):
+        positive = sum(x if x > 0 else share * x for x, share in zip(column, leak.tolist(), strict=True))
+        negative = sum(x if x < 0 else share * x for x, share in zip(column, leak.tolist(), strict=True))
+        assert min(abs(entry - positive), abs(entry - negative)) < 1e-12
+        if not leaking and min(column) >= 0:
+            assert entry == positive
+        if not leaking and max(column) <= 0:
+            assert entry == negative
+
+
+@pytest.mark.parametrize("column", [[3.0, -1.0, 0.0], [-1e-18, -2e-18, 1e-18], [1e18, -3e18, 2e17]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sign_is_picked_as_often_as_its_share_so_that_the_mean_is_the_sum(column, dtype):
+    column = torch.tensor(column, dtype=dtype)
+    positive, size = column.clamp(min=0).sum(), column.abs().sum()
+    d = aggregate(graddrop(key(0)), column.unsqueeze(1).expand(-1, MANY)).direction
+    share = float((d > 0).double().mean())
+    expected = float(positive / size)
+    deviation = (expected * (1 - expected) / MANY) ** 0.5
+    assert abs(share - expected) < 4 * deviation
+    assert abs(float(d.double().mean() / size) - float(column.sum() / size)) < 4 * deviation
+
+
+def test_the_signs_of_different_entries_and_calls_are_independent():
+    rule, J = graddrop(key(0)), {"a": torch.tensor([[1.0], [-1.0]]).expand(2, MANY // 2)}
+    J["b"] = J["a"].clone()
+    first = aggregate(rule, J)
+    second = aggregate(rule, J, first.state)
+    signs = torch.stack([result.direction[name] for result in (first, second) for name in ("a", "b")]).double()
+    assert (torch.corrcoef(signs) - torch.eye(4)).abs().max() < 4 * (MANY / 2) ** -0.5
+    neighbours = torch.stack([signs[0, :-1], signs[0, 1:]])
+    assert abs(float(torch.corrcoef(neighbours)[0, 1])) < 4 * (MANY / 2) ** -0.5
+
+
+def test_example():
+    """The peer's example gives (6, 2, 2), or, with probability 0.4, (-4, 2, 2)."""
+    found = torch.vmap(lambda k: aggregate(graddrop(k), EXAMPLE).direction)(split(key(0), 200))
+    assert {tuple(d) for d in found.tolist()} == {(6.0, 2.0, 2.0), (-4.0, 2.0, 2.0)}
+
+
+def test_equal_for_a_tree_and_for_its_flattened_rows():
+    generator = torch.Generator().manual_seed(0)
+    tree = {"b": torch.randn(3, 4, generator=generator), "a": [torch.randn(3, 2, 5, generator=generator)]}
+    flat = torch.cat([tree["a"][0].flatten(1), tree["b"]], dim=1)
+    d = aggregate(graddrop(key(4)), tree).direction
+    assert torch.equal(torch.cat([d["a"][0].flatten(), d["b"]]), aggregate(graddrop(key(4)), flat).direction)
+    multitask = aggregate(graddrop(key(4)), MultitaskJacobian(tree, torch.ones(2))).direction
+    assert torch.equal(multitask["shared"]["b"], d["b"])
+
+
+@given(jacobians(), st.integers(-60, 60), st.integers(0, 100))
+def test_scale_equivariant(J, exponent, seed):
+    d = aggregate(graddrop(key(seed)), J).direction
+    assert torch.equal(aggregate(graddrop(key(seed)), J * 2.0**exponent).direction, d * 2.0**exponent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_numbers_of_a_dtype_do_not_overflow(dtype):
+    most = torch.finfo(dtype).max
+    J = torch.tensor([[most], [most], [-most], [-most]], dtype=dtype).expand(4, MANY)
+    weights = aggregate(graddrop(key(0)), J).weights
+    assert weights.dtype == torch.float32
+    assert abs(float(weights[0].mean()) - 0.5) < 4 * 0.5 * MANY**-0.5
+
+
+def test_the_key_decides_and_advances():
+    J = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    one = aggregate(graddrop(key(0)), J)
+    assert torch.equal(one.direction, aggregate(graddrop(key(0)), J).direction)
+    assert not torch.equal(one.direction, aggregate(graddrop(key(1)), J).direction)
+    assert not torch.equal(one.direction, aggregate(graddrop(key(0)), J, one.state).direction)
+
+
+def test_derivatives_by_finite_differences_in_the_rows_and_in_the_leak():
+    J = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    leak = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    f = lambda J, leak: aggregate(graddrop(key(0), leak), J).direction
+    assert torch.autograd.gradcheck(f, (J.requires_grad_(), leak.requires_grad_()), check_forward_ad=True)
+    assert torch.func.jacrev(f, argnums=1)(J.detach(), leak.detach()).abs().max() > 0.1
+
+
+def test_a_batch_of_jacobians_keys_and_leaks_is_the_loop():
+    batch = torch.randn(5, 3, 7, generator=torch.Generator().manual_seed(0))
+    keys, leaks = split(key(1), 5), torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
+    f = lambda k, leak, J: aggregate(graddrop(k, leak), J).direction
+    expected = torch.stack([f(*one) for one in zip(keys, leaks, batch, strict=True)])
+    torch.testing.assert_close(torch.vmap(f)(keys, leaks, batch), expected)
+
+
+def test_compiled_once_for_all_values_and_keys():
+    counter = CompileCounterWithBackend("aot_eager")
+    rule = graddrop(key(0), [0.2, 0.0, 0.7])
+    f = lambda J, state: aggregate(rule, J, state)
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    batch = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1))
+    for state, J in zip(split(key(5), 3), batch, strict=True):
+        expected, found = f(J, state), compiled(J, state)
+        assert torch.equal(found.state, expected.state)
+        torch.testing.assert_close(found.direction, expected.direction)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so_in_its_entry_whatever_chance_says(bad):
+    J = torch.tensor([[bad, 1.0], [1.0, 1.0], [-1.0, 1.0]])
+    found = torch.vmap(lambda k: aggregate(graddrop(k), J).direction)(split(key(0), 20))
+    assert not found[:, 0].isfinite().any()
+    assert torch.equal(found[:, 1], torch.full((20,), 3.0))
+
+
+def test_bad_hyper_parameters_are_refused():
+    for leak in ([-0.1, 0.5], [0.5, 1.1], [0.5, float("nan")]):
+        with pytest.raises(ValueError, match=r"graddrop: leak must lie between 0 and 1, found"):
+            graddrop(key(0), leak)
+    with pytest.raises(ValueError, match=r"graddrop: leak must have shape \[m\], one per objective, found \[1, 2\]"):
+        graddrop(key(0), torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"graddrop: leak must be a floating-point tensor, found torch.int64"):
+        graddrop(key(0), torch.ones(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"graddrop: expected one leak per row .*, found 3 leaks and 2 rows"):
+        aggregate(graddrop(key(0), [0.1, 0.2, 0.3]), EXAMPLE)
+    with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
+        graddrop(0)

@@ -1,0 +1,191 @@
+"""Grouped: every group is aggregated as if it were alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from functional_jd import random
+from functional_jd.aggregation import Aggregator, aggregate, combine, gramian, losses, start, stateless, whole
+from functional_jd.aggregators.cr_mogm import cr_mogm
+from functional_jd.aggregators.excess_mtl import excess_mtl
+from functional_jd.aggregators.grouped import grouped
+from functional_jd.aggregators.mean import mean
+from functional_jd.aggregators.modo import modo
+from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.tree import tree_leaves
+from functional_jd.types import MultitaskJacobian
+
+torch.set_num_threads(1)
+
+rows = hnp.arrays(float, (3, 5), elements=st.integers(-4, 4)).map(torch.from_numpy)
+
+
+def number(k):
+    return ((torch.arange(15).reshape(3, 5) * (k + 3) + k * k) % 11 - 5).double()
+
+
+def tree(J):
+    """Groups of several shapes: a nested one, a bare matrix, a bare scalar."""
+    return {"trunk": {"w": J[:, :4].reshape(3, 2, 2), "b": J[:, 4]}, "middle": J[:, 1:4], "last": J[:, 0]}
+
+
+def drawn():
+    """Weights drawn from a key that the state carries on."""
+
+    def update(seen, key):
+        drawn, carried = random.split(key)
+        return random.uniform(drawn, (len(seen),), dtype=torch.float64), carried
+
+    return Aggregator(gramian, lambda seen: random.key(7), update)
+
+
+def entrywise():
+    return stateless(whole, lambda J: torch.sign(J) + 2)
+
+
+def rules():
+    return {"trunk": upgrad(), "middle": excess_mtl(0.1), "last": drawn()}
+
+
+@given(rows, rows)
+def test_every_group_is_aggregated_as_if_alone_call_after_call(one, two):
+    together, state = grouped(rules()), None
+    alone = dict.fromkeys(rules())
+    for J in (tree(one), tree(two)):
+        direction, _, state = aggregate(together, J, state)
+        for key, rule in rules().items():
+            expected = aggregate(rule, J[key], alone[key])
+            alone[key] = expected.state
+            for mine, theirs in zip(tree_leaves(direction[key]), tree_leaves(expected.direction), strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+            for mine, theirs in zip(tree_leaves(state[key]), tree_leaves(expected.state), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_no_conflict_within_a_group_where_the_groups_rule_allows_none():
+    J = {"a": torch.tensor([[1.0, 0.0], [-1.0, 1.0]]), "b": torch.tensor([[2.0], [2.0]])}
+    direction = aggregate(grouped({"a": upgrad(), "b": mean()}), J).direction
+    assert (J["a"] @ direction["a"] >= 0).all()
+    # Half of the first row's projection [1/2, 1/2], half of the second's [0, 1].
+    torch.testing.assert_close(direction, {"a": torch.tensor([0.25, 0.75]), "b": torch.tensor([2.0])})
+
+
+def test_weights_broadcast_to_the_jacobian_and_combine_as_they_are():
+    J = tree(number(1))
+    direction, weights, _ = aggregate(grouped(rules()), J)
+    assert weights["trunk"]["w"].shape == (3, 1, 1)
+    assert weights["last"].shape == (3,)
+    torch.testing.assert_close(combine(J, weights), direction)
+
+
+def test_weights_entry_by_entry_are_left_as_they_are():
+    J = {"a": number(0), "b": number(1)}
+    direction = aggregate(grouped({"a": entrywise(), "b": mean()}), J).direction
+    torch.testing.assert_close(direction["a"], ((J["a"].sign() + 2) * J["a"]).sum(0))
+
+
+def test_the_order_of_the_keys_does_not_matter():
+    J = tree(number(2))
+    backwards = aggregate(grouped(dict(reversed(rules().items()))), dict(reversed(J.items())))
+    forwards = aggregate(grouped(rules()), J)
+    assert all(map(torch.equal, tree_leaves(backwards.direction), tree_leaves(forwards.direction)))
+
+
+def test_second_batches_and_losses_reach_the_rules_that_look_at_them():
+    J, K = {"a": number(0), "b": number(1)}, {"a": number(2), "b": number(3)}
+    values = torch.tensor([1.0, 2.0, 3.0])
+    together = grouped({"a": modo(0.01), "b": stateless(losses, lambda seen: seen)})
+    direction = aggregate(together, J, None, K, losses=values).direction
+    torch.testing.assert_close(direction["a"], aggregate(modo(0.01), J["a"], None, K["a"]).direction)
+    torch.testing.assert_close(direction["b"], values.double() @ J["b"])
+    with pytest.raises(ValueError, match="independent batches"):
+        aggregate(together, J, losses=values)
+
+
+def test_the_groups_of_a_multitask_jacobian_are_those_of_the_trunk():
+    J, heads = tree(number(0)), {"out": torch.ones(2)}
+    direction = aggregate(grouped(rules()), MultitaskJacobian(J, heads)).direction
+    expected = aggregate(grouped(rules()), J).direction
+    assert all(map(torch.equal, tree_leaves(direction["shared"]), tree_leaves(expected)))
+    assert direction["heads"] is heads
+
+
+def test_averages_compose_outside_and_inside():
+    J, K = ({"a": number(k), "b": number(k + 1)} for k in range(2))
+    plain, inside = {"a": upgrad(), "b": upgrad()}, {"a": cr_mogm(upgrad()), "b": upgrad()}
+    state = aggregate(cr_mogm(grouped(plain)), J).state
+    outer = aggregate(cr_mogm(grouped(plain)), K, state).direction
+    state = aggregate(grouped(inside), J).state
+    inner = aggregate(grouped(inside), K, state).direction
+    old, new = (aggregate(upgrad(), tree["a"]).weights for tree in (J, K))
+    torch.testing.assert_close(outer["a"], (0.9 * old + 0.1 * new) @ K["a"])
+    torch.testing.assert_close(inner["a"], outer["a"])
+    torch.testing.assert_close(inner["b"], aggregate(upgrad(), K["b"]).direction)
+
+
+def test_the_state_keeps_its_shapes_and_dtypes_from_the_start_on():
+    rule = grouped(rules())
+    old = start(rule, tree(number(0)))
+    new = aggregate(rule, tree(number(0)), old).state
+    kind = lambda state: [(leaf.shape, leaf.dtype) for leaf in tree_leaves(state)]
+    assert kind(old) == kind(new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_comes_back_as_it_came(dtype):
+    J = tree(number(0).to(dtype))
+    direction, weights, _ = aggregate(grouped(rules()), J)
+    assert {leaf.dtype for leaf in tree_leaves(direction)} == {dtype}
+    assert {leaf.dtype for leaf in tree_leaves(weights)} == {torch.float32}
+
+
+def test_what_is_not_finite_stays_in_its_group():
+    J = tree(number(0))
+    J["middle"] = J["middle"] * torch.tensor([[1.0], [torch.nan], [1.0]])
+    direction = aggregate(grouped({"trunk": upgrad(), "middle": upgrad(), "last": mean()}), J).direction
+    assert direction["middle"].isnan().all()
+    assert all(leaf.isfinite().all() for leaf in tree_leaves([direction["trunk"], direction["last"]]))
+
+
+def twice(J):
+    rule = grouped({"trunk": cr_mogm(upgrad()), "middle": excess_mtl(0.1), "last": drawn()})
+    state = aggregate(rule, tree(J)).state
+    direction = aggregate(rule, tree(J.sin()), state).direction
+    return torch.cat([leaf.flatten() for leaf in tree_leaves(direction)])
+
+
+def test_derivatives_are_those_of_finite_differences():
+    J = number(3).add(0.5).div(5).requires_grad_()
+    assert torch.autograd.gradcheck(twice, J, check_forward_ad=True)
+
+
+def test_a_batch_is_the_loop_also_compiled():
+    batch = torch.stack([number(k) for k in range(3)])
+    loop = torch.stack([twice(J) for J in batch])
+    torch.testing.assert_close(torch.vmap(twice)(batch), loop)
+    compiled = torch.compile(torch.vmap(twice), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch), loop)
+
+
+def test_a_group_without_a_rule_and_a_rule_without_a_group_are_named():
+    J = {"trunk": number(0), "head": number(1)}
+    with pytest.raises(ValueError, match=r"grouped: expected a rule for every group .* none for 'head'"):
+        aggregate(grouped({"trunk": mean()}), J)
+    with pytest.raises(
+        ValueError, match=r"grouped: expected a group .* none for 'tail'; the groups are 'trunk', 'head'"
+    ):
+        aggregate(grouped({"trunk": mean(), "head": mean(), "tail": mean()}), J)
+
+
+def test_parameters_without_keys_are_refused():
+    with pytest.raises(TypeError, match=r"grouped: expected parameters in a dict, .* found list"):
+        aggregate(grouped({"a": mean()}), [number(0)])
+
+
+def test_rules_are_checked():
+    with pytest.raises(ValueError, match=r"grouped: expected one rule per group .*, found none"):
+        grouped({})
+    with pytest.raises(TypeError, match="grouped: expected a rule for group 'a', found function"):
+        grouped({"a": mean})

@@ -1,0 +1,131 @@
+"""IMTL-G: equal projections, the paper's closed form on the rows, the peer's numbers, derivatives by differences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.func import grad, jacfwd, jacrev
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.imtl_g import imtl_g
+
+torch.set_num_threads(1)
+
+J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
+DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
+
+
+def direction(J):
+    return aggregate(imtl_g(), J).direction
+
+
+def integer_jacobians(least=1):
+    shapes = st.tuples(st.integers(least, 6), st.integers(1, 6))
+    return shapes.flatmap(lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)))
+
+
+@given(integer_jacobians())
+def test_independent_rows_are_projected_on_equally_by_weights_that_sum_to_one(J):
+    assume(np.linalg.matrix_rank(J) == len(J))
+    J = torch.from_numpy(J)
+    found = aggregate(imtl_g(), J)
+    assume(found.weights.any())
+    size = found.weights.abs().sum()
+    assert abs(found.weights.sum() - 1) < 1e-12 * size
+    projections = torch.nn.functional.normalize(J, dim=1) @ found.direction
+    torch.testing.assert_close(
+        projections, projections.mean().expand_as(projections), rtol=0, atol=1e-10 * float(size * J.abs().max())
+    )
+
+
+@given(integer_jacobians(least=2))
+def test_the_papers_closed_form_on_the_rows(J):
+    assume(np.linalg.matrix_rank(J) == len(J))
+    units = J / np.linalg.norm(J, axis=1, keepdims=True)
+    U, D = units[:1] - units[1:], J[:1] - J[1:]
+    assume(np.linalg.cond(U @ D.T) < 1e6)
+    others = np.linalg.solve((D @ U.T).T, U @ J[0])  # the paper's alpha = g_1 U' (D U')^-1
+    expected = np.concatenate([[1 - others.sum()], others])
+    torch.testing.assert_close(
+        aggregate(imtl_g(), torch.from_numpy(J)).weights, torch.from_numpy(expected), rtol=1e-7, atol=1e-7
+    )
+
+
+@given(integer_jacobians())
+def test_dependent_rows_follow_numpys_pseudo_inverse_of_the_gramian(J):
+    G = J @ J.T
+    v = np.linalg.pinv(G, rcond=1e-10, hermitian=True) @ np.linalg.norm(J, axis=1)
+    assume(abs(v.sum()) > 1e-6 * np.abs(v).sum())
+    assume(np.abs(G @ v).max() > 1e-8)
+    torch.testing.assert_close(direction(torch.from_numpy(J)), torch.from_numpy(v / v.sum() @ J), rtol=1e-6, atol=1e-6)
+
+
+def test_published_value():
+    J = torch.tensor([[-4.0, 1, 1], [6, 1, 1]])
+    torch.testing.assert_close(direction(J), torch.tensor([0.0767, 1.0, 1.0]), rtol=0, atol=1e-4)
+
+
+# TorchJD 0.18, IMTLG()(J), float64.
+@pytest.mark.parametrize(
+    ("J", "expected"),
+    [
+        (J3, [1.2307297640284434, 0.49089699253214925, -0.5824401348408894, 0.2783732434394071]),
+        (DEPENDENT, [1.0773237463197796, 1.3690705014720885]),
+    ],
+)
+def test_the_peer_agrees(J, expected):
+    torch.testing.assert_close(direction(J), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18])
+def test_it_scales_as_the_jacobian_does_and_one_row_changes_the_length_only(scale):
+    torch.testing.assert_close(direction(scale * J3) / scale, direction(J3), rtol=1e-13, atol=0)
+    turned = direction(torch.tensor([[scale], [1.0], [1.0]], dtype=torch.float64) * J3)
+    unit = torch.nn.functional.normalize
+    torch.testing.assert_close(unit(turned, dim=0, eps=0), unit(direction(J3), dim=0), rtol=1e-12, atol=0)
+
+
+def test_zero_equal_opposite_and_one_row():
+    g = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    torch.testing.assert_close(direction(g), g[0])
+    torch.testing.assert_close(direction(torch.cat([g, 0 * g])), g[0])
+    torch.testing.assert_close(direction(torch.cat([g, g])), g[0])
+    assert (direction(0 * g) == 0).all()
+    assert (direction(torch.cat([g, -g])) == 0).all()
+
+
+@pytest.mark.parametrize("exponent", [-100, -40, 0, 40, 100])
+def test_rows_of_zeros_do_not_tell_what_is_short(exponent):
+    J = torch.tensor([[0.0], [1.0], [1.0]], dtype=torch.float64) * 2.0**exponent
+    torch.testing.assert_close(direction(J), J[1])
+
+
+def differences(f, x, h=1e-5):
+    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+
+
+@pytest.mark.parametrize(
+    "J", [J3, DEPENDENT, torch.eye(3, dtype=torch.float64)], ids=["independent", "dependent", "orthonormal"]
+)
+def test_derivatives_are_those_of_differences(J):
+    torch.testing.assert_close(jacrev(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(jacfwd(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
+
+
+def test_what_is_not_finite_stays_so():
+    J = J3.clone()
+    J[1, 2] = torch.nan
+    assert not direction(J).isfinite().any()
+
+
+def test_a_batch_of_gradients_compiles():
+    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
+    loss = lambda J: direction(J).square().sum()
+    expected = torch.stack([grad(loss)(J) for J in batch])
+    gradients = torch.vmap(grad(loss))
+    torch.testing.assert_close(gradients(batch), expected)
+    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)

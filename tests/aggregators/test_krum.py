@@ -1,0 +1,114 @@
+"""Krum: the scores of the paper from the rows themselves, and wrong rows that do not get through."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.krum import krum
+
+torch.set_num_threads(1)
+
+SIX = torch.tensor([[-6.0, -4.0], [2.0, 7.0], [4.0, -8.0], [-4.0, 4.0], [2.0, -6.0], [8.0, -1.0]], dtype=torch.float64)
+
+
+def problems():
+    """Jacobians of small integers, whose scores are exact and often equal, and numbers of rows that fit."""
+    jacobians = st.tuples(st.integers(3, 7), st.integers(1, 3)).flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+    return jacobians.flatmap(lambda J: st.tuples(st.just(J), st.integers(0, len(J) - 3), st.integers(1, len(J))))
+
+
+def selected(J, n_byzantine, n_selected):
+    """The rows that the paper selects, in exact arithmetic; equal scores go by the order of the rows."""
+    rows = [[Fraction(x) for x in row] for row in J.tolist()]
+    scores = []
+    for i, one in enumerate(rows):
+        others = [sum((x - y) ** 2 for x, y in zip(one, other, strict=True)) for j, other in enumerate(rows) if j != i]
+        scores.append((sum(sorted(others)[: len(rows) - n_byzantine - 2]), i))
+    return {i for _, i in sorted(scores)[:n_selected]}
+
+
+@given(problems())
+def test_the_rows_of_the_lowest_scores_count_the_same(problem):
+    J, n_byzantine, n_selected = problem
+    chosen = selected(J, n_byzantine, n_selected)
+    weights = aggregate(krum(n_byzantine, n_selected), J).weights
+    expected = [1 / n_selected if i in chosen else 0.0 for i in range(len(J))]
+    assert torch.equal(weights, torch.tensor(expected, dtype=torch.float64))
+
+
+@given(problems(), st.integers(-60, 60))
+def test_equivariant_under_scaling_and_translation(problem, exponent):
+    J, *numbers = problem
+    moved = (J + torch.arange(1.0, J.shape[1] + 1)) * 2.0**exponent
+    assert torch.equal(aggregate(krum(*numbers), moved).weights, aggregate(krum(*numbers), J).weights)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [((1, 1), [2.0, -6.0]), ((2, 3), [2 / 3, -10 / 3]), ((1, 2), [3.0, -7.0])]
+)
+def test_equal_to_the_peer(numbers, expected):
+    """From Krum of torchjd 0.18, where squares of distances and distances rank alike."""
+    torch.testing.assert_close(aggregate(krum(*numbers), SIX).direction, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_distances_count_squared():
+    """Squares to the three closest: 1 + 18 + 50 = 69 for the first row, 17 + 18 + 25 = 60 for the last.
+
+    Not squared, they are 1 + 4.2 + 7.1 = 12.3 and 4.1 + 4.2 + 5 = 13.4.
+    """
+    J = torch.tensor([[5.0, 8.0], [7.0, 1.0], [4.0, 8.0], [4.0, 1.0], [8.0, 5.0]])
+    assert aggregate(krum(0), J).weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_rows_that_are_wrong_by_any_amount_do_not_count():
+    right = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for size in (1e2, 1e18):
+        wrong = size * torch.tensor([[1.0, 1.0, -1.0, 0.0], [1.0, 1.0, -1.0, 1e-3]], dtype=torch.float64)
+        weights = aggregate(krum(2, 3), torch.cat([wrong, right])).weights
+        assert torch.equal(weights[:2], torch.zeros(2, dtype=torch.float64))
+
+
+def test_derivatives_are_those_of_the_selected_rows():
+    f = lambda J: aggregate(krum(1, 2), J).direction
+    assert torch.autograd.gradcheck(f, SIX.clone().requires_grad_(), check_forward_ad=True)
+    slope = torch.func.jacrev(lambda J: aggregate(krum(1, 2), J).weights)(SIX)
+    assert torch.equal(slope, torch.zeros_like(slope))
+
+
+def test_a_batch_is_the_loop_and_compiles_once_for_all_values():
+    batch = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    f = lambda J: aggregate(krum(1, 2), J).direction
+    expected = torch.stack([f(J) for J in batch])
+    torch.testing.assert_close(torch.vmap(f)(batch), expected)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    torch.testing.assert_close(torch.stack([compiled(J) for J in batch]), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_all_weights_nan(bad):
+    J = SIX.clone()
+    J[1, 1] = bad
+    result = aggregate(krum(1), J)
+    assert result.weights.isnan().all()
+    assert not result.direction.isfinite().any()
+
+
+def test_numbers_of_rows_that_do_not_fit_are_refused():
+    for numbers, name in (((-1,), "n_byzantine"), ((1.5,), "n_byzantine"), ((1, 0), "n_selected")):
+        with pytest.raises(ValueError, match=rf"krum: expected {name} to be an integer of at least"):
+            krum(*numbers)
+    with pytest.raises(ValueError, match=r"krum: expected at least 7 rows, with n_byzantine=4 .* found 6. Have more"):
+        aggregate(krum(4), SIX)
+    with pytest.raises(ValueError, match=r"krum: expected at least 8 rows, .* n_selected=8, found 6. Have more"):
+        aggregate(krum(0, 8), SIX)

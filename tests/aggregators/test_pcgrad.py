@@ -1,0 +1,163 @@
+"""PCGrad: the paper's projections on the rows themselves, in every order that chance may pick."""
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.pcgrad import pcgrad
+from functional_jd.random import key, split
+
+torch.set_num_threads(1)
+
+EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
+THREE = torch.tensor([[1.5, 1.0, 2.0], [1.0, -0.5, -2.0], [-2.5, 2.0, -1.0]], dtype=torch.float64)
+
+
+def jacobians(most):
+    """Small integers: zero, equal and opposite rows are frequent."""
+    shapes = st.tuples(st.integers(1, most), st.integers(1, 4))
+    return shapes.flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+
+
+def projected(J, i, order):
+    """Row i after the projections of the paper, in this order, as a vector."""
+    p = J[i].clone()
+    for j in order:
+        if p @ J[j] < 0:
+            p -= (p @ J[j]) / (J[j] @ J[j]) * J[j]
+    return p
+
+
+def all_directions(J):
+    """The directions of all combinations of orders."""
+    m = len(J)
+    rows = [[projected(J, i, order) for order in permutations(set(range(m)) - {i})] for i in range(m)]
+    return torch.stack([torch.stack(choice).sum(0) for choice in product(*rows)])
+
+
+@given(jacobians(3), st.integers(0, 1000))
+def test_the_direction_is_that_of_some_orders(J, seed):
+    d = aggregate(pcgrad(key(seed)), J).direction
+    assert (all_directions(J) - d).abs().amax(1).min() <= 1e-12 * (1 + J.norm())
+
+
+def test_all_combinations_of_orders_occur():
+    expected = all_directions(THREE)
+    assert len({tuple(d) for d in expected.round(decimals=8).tolist()}) == 8
+    found = torch.vmap(lambda k: aggregate(pcgrad(k), THREE).direction)(split(key(0), 100))
+    distances = (found.unsqueeze(1) - expected).abs().amax(2)
+    assert (distances.amin(1) < 1e-12).all()
+    assert set(distances.argmin(1).tolist()) == set(range(8))
+
+
+@given(jacobians(2))
+def test_two_rows_are_never_conflicted_with(J):
+    d = aggregate(pcgrad(key(0)), J).direction
+    assert (J @ d >= -1e-12 * J.norm() ** 2).all()
+
+
+def test_example():
+    """The value that the peer publishes: (-4 + 22 / 38 * 6, ...) + (6 - 22 / 18 * 4, ...)."""
+    result = aggregate(pcgrad(key(0)), EXAMPLE)
+    torch.testing.assert_close(result.direction, torch.tensor([0.5848, 3.8012, 3.8012]), rtol=0, atol=1e-4)
+    weights = torch.tensor([1 + 22 / 18, 1 + 22 / 38], dtype=torch.float64)
+    torch.testing.assert_close(result.weights, weights)
+
+
+def test_equal_to_the_peer_on_two_rows():
+    """From PCGrad of torchjd 0.18."""
+    J = torch.tensor([[1.0, 0.0, 2.0], [0.0, 2.0, -2.0]])
+    torch.testing.assert_close(aggregate(pcgrad(key(7)), J).direction, torch.tensor([1.8, 3.0, 0.6]))
+
+
+def test_the_key_decides_and_advances():
+    rule, state, seen = pcgrad(key(0)), None, set()
+    for _ in range(30):
+        result = aggregate(rule, THREE, state)
+        again = aggregate(rule, THREE, state)
+        assert torch.equal(result.weights, again.weights)
+        assert torch.equal(result.state, again.state)
+        assert result.state.shape == (2,)
+        assert result.state.dtype == torch.int64
+        state = result.state
+        seen.add(tuple(result.weights.tolist()))
+    assert len(seen) > 3
+
+
+@given(jacobians(4), st.integers(-60, 60), st.integers(0, 100))
+def test_scale_equivariant(J, exponent, seed):
+    d = aggregate(pcgrad(key(seed)), J).direction
+    assert torch.equal(aggregate(pcgrad(key(seed)), J * 2.0**exponent).direction, d * 2.0**exponent)
+
+
+def test_every_row_may_have_a_scale_of_its_own():
+    for scales in ([1e-18, 1e18], [1e18, 1e18], [1e-18, 1e-18]):
+        c = torch.tensor(scales, dtype=torch.float64)
+        J = EXAMPLE.double()
+        expected = c @ torch.stack([projected(J, 0, [1]), projected(J, 1, [0])])
+        found = aggregate(pcgrad(key(0)), c.unsqueeze(1) * J).direction
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_derivatives_by_finite_differences():
+    f = lambda J: aggregate(pcgrad(key(4)), J).direction
+    assert not torch.equal(f(THREE), THREE.sum(0))
+    assert torch.autograd.gradcheck(f, THREE.clone().requires_grad_(), check_forward_ad=True)
+    torch.testing.assert_close(torch.func.jacrev(f)(THREE), torch.func.jacfwd(f)(THREE))
+
+
+def test_derivatives_are_finite_with_rows_of_zeros():
+    J = torch.tensor([[0.0, 0.0], [1.0, 2.0], [-3.0, 1.0]], dtype=torch.float64)
+    slope = torch.func.jacrev(lambda J: aggregate(pcgrad(key(0)), J).direction)(J)
+    assert slope.isfinite().all()
+
+
+def test_a_batch_of_jacobians_and_keys_is_the_loop():
+    batch = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    keys = split(key(1), 5)
+    f = lambda k, J: aggregate(pcgrad(k), J).direction
+    torch.testing.assert_close(
+        torch.vmap(f)(keys, batch), torch.stack([f(k, J) for k, J in zip(keys, batch, strict=True)])
+    )
+
+
+def test_compiled_once_for_all_values_and_keys():
+    counter = CompileCounterWithBackend("aot_eager")
+    rule = pcgrad(key(0))
+    f = lambda J, state: aggregate(rule, J, state)
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    batch = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1))
+    for state, J in zip(split(key(5), 3), batch, strict=True):
+        expected, found = f(J, state), compiled(J, state)
+        assert torch.equal(found.state, expected.state)
+        torch.testing.assert_close(found.direction, expected.direction)
+    assert counter.frame_count == 1
+
+
+def test_the_gradient_of_a_batch_compiles():
+    batch = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    slope = torch.vmap(torch.func.grad(lambda J: (aggregate(pcgrad(key(0)), J).direction ** 2).sum()))
+    torch.testing.assert_close(torch.compile(slope, fullgraph=True, backend="aot_eager")(batch), slope(batch))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_all_weights_nan(bad):
+    J = THREE.clone()
+    J[1, 2] = bad
+    result = aggregate(pcgrad(key(0)), J)
+    assert result.weights.isnan().all()
+    assert not result.direction.isfinite().any()
+
+
+def test_what_is_no_key_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"expected an int64 key, found torch.float32. Make one"):
+        pcgrad(torch.zeros(2))

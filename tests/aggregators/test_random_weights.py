@@ -1,0 +1,79 @@
+"""Random weights: the softmax of independent normal numbers, anew at every call."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.random_weights import random_weights
+from functional_jd.random import key, split
+
+torch.set_num_threads(1)
+
+J = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
+
+
+@given(st.integers(0, 2**63), st.integers(1, 9))
+def test_weights_are_positive_add_up_to_one_and_change_at_every_call(seed, m):
+    rule, rows = random_weights(key(seed)), torch.zeros(m, 2)
+    first = aggregate(rule, rows)
+    second = aggregate(rule, rows, first.state)
+    for weights in (first.weights, second.weights):
+        assert weights.dtype == torch.float64
+        assert (weights > 0).all()
+        torch.testing.assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
+    assert torch.equal(first.weights, aggregate(rule, rows).weights)
+    assert m == 1 or not torch.equal(first.weights, second.weights)
+
+
+def test_logarithms_of_weights_are_independent_normal_numbers_but_for_their_sum():
+    """For independent normal z, projections of log w on orthonormal contrasts are independent and normal."""
+    weights = torch.vmap(lambda k: aggregate(random_weights(k), torch.zeros(3, 1)).weights)(split(key(0), 3000))
+    contrasts = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]], dtype=torch.float64)
+    one, two = (contrasts / contrasts.norm(dim=1, keepdim=True) @ weights.log().mT).numpy()
+    assert stats.kstest(one, "norm").pvalue > 1e-3
+    assert stats.kstest(two, "norm").pvalue > 1e-3
+    assert abs(stats.pearsonr(one, two).statistic) < 0.06
+
+
+def test_many_calls_make_other_weights_that_average_to_the_mean():
+    rule, state, seen = random_weights(key(1)), None, []
+    for _ in range(400):
+        result = aggregate(rule, J, state)
+        state = result.state
+        seen.append(result.weights)
+    assert len({tuple(w.tolist()) for w in seen}) == 400
+    assert abs(float(torch.stack(seen).mean(0)[0]) - 0.5) < 0.06
+
+
+def test_a_batch_of_jacobians_shares_the_weights_of_the_key():
+    batch = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    f = lambda rows: aggregate(random_weights(key(2)), rows).direction
+    torch.testing.assert_close(torch.vmap(f)(batch), torch.stack([f(rows) for rows in batch]))
+
+
+def test_compiled_once_for_all_keys():
+    counter = CompileCounterWithBackend("aot_eager")
+    rule = random_weights(key(0))
+    f = lambda rows, state: aggregate(rule, rows, state)
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for state in split(key(5), 3):
+        expected, found = f(J, state), compiled(J, state)
+        assert torch.equal(found.state, expected.state)
+        torch.testing.assert_close(found.direction, expected.direction)
+    assert counter.frame_count == 1
+
+
+def test_a_non_finite_row_gives_a_non_finite_direction():
+    for bad in (torch.nan, torch.inf):
+        assert not aggregate(random_weights(key(0)), torch.tensor([[1.0], [bad]])).direction.isfinite().any()
+
+
+def test_what_is_no_key_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
+        random_weights(0)
+    with pytest.raises(ValueError, match=r"shape \[2\], found \[3, 2\]"):
+        random_weights(split(key(0), 3))

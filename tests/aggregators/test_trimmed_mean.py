@@ -1,0 +1,116 @@
+"""Trimmed mean: SciPy's, entry by entry, and wrong rows that do not get through."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.trimmed_mean import trimmed_mean
+
+torch.set_num_threads(1)
+
+FIVE = torch.tensor(
+    [[5.0, -8.0, 1.0], [6.0, 5.0, 0.0], [8.0, 5.0, 1.0], [5.0, -1.0, 9.0], [-4.0, -9.0, -1.0]], dtype=torch.float64
+)
+
+
+def problems():
+    """Jacobians of small integers, where equal entries are frequent, and numbers to trim that fit."""
+    jacobians = st.tuples(st.integers(1, 7), st.integers(1, 4)).flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+    return jacobians.flatmap(lambda J: st.tuples(st.just(J), st.integers(0, (len(J) - 1) // 2)))
+
+
+@given(problems())
+def test_equal_to_scipy(problem):
+    J, trim = problem
+    expected = torch.from_numpy(stats.trim_mean(J.numpy(), (trim + 0.5) / len(J), axis=0))
+    result = aggregate(trimmed_mean(trim), J)
+    torch.testing.assert_close(result.direction, expected)
+    assert ((result.weights > 0).sum(0) == len(J) - 2 * trim).all()
+
+
+@given(problems(), st.integers(-60, 60), st.randoms(use_true_random=False))
+def test_equivariant_under_scaling_translation_and_the_order_of_rows(problem, exponent, chance):
+    J, trim = problem
+    order = list(range(len(J)))
+    chance.shuffle(order)
+    offset = torch.arange(1.0, J.shape[1] + 1, dtype=torch.float64)
+    d = aggregate(trimmed_mean(trim), J).direction
+    moved = aggregate(trimmed_mean(trim), (J[order] + offset) * 2.0**exponent).direction
+    torch.testing.assert_close(moved, (d + offset) * 2.0**exponent, rtol=1e-12, atol=1e-12 * 2.0**exponent)
+
+
+@given(problems(), st.sampled_from([-1e30, 1e30]))
+def test_with_at_most_trim_wrong_rows_every_entry_lies_between_right_ones(problem, wrong):
+    J, trim = problem
+    d = aggregate(trimmed_mean(trim), torch.cat([J[trim:], torch.full_like(J[:trim], wrong)])).direction
+    assert (d >= J[trim:].amin(0) - 1e-12).all()
+    assert (d <= J[trim:].amax(0) + 1e-12).all()
+
+
+@pytest.mark.parametrize(("trim", "expected"), [(1, [16 / 3, -4 / 3, 2 / 3]), (2, [5.0, -1.0, 1.0])])
+def test_equal_to_the_peer(trim, expected):
+    """From TrimmedMean of torchjd 0.18."""
+    torch.testing.assert_close(
+        aggregate(trimmed_mean(trim), FIVE).direction, torch.tensor(expected, dtype=torch.float64)
+    )
+
+
+def test_example():
+    J = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
+    assert torch.equal(aggregate(trimmed_mean(0), J).direction, torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_tree_of_any_shapes_and_low_precision(dtype):
+    generator = torch.Generator().manual_seed(0)
+    tree = {
+        "b": torch.randn(5, generator=generator).to(dtype),
+        "a": [torch.randn(5, 2, 3, generator=generator).to(dtype)],
+    }
+    result = aggregate(trimmed_mean(2), tree)
+    assert torch.equal(result.direction["b"], tree["b"].median())
+    assert torch.equal(result.direction["a"][0], tree["a"][0].median(0).values)
+    assert result.weights["a"][0].dtype == torch.float32
+
+
+def test_derivatives_by_finite_differences():
+    J = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    f = lambda J: aggregate(trimmed_mean(1), J).direction
+    assert torch.autograd.gradcheck(f, J, check_forward_ad=True)
+
+
+def test_a_batch_is_the_loop_and_compiles_once_for_all_values():
+    batch = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    f = lambda J: aggregate(trimmed_mean(1), J).direction
+    expected = torch.stack([f(J) for J in batch])
+    torch.testing.assert_close(torch.vmap(f)(batch), expected)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    torch.testing.assert_close(torch.stack([compiled(J) for J in batch]), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("trim", [0, 1, 2])
+def test_what_is_not_finite_is_not_hidden(bad, trim):
+    for row in range(5):
+        J = FIVE.clone()
+        J[row, 1] = bad
+        d = aggregate(trimmed_mean(trim), J).direction
+        assert d.isfinite().tolist() == [True, False, True]
+
+
+def test_numbers_of_rows_that_do_not_fit_are_refused():
+    for trim in (-1, 0.5):
+        with pytest.raises(ValueError, match=r"trimmed_mean: expected trim to be an integer of at least 0"):
+            trimmed_mean(trim)
+    with pytest.raises(ValueError, match=r"trimmed_mean: expected at least 7 rows, with trim=3, found 5. Have more"):
+        aggregate(trimmed_mean(3), FIVE)

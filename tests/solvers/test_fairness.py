@@ -1,0 +1,139 @@
+"""Fair shares: the equation itself, SciPy's roots, derivatives by differences, and every transform."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import root
+from torch.func import grad, hessian, jacfwd
+
+from functional_jd.solvers.fairness import fair_shares
+
+torch.set_num_threads(1)
+
+
+def problem(m, n, seed, spread=0.0, lean=0.5):
+    """Cosines of random rows that lean to one side, and sizes spread over `10^spread`."""
+    generator = torch.Generator().manual_seed(seed)
+    J = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    N = torch.nn.functional.normalize(J + lean * torch.randn(n, generator=generator, dtype=torch.float64), dim=1)
+    C = N @ N.T
+    sizes = 10 ** (spread * (torch.rand(m, generator=generator, dtype=torch.float64) - 0.5))
+    return C.fill_diagonal_(1.0), sizes
+
+
+def residual(C, k, p, v):
+    """How far `C (k v) = k v^-p` is missed, relative to the terms that were added up."""
+    wanted = k * v**-p
+    return ((C @ (k * v) - wanted).abs() / (C.abs() @ (k * v) + wanted)).max()
+
+
+@given(st.integers(2, 64), st.integers(0, 10**6), st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_equation_holds_to_rounding(m, seed, p):
+    C, k = problem(m, 2 * m, seed)
+    v = fair_shares(C, torch.ones_like(k), p)
+    assert (v > 0).all()
+    torch.testing.assert_close(C @ v, v**-p, rtol=1e-12, atol=0)
+
+
+@given(st.integers(2, 16), st.integers(0, 10**6), st.sampled_from([0.1, 0.5, 2.0, 10.0]))
+def test_sizes_spread_over_twelve_decades_are_solved(m, seed, p):
+    C, k = problem(m, m + 4, seed, spread=12 * abs(p - 1) / (p + 1))
+    v = fair_shares(C, k, p)
+    assert (v > 0).all()
+    assert residual(C, k, p, v) < 1e-14
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0])
+def test_scipy_finds_the_same_root(p):
+    C, k = problem(5, 7, 3, spread=1.0)
+
+    def equation(x):
+        v = torch.from_numpy(x).exp()
+        return ((C @ (k * v)) / k - v**-p).numpy()
+
+    found = root(equation, [0.0] * 5, tol=1e-12)
+    assert found.success
+    torch.testing.assert_close(fair_shares(C, k, p).log(), torch.from_numpy(found.x), rtol=0, atol=1e-10)
+
+
+def test_orthogonal_rows_keep_their_share_and_equal_rows_split_theirs():
+    ones = torch.ones(4, dtype=torch.float64)
+    torch.testing.assert_close(fair_shares(torch.eye(4, dtype=torch.float64), ones, 1.0), ones)
+    torch.testing.assert_close(fair_shares(torch.ones(4, 4, dtype=torch.float64), ones, 1.0), ones / 2)
+    torch.testing.assert_close(fair_shares(torch.ones(4, 4, dtype=torch.float64), ones, 0.5), ones * 4 ** (-2 / 3))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0, 2.0, 10.0])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1.0, 0.0], [-1.0, 0.0]],
+        [[1.0, 0.3], [-1.0, -0.3], [0.2, 1.0]],
+        [[0.0, 1.0], [3.0, 3.0], [-1.0, -1.0], [1.0, 1.0]],
+        [[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]],
+    ],
+    ids=["opposite", "two of three opposite", "opposite to rounding", "star"],
+)
+def test_a_stationary_problem_has_no_shares(rows, p):
+    N = torch.nn.functional.normalize(torch.tensor(rows, dtype=torch.float64), dim=1)
+    v = fair_shares(N @ N.T, torch.ones(len(N), dtype=torch.float64), p)
+    assert v.isfinite().all()
+    if p <= 2:
+        assert (v == 0).all()
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-4])
+def test_a_nearly_stationary_problem_is_solved_as_well_as_its_cosines_say(distance):
+    N = torch.nn.functional.normalize(torch.tensor([[1.0, distance], [-1.0, distance]], dtype=torch.float64), dim=1)
+    v = fair_shares(N @ N.T, torch.ones(2, dtype=torch.float64), 1.0)
+    assert (v * (N @ (N.T @ v)) - 1).abs().max() < 1e-14 / distance**2
+
+
+def test_a_row_of_zeros_is_left_out():
+    C, k = problem(4, 6, 1, spread=2.0)
+    wider = torch.zeros(5, 5, dtype=torch.float64)
+    wider[:4, :4] = C
+    v = fair_shares(wider, torch.cat([k, torch.tensor([1e20], dtype=torch.float64)]), 0.5)
+    torch.testing.assert_close(v, torch.cat([fair_shares(C, k, 0.5), torch.zeros(1, dtype=torch.float64)]))
+    assert (fair_shares(torch.zeros(3, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), 1.0) == 0).all()
+
+
+def test_cosines_that_are_not_finite_give_nan():
+    assert fair_shares(torch.full((2, 2), torch.nan).double(), torch.ones(2).double(), 1.0).isnan().all()
+
+
+def test_an_extreme_power_stays_finite_in_value_and_derivative():
+    C, k = problem(4, 6, 0, spread=12.0)
+    for p in (1e-3, 1e3):
+        assert fair_shares(C, k, p).isfinite().all()
+        assert grad(lambda C, p=p: fair_shares(C, k, p).sum())(C).isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0])
+def test_first_and_second_derivatives_are_those_of_differences(p):
+    C, k = problem(3, 5, 2, spread=1.0)
+    S = torch.tensor([[0.0, 0.3, -0.2], [0.3, 0.0, 0.5], [-0.2, 0.5, 0.0]], dtype=torch.float64)
+
+    def along(x):  # the cosines along a symmetric change, the sizes along a change of their logarithms
+        return fair_shares(C + x[0] * S, k * torch.exp(x[1] * torch.arange(3.0, dtype=torch.float64)), p).log().sum()
+
+    x, h = torch.zeros(2, dtype=torch.float64), 1e-5
+    steps = h * torch.eye(2, dtype=torch.float64)
+    first = torch.stack([along(x + e) - along(x - e) for e in steps]) / (2 * h)
+    torch.testing.assert_close(grad(along)(x), first, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(jacfwd(along)(x), first, rtol=1e-7, atol=1e-8)
+    second = torch.stack([grad(along)(x + e) - grad(along)(x - e) for e in steps]) / (2 * h)
+    torch.testing.assert_close(hessian(along)(x), second, rtol=1e-7, atol=1e-8)
+
+
+def test_a_batch_is_the_loop_and_compiles_with_its_gradient():
+    batch = torch.stack([problem(3, 5, seed)[0] for seed in range(4)])
+    k = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    loop = torch.stack([fair_shares(C, k, 0.5) for C in batch])
+    torch.testing.assert_close(torch.vmap(lambda C: fair_shares(C, k, 0.5))(batch), loop, rtol=1e-13, atol=0)
+    torch.testing.assert_close(fair_shares(batch, k.expand(4, 3), 0.5), loop, rtol=1e-13, atol=0)
+
+    gradients = torch.vmap(grad(lambda C: fair_shares(C, k, 0.5).square().sum()))
+    compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch), gradients(batch))

@@ -1,0 +1,94 @@
+"""Functions of a matrix by its eigenvalues: SciPy, and derivatives by differences, also at equal eigenvalues."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.linalg import fractional_matrix_power
+from torch.func import grad, hessian, jacfwd, jacrev
+
+from functional_jd.solvers.spectral import inverse_root, pseudo_inverse
+
+torch.set_num_threads(1)
+
+
+def rows():
+    shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    return shapes.flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+    )
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@given(rows())
+def test_penrose_and_the_root_of_the_inverse(J):
+    G = J @ J.T
+    P, (X, eigenvalues) = pseudo_inverse(G), inverse_root(G)
+    size = max(G.abs().max(), 1) * max(P.abs().max(), 1)
+    torch.testing.assert_close(G @ P @ G, G, rtol=0, atol=1e-13 * float(size * max(G.abs().max(), 1)))
+    torch.testing.assert_close(P, P.T, rtol=0, atol=1e-13 * float(size))
+    torch.testing.assert_close(X @ X, P, rtol=0, atol=1e-12 * float(size))
+    assert (eigenvalues != 0).sum() == np.linalg.matrix_rank(J.numpy())
+
+
+def test_scipy_has_the_same_root():
+    J = normal(5, 8)
+    expected = torch.from_numpy(fractional_matrix_power((J @ J.T).numpy(), -0.5))
+    torch.testing.assert_close(inverse_root(J @ J.T)[0], expected, rtol=1e-11, atol=1e-12)
+
+
+# Points on which the rank stays: rows or columns are changed, not the Gramian.
+POINTS = {
+    "generic": normal(3, 4),
+    "equal eigenvalues": torch.eye(3, 4, dtype=torch.float64),
+    "two of three equal": torch.eye(3, 4, dtype=torch.float64) * torch.tensor([[1.0], [2.0], [2.0]]).double(),
+    "dependent rows": normal(4, 2),
+    "dependent rows, equal eigenvalues": torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.float64),
+}
+
+
+def differences(f, x, h=1e-5):
+    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
+
+
+@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize(
+    "function", [pseudo_inverse, lambda G: inverse_root(G)[0], lambda G: inverse_root(G)[1].sum()], ids=["+", "-/", "s"]
+)
+def test_derivatives_are_those_of_differences(name, function):
+    f = lambda J: function(J @ J.T)
+    J = POINTS[name]
+    expected = differences(f, J)
+    torch.testing.assert_close(jacrev(f)(J), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(jacfwd(f)(J), expected, rtol=1e-6, atol=1e-7)
+    if not name.startswith("dependent"):
+        torch.testing.assert_close(hessian(f)(J), differences(jacrev(f), J), rtol=1e-6, atol=1e-7)
+
+
+def test_a_simple_eigenvalue_has_second_derivatives():
+    J = normal(3, 4)
+    f = lambda J: inverse_root(J @ J.T)[1]
+    torch.testing.assert_close(f(J), torch.linalg.eigvalsh(J @ J.T))
+    torch.testing.assert_close(hessian(f)(J), differences(jacrev(f), J), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so_and_does_not_raise(value):
+    G = torch.tensor([[1.0, value], [value, 1.0]], dtype=torch.float64)
+    assert all(part.isnan().all() for part in (pseudo_inverse(G), *inverse_root(G)))
+
+
+def test_a_batch_is_the_loop_and_compiles_with_its_derivatives():
+    batch = torch.stack([normal(3, 3, seed=seed) @ normal(3, 3, seed=seed).T for seed in range(3)])
+    for f in (pseudo_inverse, lambda G: inverse_root(G)[0]):
+        torch.testing.assert_close(torch.vmap(f)(batch), torch.stack([f(G) for G in batch]), rtol=1e-13, atol=1e-13)
+    both = torch.vmap(grad(lambda G: (pseudo_inverse(G) @ inverse_root(G)[0]).sum()))
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch), both(batch))
