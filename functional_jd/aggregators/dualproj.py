@@ -1,0 +1,59 @@
+"""DualProj: the preferred combination of the rows, changed as little as it takes to conflict with none."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
+from functional_jd.solvers.preference import preferred
+from functional_jd.types import Gramian, Weights
+
+
+def dualproj(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
+    """Combine the rows as preferred, then project the combination on the dual cone of all rows.
+
+    `direction = argmin { |y - x| : <y, g_j> >= 0 for all j }` with `x = sum_i u_i g_i` for rows g_i. In terms of unit
+    rows n_j with cosines C, it is `x + sum_j s_j n_j` with s the multipliers of x, whose inner products with the unit
+    rows are `C (norms u)`: so `weights = u + s / norms`.
+
+    Args:
+        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
+            what happens to the tensor afterwards is not seen.
+
+    Returns:
+        A rule that looks at the Gramian. Weights `[m]`, float64, at least u where the rows are independent; where they
+        are not, several weights give the one direction. Differentiable twice with respect to the Gramian, where the set
+        of active constraints does not change, and to the preference.
+
+    Raises:
+        TypeError: a preference that is not floating-point.
+        ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
+            values are not known); at the call, not one per row.
+
+    Laws:
+        Never conflicts: `J direction >= 0`. Equal to `constant(u)` where that conflicts with no row. Scales as the
+        Jacobian does, and as the preference does. Rows of zeros change nothing. Rows of which a positive combination
+        is zero (a stationary Jacobian) give zero, also where u itself does not. A Gramian that is not finite gives
+        weights NaN.
+
+    Source:
+        Lopez-Paz & Ranzato, Gradient episodic memory for continual learning, NeurIPS 2017, equation 11; with all rows
+        as constraints and their mean to be projected: Quinton & Rey, arXiv 2406.16232, appendix on existing
+        aggregators.
+
+    Differs:
+        Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
+    """
+    u = preferred(preference, "dualproj")
+
+    def weigh(G: Gramian) -> Weights:
+        C, norms = cosines(G)
+        lengths = torch.where(G.diagonal() == 0, 0, norms) * u(G)
+        # Multipliers are as long as what they are for: brought to order one, derivatives go round this factor.
+        reach = lengths.detach().sum()
+        reach = torch.where(reach == 0, 1, reach)
+        return u(G) + reach * dual_cone_multipliers(C, (C @ (lengths / reach)).unsqueeze(-1)).squeeze(-1) / norms
+
+    return stateless(gramian, weigh)

@@ -1,0 +1,175 @@
+"""DualProj: the nearest direction without conflicts, by references on the rows themselves."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.optimize import nnls
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.dualproj import dualproj
+
+torch.set_num_threads(1)
+
+jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
+    lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+)
+
+
+def random_rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def conflicting_rows(m, n, seed=0):
+    """The first row is long, and all others conflict with it."""
+    J = random_rows(m, n, seed=seed)
+    return torch.cat([5 * J[:1], J[1:] - 2 * J[:1]])
+
+
+def direction(J, preference=None):
+    return aggregate(dualproj(preference), J).direction
+
+
+def projection(J, x):
+    """x projected on the dual cone of the rows, by non-negative least squares on the unit rows."""
+    N = torch.nn.functional.normalize(J, dim=1)
+    length = max(float(x.norm()), 1e-300)
+    return x + length * torch.from_numpy(nnls(N.T.numpy(), -(x / length).numpy(), maxiter=100 * len(J))[0]) @ N
+
+
+def brute_force(J, x):
+    """The nearest of the projections on all faces of the cone that conflict with no row."""
+    feasible = []
+    for size in range(len(J) + 1):
+        for chosen in combinations(range(len(J)), size):
+            span = J[list(chosen)]
+            y = x - torch.linalg.pinv(span) @ (span @ x) if chosen else x
+            if (J @ y).min() >= -1e-9:
+                feasible.append(y)
+    return min(feasible, key=lambda y: float((y - x).norm()))
+
+
+@given(jacobians)
+def test_no_row_is_conflicted_with(J):
+    assert (J @ direction(J) >= -1e-10 * torch.linalg.vector_norm(J, dim=1) * J.norm()).all()
+
+
+@given(jacobians)
+def test_equal_to_the_best_of_all_faces(J):
+    torch.testing.assert_close(direction(J), brute_force(J, J.mean(0)), rtol=0, atol=1e-8 * float(J.norm()))
+
+
+@given(jacobians, st.data())
+def test_the_preferred_combination_is_what_is_projected(J, data):
+    u = data.draw(st.lists(st.integers(0, 4).map(float), min_size=len(J), max_size=len(J)))
+    assume(any(u))
+    expected = projection(J, torch.tensor(u, dtype=torch.float64) @ J)
+    torch.testing.assert_close(direction(J, u), expected, rtol=0, atol=1e-9 * float(J.norm()) * max(u))
+
+
+@given(jacobians)
+def test_equal_to_the_mean_where_nothing_conflicts(J):
+    assert torch.equal(aggregate(dualproj(), J.abs()).weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
+
+
+@given(jacobians, st.integers(-60, 60))
+def test_scales_as_the_jacobian_does(J, exponent):
+    assert torch.equal(direction(2.0**exponent * J), 2.0**exponent * direction(J))
+
+
+@given(jacobians)
+def test_a_row_of_zeros_changes_nothing(J):
+    padded = direction(torch.cat([J, 0 * J[:1]]), [1.0] * len(J) + [3.0])
+    torch.testing.assert_close(padded, direction(J, [1.0] * len(J)), rtol=0, atol=1e-10 * float(J.norm()))
+
+
+@pytest.mark.parametrize("m", [2, 5, 16, 64])
+def test_exact_to_rounding(m):
+    for J in (random_rows(m, m + 5), random_rows(m, m + 5) - 0.9 * random_rows(m, m + 5).mean(0)):
+        torch.testing.assert_close(direction(J), projection(J, J.mean(0)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("m", [5, 40])
+def test_rows_of_very_different_norms_are_not_conflicted_with(m):
+    generator = torch.Generator().manual_seed(m)
+    J = torch.randn(m, m + 5, generator=generator, dtype=torch.float64)
+    scaled = J * 10 ** (36 * torch.rand(m, 1, generator=generator, dtype=torch.float64) - 18)
+    d = direction(scaled)
+    assert (J @ d / torch.linalg.vector_norm(J, dim=1) / d.norm()).min() >= -1e-12
+    torch.testing.assert_close(d, projection(scaled, scaled.mean(0)), rtol=0, atol=1e-12 * float(d.norm()))
+
+
+def test_a_row_of_zeros_does_not_set_the_scale():
+    J = torch.cat([conflicting_rows(5, 7), torch.zeros(1, 7, dtype=torch.float64)])
+    assert not torch.allclose(direction(J), J.mean(0))
+    torch.testing.assert_close(direction(1e-18 * J) * 1e18, direction(J), rtol=1e-10, atol=1e-12)
+
+
+def test_values():
+    # By hand: the mean (1, 1, 1) conflicts with the first row by -2, of squared norm 18: add 2 / 18 of it.
+    J = torch.tensor([[-4.0, 1, 1], [6, 1, 1]], dtype=torch.float64)
+    torch.testing.assert_close(direction(J), torch.tensor([5, 10, 10], dtype=torch.float64) / 9)
+    # The peer's value, with the 1e-4 that it adds to the diagonal.
+    torch.testing.assert_close(direction(J), torch.tensor([0.5563, 1.1109, 1.1109]).double(), rtol=0, atol=1e-3)
+
+
+def test_values_of_torchjd():
+    # DualProj()(J) of TorchJD 0.18, as printed: its diagonal is off by 1e-4 of the trace.
+    J = [[-3.0, 3, 0, 5, -2, 1], [4, -3, 5, -1, -1, 5], [2, 2, -4, -3, -3, -1]]
+    J += [[-4, 3, 4, 1, -2, 2], [-5, -5, 5, -2, -4, 1], [-1, -4, 3, 4, 1, -1]]
+    expected = torch.tensor([-0.70221, -0.20221, 1.23776, -0.03001, -2.53001, 0.93444], dtype=torch.float64)
+    torch.testing.assert_close(direction(torch.tensor(J, dtype=torch.float64)), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 20])
+def test_degenerate_rows(m):
+    g, side = random_rows(m, m + 2), torch.ones(m, 1, dtype=torch.float64)
+    opposite = torch.cat([torch.cat([g, side], 1), torch.cat([-2 * g, side], 1)])
+    assert (opposite @ direction(opposite)).min() >= -1e-12
+    torch.testing.assert_close(direction(opposite), projection(opposite, opposite.mean(0)), rtol=0, atol=1e-11)
+    stationary = torch.cat([g, -g.sum(0, keepdim=True)])
+    assert direction(stationary, [float(i) for i in range(1, m + 2)]).abs().max() <= 1e-11
+    assert (direction(0 * g) == 0).all()
+    torch.testing.assert_close(direction(torch.cat([g, g])), direction(g), rtol=0, atol=1e-12)
+
+
+def test_derivatives_are_those_of_finite_differences():
+    for m in (1, 2, 3, 6):
+        J = conflicting_rows(m, m + 1, seed=m).requires_grad_()
+        u = torch.linspace(0.5, 1, m, dtype=torch.float64, requires_grad=True)
+        assert m == 1 or not torch.allclose(direction(J, u), u @ J)
+        assert torch.autograd.gradcheck(direction, (J, u), check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(direction, (J, u))
+
+
+@pytest.mark.parametrize("f", [direction, torch.func.grad(lambda J: direction(J).square().sum())])
+def test_a_batch_is_the_loop_compiled_or_not(f):
+    J = torch.stack([conflicting_rows(4, 6, seed) for seed in range(5)])
+    expected = torch.stack([f(x) for x in J])
+    torch.testing.assert_close(torch.vmap(f)(J), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J), expected)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden_and_does_not_spread(poison):
+    J = random_rows(3, 4, 5)
+    expected = torch.vmap(direction)(J)
+    J[1, 2, 3] = poison
+    result = torch.vmap(lambda J: aggregate(dualproj(), J))(J)
+    assert result.weights[1].isnan().all()
+    assert result.direction[1].isnan().all()
+    torch.testing.assert_close(result.direction[[0, 2]], expected[[0, 2]])
+
+
+def test_preferences_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="dualproj: preference must be finite and non-negative"):
+        dualproj([-1.0, 2.0])
+    with pytest.raises(TypeError, match="dualproj: preference must be a floating-point tensor"):
+        dualproj(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="found 2 preferences and 3 rows"):
+        aggregate(dualproj([1.0, 2.0]), torch.eye(3))

@@ -1,0 +1,103 @@
+"""The greatest least gain in a ball: its conditions, a bisection on the rows, and the operator."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+
+from functional_jd.solvers import worst_gain
+from functional_jd.solvers.worst_gain import worst_gain_multipliers
+
+torch.set_num_threads(1)
+
+
+def problem(m, seed=0, spread=1.0):
+    """Unit rows N, a unit vector x, sizes."""
+    generator = torch.Generator().manual_seed(seed + m)
+    N = torch.nn.functional.normalize(torch.randn(m, m + 2, generator=generator, dtype=torch.float64))
+    x = torch.nn.functional.normalize(torch.randn(m + 2, generator=generator, dtype=torch.float64), dim=0)
+    sizes = 10 ** (-spread * torch.rand(m, generator=generator, dtype=torch.float64))
+    return N, x, sizes / sizes.max()
+
+
+def solve(N, x, sizes, radius):
+    return worst_gain_multipliers(N @ N.mT, (N @ x.unsqueeze(-1)).squeeze(-1), sizes, radius)
+
+
+def bisected(N, x, sizes, radius):
+    """The greatest tau such that the polyhedron `N y >= tau sizes` comes as near to x as the radius."""
+    low, high = -4.0 / float(sizes.min()), 4.0
+
+    def change(tau):
+        # Least distance programming: the dual vector of `N z >= h` by non-negative least squares, Lawson & Hanson 23.4.
+        h = tau * sizes - N @ x
+        E = torch.cat([N.T, h.unsqueeze(0)]).numpy()
+        f = np.append(np.zeros(N.shape[1]), 1.0)
+        u, _ = nnls(E, f, maxiter=10_000)
+        r = E @ u - f
+        return torch.from_numpy(-r[:-1] / r[-1]) if abs(r[-1]) > 1e-13 else torch.full_like(x, torch.inf)
+
+    for _ in range(200):
+        tau = (low + high) / 2
+        low, high = (tau, high) if change(tau).norm() <= radius else (low, tau)
+    return change(low)
+
+
+@pytest.mark.parametrize("radius", [0.2, 0.8, 3.0])
+@pytest.mark.parametrize("m", [1, 2, 4, 9])
+def test_equal_to_bisection_by_least_distance_programs(m, radius):
+    N, x, sizes = problem(m)
+    torch.testing.assert_close(solve(N, x, sizes, radius) @ N, bisected(N, x, sizes, radius), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("radius", [1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("m", [1, 2, 7, 33])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_conditions_hold(m, radius, on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(worst_gain, "_on_host", lambda _: False)
+    N, x, sizes = problem(m, spread=12.0)
+    v = solve(N, x, sizes, radius)
+    y = v @ N
+    tau = (v @ (N @ (x + y))) / (v @ sizes)
+    slack = N @ (x + y) - tau * sizes
+    assert abs(y.norm() - radius) <= 1e-12 * radius
+    assert v.min() >= 0
+    assert slack.min() >= -1e-13 * (1 + radius)
+    assert (v * slack).abs().max() <= 1e-13 * (1 + radius) * radius
+
+
+def test_rows_that_cancel_have_no_answer_but_where_the_ball_is_too_small():
+    N = torch.tensor([[1.0, 0], [-1, 0]], dtype=torch.float64)
+    one = torch.ones(2, dtype=torch.float64)
+    across, along = torch.tensor([[0.0, 1], [1, 0]], dtype=torch.float64)
+    assert (solve(N, across, one, 0.5) == 0).all()
+    assert (solve(N, along, one, 1.5) == 0).all()
+    torch.testing.assert_close(solve(N, along, one, 0.5), torch.tensor([0, 0.5], dtype=torch.float64))
+
+
+def test_first_and_second_derivatives_are_those_of_finite_differences():
+    for m, radius in ((2, 0.5), (5, 0.9), (5, 3.0)):
+        N, _, sizes = problem(m, seed=1, spread=0.1)
+        x = torch.nn.functional.normalize(N.sum(0), dim=0)
+        assert solve(N, x, sizes, radius).count_nonzero() >= 2
+        inputs = N.requires_grad_(), x.requires_grad_(), sizes.requires_grad_()
+        f = lambda N, x, sizes, radius=radius: solve(N, x, sizes, radius)
+        assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_a_batch_is_the_loop_and_what_is_not_finite_stays_where_it_is():
+    N, x, sizes = (torch.stack(each) for each in zip(*(problem(6, seed) for seed in range(0, 40, 8)), strict=True))
+    x[3, 0] = torch.nan
+    expected = torch.stack([solve(*each, 0.7) for each in zip(N, x, sizes, strict=True)])
+    assert (expected.isnan().all(1) == torch.arange(5).eq(3)).all()
+    for found in (solve(N, x, sizes, 0.7), torch.vmap(solve, in_dims=(0, 0, 0, None))(N, x, sizes, 0.7)):
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-12)
+    shared = torch.vmap(solve, in_dims=(None, 0, None, None))(N[0], x[:2], sizes[0], 0.7)
+    torch.testing.assert_close(shared[1], solve(N[0], x[1], sizes[0], 0.7), rtol=0, atol=1e-12)
+
+
+def test_the_search_is_a_sound_operator():
+    N, x, sizes = problem(4)
+    torch.library.opcheck(worst_gain._search, (N @ N.T, N @ x, sizes, 0.5))
