@@ -1,0 +1,65 @@
+"""The kit: hypothesis strategies, laws, and one line that tests your rule. Needs the extra `test`."""
+
+from importlib.util import find_spec
+
+if _missing := [name for name in ("hypothesis", "pytest", "scipy") if find_spec(name) is None]:
+    raise ImportError(
+        f"functional_jd.testing: needs hypothesis, pytest and scipy, found no {_missing[0]}. "
+        'Install them: pip install "functional_jd[test]".'
+    )
+
+from functional_jd.testing.conformance import Counterexample, Findings, laws_of, obeys
+from functional_jd.testing.laws import (
+    ALWAYS,
+    BY_CLAIM,
+    batched,
+    compiled,
+    finite,
+    homogeneous,
+    linear_under_row_scaling,
+    low_precision,
+    non_conflicting,
+    non_finite,
+    on_the_simplex,
+    permutation_equivariant,
+    pure,
+    rotation_blind,
+    shaped,
+    strongly_stationary,
+    tree_equals_flat,
+    weakly_stationary,
+)
+from functional_jd.testing.strategies import Layer, gramians, jacobians, param_trees
+from functional_jd.testing.table import RULES, rules_table, with_rules_table
+
+__all__ = [
+    "ALWAYS",
+    "BY_CLAIM",
+    "RULES",
+    "Counterexample",
+    "Findings",
+    "Layer",
+    "batched",
+    "compiled",
+    "finite",
+    "gramians",
+    "homogeneous",
+    "jacobians",
+    "laws_of",
+    "linear_under_row_scaling",
+    "low_precision",
+    "non_conflicting",
+    "non_finite",
+    "obeys",
+    "on_the_simplex",
+    "param_trees",
+    "permutation_equivariant",
+    "pure",
+    "rotation_blind",
+    "rules_table",
+    "shaped",
+    "strongly_stationary",
+    "tree_equals_flat",
+    "weakly_stationary",
+    "with_rules_table",
+]

@@ -1,0 +1,19 @@
+"""`python -m functional_jd.testing [README.md]`: print the table of the rules, or bring it up to date in a file."""
+
+import sys
+from pathlib import Path
+
+from functional_jd.testing.table import rules_table, with_rules_table
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table, or rewrite the files named."""
+    for argument in arguments:
+        path = Path(argument)
+        path.write_text(with_rules_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if not arguments:
+        print(rules_table())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

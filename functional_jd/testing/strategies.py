@@ -1,0 +1,126 @@
+"""Hypothesis strategies: Jacobians, Gramians and trees of parameters that are exact, and shrink.
+
+Entries are small integers as floats, and rows are scaled by powers of two: so every Gramian is exact, whatever the
+order in which it is added up, and a law that fails fails because of the rule.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from functional_jd.tree import tree_flatten, tree_unflatten
+from functional_jd.types import Params, Tree
+
+Size = int | tuple[int, int]
+"""One number, or the least and the most."""
+
+_SHAPES = [(), (1,), (2,), (2, 2), (3, 1)]
+# Row norms from 1e-18 to 1e18, where the dtype has them: what the rules promise.
+_WIDEST = 60
+
+
+class Layer(NamedTuple):
+    """A container for `param_trees`: a NamedTuple that is no plain tuple."""
+
+    weight: Any
+    bias: Any
+
+
+@st.composite
+def jacobians(
+    draw: st.DrawFn,
+    rows: Size = (1, 5),
+    columns: Size = (1, 5),
+    dtype: torch.dtype = torch.float64,
+    like: Params = None,
+    wide: bool = True,
+) -> Tree:
+    """Jacobians: generic ones, and those on which rules stumble.
+
+    `J = diag(2^k) kind(Z)`, Z small integers, k mostly 0; the kinds: as it is, all zero, a row of zeros, two equal
+    rows, two opposite rows, a row that is the sum of the others (rank deficient), rows that add up to zero
+    (stationary), multiples of one row (rank one).
+
+    Args:
+        rows: m, the number of objectives, or the least and the most of them.
+        columns: n, likewise; not looked at when `like` is given.
+        dtype: of the leaves.
+        like: a pytree of parameters; the Jacobian then has its structure, leaves `[m, *p]`.
+        wide: whether rows may have very different norms, up to 2^60 and down to 2^-60 (narrower in float16).
+
+    Returns:
+        A strategy for a tensor `[m, n]`, or for a pytree with leaves `[m, *p]`. Shrinks to few rows of zeros and ones.
+
+    Laws:
+        `J J'` is exact in float64 in any order of summation. A kind for which there are too few rows changes nothing or
+        gives zero rows.
+    """
+    leaves, structure = ([], None) if like is None else tree_flatten(like)
+    m = draw(_sizes(rows))
+    n = draw(_sizes(columns)) if like is None else sum(leaf.numel() for leaf in leaves)
+    entries = draw(st.lists(st.integers(-4, 4), min_size=m * n, max_size=m * n))
+    integers = torch.tensor(entries, dtype=torch.float64).reshape(m, n)
+    matrix = draw(st.sampled_from(_KINDS))(integers) + 0  # no negative zeros: they read badly
+    if wide and draw(st.integers(0, 3)) == 3:
+        most = min(_WIDEST, int(math.log2(torch.finfo(dtype).max)) - 6)
+        exponents = draw(st.lists(st.integers(-most, most), min_size=m, max_size=m))
+        matrix = matrix * 2.0 ** torch.tensor(exponents, dtype=torch.float64).unsqueeze(1)
+    if like is None:
+        return matrix.to(dtype)
+    parts = zip(leaves, matrix.to(dtype).split([leaf.numel() for leaf in leaves], dim=1), strict=True)
+    return tree_unflatten(structure, [part.reshape(m, *leaf.shape).contiguous() for leaf, part in parts])
+
+
+def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.SearchStrategy[Tensor]:
+    """Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
+
+    Args:
+        rows: m, or the least and the most of it.
+        rank: at most this, or the least and the most of the columns of J.
+        wide: whether rows may have very different norms.
+    """
+    return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
+
+
+def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]:
+    """Pytrees of parameters: dicts in any order of insertion, lists, NamedTuples, nested; leaves of 0 to 2 dimensions.
+
+    Draw a Jacobian for one with `jacobians(like=params)`.
+    """
+
+    def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
+        size = math.prod(shape)
+        entries = st.lists(st.integers(-4, 4), min_size=size, max_size=size)
+        return entries.map(lambda entries: torch.tensor(entries, dtype=dtype).reshape(shape))
+
+    def containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from(["w", "b", "a"]), children, min_size=1),
+            st.lists(children, min_size=1, max_size=3),
+            st.builds(Layer, children, children),
+        )
+
+    return st.recursive(st.sampled_from(_SHAPES).flatmap(tensor), containers, max_leaves=5)
+
+
+def _sizes(size: Size) -> st.SearchStrategy[int]:
+    return st.just(size) if isinstance(size, int) else st.integers(*size)
+
+
+def _repeat(factor: float) -> Any:
+    return lambda J: torch.cat([J[:-1], factor * J[:1]])
+
+
+_KINDS = [
+    lambda J: J,
+    torch.zeros_like,
+    lambda J: torch.cat([0 * J[:1], J[1:]]),
+    _repeat(1),
+    _repeat(-1),
+    lambda J: torch.cat([J[:-1], J[:-1].sum(0, keepdim=True)]),
+    lambda J: torch.cat([J[:-1], -J[:-1].sum(0, keepdim=True)]),
+    lambda J: J[:, :1] * J[:1],
+]

@@ -1,0 +1,162 @@
+"""One line tests a rule; what it finds can be pasted into a notebook."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import settings
+
+from functional_jd import testing
+from functional_jd.aggregation import cross_gramian, gramian, losses, stateless, whole
+from functional_jd.aggregators.mean import mean
+from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.testing import ALWAYS, BY_CLAIM, Layer, jacobians, laws, laws_of, obeys
+from functional_jd.tree import tree_leaves
+
+torch.set_num_threads(1)
+
+FEW = settings(max_examples=30, derandomize=True, database=None, deadline=None)
+
+
+def shy(temperature=1.0):
+    """Lean towards the objectives whose gradients are small."""
+    return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
+
+
+test_shy = obeys(shy())  # test_shy[pure], test_shy[shaped], test_shy[batched], test_shy[compiled], ...
+
+test_shy_claims = obeys(shy(), laws.permutation_equivariant, laws.on_the_simplex, laws.rotation_blind)
+
+
+def modest():
+    """Lean towards the objectives whose losses are small; looks at another batch as well."""
+
+    def view(jacobian, *others, losses=None):
+        return losses_of(jacobian, losses=losses), cross_gramian(jacobian, *others)
+
+    return stateless(view, lambda seen: torch.softmax(-seen[0], dim=0) + 0 * seen[1].sum())
+
+
+losses_of = losses
+
+test_modest = obeys(modest(), laws.pure, laws.finite, laws.batched, laws.permutation_equivariant)
+
+
+def shown(law, rule, **options):
+    """What a failing test prints, below its first line."""
+    with pytest.raises(AssertionError) as caught:
+        obeys(rule, law, settings=FEW, **options)(law)
+    headline, _, code = str(caught.value).partition("\n\n")
+    assert headline.startswith(f"{law.__name__} is broken: ")
+    return code
+
+
+@pytest.mark.parametrize("law", [laws.non_conflicting, laws.compiled], ids=lambda law: law.__name__)
+def test_what_a_failing_law_prints_runs_and_fails_in_the_same_way(law):
+    rule = mean() if law is laws.non_conflicting else stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
+    code = shown(law, rule)
+    with pytest.raises((AssertionError, RuntimeError)):
+        exec(code, {"rule": rule})
+    exec(code, {"rule": upgrad()})  # it fails because of the rule
+
+
+def test_the_jacobian_that_is_printed_is_the_smallest():
+    assert "J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in shown(laws.non_conflicting, mean())
+
+
+def test_other_batches_and_losses_are_printed_too():
+    code = shown(laws.non_conflicting, modest())
+    assert "J2 = torch.tensor(" in code
+    assert "losses = torch.tensor(" in code
+    with pytest.raises(AssertionError, match="conflicted"):
+        exec(code, {"rule": modest()})
+
+
+def test_trees_are_printed_with_their_containers():
+    tree = {"a": [torch.zeros(2)], "b": Layer(torch.zeros(()), (torch.zeros(1),))}
+    code = shown(laws.non_conflicting, mean(), jacobians=jacobians(like=tree))
+    scope = {"rule": mean()}
+    with pytest.raises(AssertionError, match="conflicted"):
+        exec(code, scope)
+    assert type(scope["J"]["b"]) is Layer
+    assert [leaf.shape[1:] for leaf in tree_leaves(scope["J"])] == [(2,), (), (1,)]
+
+
+def test_without_laws_those_of_all_rules_are_meant():
+    (mark,) = obeys(shy()).pytestmark
+    assert mark.args == ("law", ALWAYS)
+    (mark,) = obeys(shy(), laws.finite).pytestmark
+    assert mark.args == ("law", (laws.finite,))
+
+
+def test_a_law_of_one_s_own():
+    def short(rule, jacobian, *others, losses=None):
+        assert len(jacobian) < 3, "too long"
+
+    assert not laws_of(mean(), short)["short"]
+    assert laws_of(mean(), short, jacobians=jacobians(rows=2))["short"]
+
+
+def test_jacobians_are_those_asked_for():
+    seen = []
+
+    def weigh(J):
+        seen.append((J.shape, J.dtype))
+        return torch.ones(len(J), dtype=torch.float64)
+
+    obeys(stateless(whole, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
+    assert set(seen) == {((3, 2), torch.float64)}
+
+
+def test_one_row_is_compiled_too():
+    broken = stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0])
+    assert not laws_of(broken, laws.compiled, jacobians=jacobians(rows=1))["compiled"]
+
+
+def test_laws_of_tells_which_hold_and_reads_well():
+    claims = [law for law in BY_CLAIM if law is not laws.strongly_stationary]
+    findings = laws_of(mean(), *claims, settings=FEW)
+    assert {name for name, found in findings.items() if not found} == {"non_conflicting"}
+    assert list(findings) == [law.__name__ for law in claims]
+    lines = str(findings).splitlines()
+    assert lines[0].split() == ["permutation_equivariant", "holds"]
+    assert lines[1].split() == ["non_conflicting", "broken"]
+    assert "    J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in lines
+
+
+def test_laws_of_says_the_same_every_time():
+    first, second = (str(laws_of(mean(), *BY_CLAIM, settings=FEW)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("ask", [obeys, laws_of])
+def test_what_is_no_rule_is_refused(ask):
+    with pytest.raises(TypeError, match=r"expected a rule, found function. Call its builder first"):
+        ask(upgrad)
+
+
+def test_pytest_names_the_cases_after_the_laws(tmp_path):
+    path = tmp_path / "test_mine.py"
+    path.write_text(
+        "from functional_jd import mean\nfrom functional_jd.testing import non_conflicting, obeys, pure\n"
+        "test_mean = obeys(mean(), pure, non_conflicting)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(path)]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "PASSED test_mine.py::test_mean[pure]" in out
+    assert "FAILED test_mine.py::test_mean[non_conflicting]" in out
+    assert "E           J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in out
+
+
+@pytest.mark.parametrize("missing", ["hypothesis", "pytest", "scipy"])
+def test_a_missing_extra_is_named_with_its_cure(missing, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ImportError) as caught:
+        importlib.reload(testing)
+    assert str(caught.value) == (
+        f"functional_jd.testing: needs hypothesis, pytest and scipy, found no {missing}. "
+        'Install them: pip install "functional_jd[test]".'
+    )

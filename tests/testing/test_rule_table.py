@@ -1,0 +1,62 @@
+"""The README's table of rules is what the code says."""
+
+from pathlib import Path
+
+import pytest
+
+from functional_jd.testing import RULES, rules_table, with_rules_table
+from functional_jd.testing.__main__ import main
+
+README = Path(__file__).parents[2] / "README.md"
+HEADER, _, *LINES = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rules_table().splitlines()]
+ROWS = {cells[0].strip("`").partition("(")[0]: dict(zip(HEADER, cells, strict=True)) for cells in LINES}
+
+
+def test_every_rule_has_a_row():
+    assert list(ROWS) == list(RULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "sees", "remembers"),
+    [
+        ("mean", "nothing", ""),
+        ("upgrad", "Gramian", ""),
+        ("graddrop", "Jacobian", "key"),
+        ("gradvac", "Gramian", "key, targets"),
+        ("modo", "Gramian of two batches", "weights"),
+        ("grouped", "what its rules look at", "what its rules remember"),
+    ],
+)
+def test_rows_say_what_a_rule_looks_at_and_remembers(name, sees, remembers):
+    assert (ROWS[name]["looks at"], ROWS[name]["remembers"]) == (sees, remembers)
+
+
+def test_rows_say_how_a_rule_is_called_what_it_claims_and_where_it_is_from():
+    assert ROWS["upgrad"]["rule"] == "`upgrad(preference=None)`"
+    assert ROWS["upgrad"]["never conflicts"] == "✓"
+    assert ROWS["mean"]["never conflicts"] == ""
+    assert "Quinton & Rey, arXiv 2406.16232" in ROWS["upgrad"]["source"]
+    assert ROWS["mean"]["source"] == ""
+
+
+def test_the_command_rewrites_what_is_between_the_markers_only(tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- rules -->\nold\n<!-- /rules -->\nafter\n")
+    main([str(path)])
+    expected = f"before\n<!-- rules -->\n{rules_table()}\n<!-- /rules -->\nafter\n"
+    assert path.read_text() == expected
+    main([str(path)])
+    assert path.read_text() == expected
+    main([])
+    assert capsys.readouterr().out == rules_table() + "\n"
+
+
+@pytest.mark.parametrize("text", ["", "<!-- rules -->", "<!-- /rules -->\n<!-- rules -->"])
+def test_a_text_without_both_markers_is_refused(text):
+    with pytest.raises(ValueError, match="Put them on lines of their own"):
+        with_rules_table(text)
+
+
+def test_the_table_of_the_readme_is_up_to_date():
+    text = README.read_text(encoding="utf-8")
+    assert text == with_rules_table(text), "run: python -m functional_jd.testing README.md"

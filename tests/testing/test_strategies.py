@@ -1,0 +1,121 @@
+"""The strategies draw what they promise: shapes, exact Gramians, and every degenerate case."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+
+from functional_jd.testing import Layer, gramians, jacobians, param_trees
+from functional_jd.tree import tree_flatten, tree_leaves
+
+torch.set_num_threads(1)
+
+
+def norms(J):
+    return torch.linalg.vector_norm(J, dim=1)
+
+
+KINDS = {
+    "generic": lambda J: torch.linalg.matrix_rank(J) == len(J) > 2,
+    "zero": lambda J: not J.any(),
+    "a row of zeros": lambda J: len(J) > 1 and not J[0].any() and J[1:].any(1).all(),
+    "equal rows": lambda J: len(J) > 1 and J[0].any() and torch.equal(J[0], J[-1]),
+    "opposite rows": lambda J: len(J) > 1 and J[0].any() and torch.equal(J[0], -J[-1]),
+    "rank deficient, with no two rows parallel": lambda J: (
+        len(J) == 3 and 2 == torch.linalg.matrix_rank(J) == min(map(torch.linalg.matrix_rank, (J[:2], J[1:], J[::2])))
+    ),
+    "stationary, with no two rows parallel": lambda J: (
+        len(J) > 2 and J.any() and not J.sum(0).any() and torch.linalg.matrix_rank(J) > 1
+    ),
+    "rank one": lambda J: len(J) > 2 and J.any(1).all() and torch.linalg.matrix_rank(J) == 1 < J.shape[1],
+    "norms of ratio 1e20": lambda J: len(J) > 1 and norms(J).min() > 0 and norms(J).max() / norms(J).min() > 1e20,
+    "one row": lambda J: len(J) == 1 and J.any(),
+    "more rows than columns": lambda J: len(J) > J.shape[1] and J.any(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_drawn(kind):
+    find(jacobians(), KINDS[kind], settings=settings(max_examples=1000))
+
+
+@given(st.data())
+def test_shapes_and_dtypes_are_those_asked_for(data):
+    dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    J = data.draw(jacobians(rows=(2, 3), columns=4, dtype=dtype))
+    assert J.dtype == dtype
+    assert 2 <= len(J) <= 3
+    assert J.shape[1] == 4
+    assert J.isfinite().all()
+
+
+@given(jacobians())
+def test_gramians_of_jacobians_are_exact_in_any_order(J):
+    expected = [
+        [float(sum(Fraction(a) * Fraction(b) for a, b in zip(x, y, strict=True))) for y in J.tolist()]
+        for x in J.tolist()
+    ]
+    assert (J @ J.mT).tolist() == expected
+    assert torch.equal(J.flip(1) @ J.flip(1).mT, J @ J.mT)
+
+
+@given(jacobians(wide=False))
+def test_narrow_ones_are_small_integers(J):
+    assert torch.equal(J, J.round())
+    assert J.abs().max() <= 16
+
+
+@given(gramians(rows=(2, 4), rank=2, wide=False))
+def test_gramians_are_symmetric_semidefinite_and_of_the_rank_asked_for(G):
+    assert 2 <= len(G) <= 4
+    assert torch.equal(G, G.mT)
+    eigenvalues = torch.linalg.eigvalsh(G)
+    assert eigenvalues[0] >= -1e-12 * eigenvalues[-1]
+    assert torch.linalg.matrix_rank(G, hermitian=True) <= 2
+
+
+@given(st.data())
+def test_jacobians_like_a_tree_have_its_structure(data):
+    params = data.draw(param_trees())
+    J = data.draw(jacobians(rows=3, like=params))
+    assert tree_flatten(J)[1] == tree_flatten(params)[1]
+    assert [leaf.shape for leaf in tree_leaves(J)] == [(3, *leaf.shape) for leaf in tree_leaves(params)]
+    assert all(leaf.is_contiguous() for leaf in tree_leaves(J))
+
+
+def has(params, kind):
+    if isinstance(params, kind):
+        return True
+    if isinstance(params, torch.Tensor):
+        return False
+    return any(has(child, kind) for child in (params.values() if isinstance(params, dict) else params))
+
+
+TREES = {
+    "one tensor": lambda params: isinstance(params, torch.Tensor),
+    "a nested dict": lambda params: isinstance(params, dict) and any(isinstance(v, dict) for v in params.values()),
+    "a dict out of order": lambda params: isinstance(params, dict) and list(params) != sorted(params),
+    "a list": lambda params: has(params, list),
+    "a NamedTuple": lambda params: has(params, Layer),
+    "a 0-dimensional leaf among others": lambda params: {0, 2} <= {leaf.ndim for leaf in tree_leaves(params)},
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_every_kind_of_tree_is_drawn(kind):
+    find(param_trees(), TREES[kind], settings=settings(max_examples=1000))
+
+
+def test_examples_shrink_to_what_matters():
+    J = find(jacobians(), lambda J: (J @ J.mT).min() < 0)
+    assert (tuple(J.shape), J.abs().max()) == ((2, 1), 1)
+
+
+def test_nothing_else_is_drawn():
+    with pytest.raises(NoSuchExample):
+        find(jacobians(rows=2), lambda J: len(J) != 2, settings=settings(max_examples=100))
+    with pytest.raises(NoSuchExample):
+        find(param_trees(), lambda params: not tree_leaves(params), settings=settings(max_examples=100))
