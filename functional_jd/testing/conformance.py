@@ -1,6 +1,6 @@
 """Conformance: does a rule obey the laws? `obeys` makes a pytest test of the question, `laws_of` answers it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -141,9 +141,35 @@ def counterexample(
     if law is compiled:
         return _broken(rule, law, _one(strategy, settings))
     try:
-        return _broken(rule, law, find(strategy, lambda case: not _obeyed(rule, law, case), settings=settings))
+        found = _broken(rule, law, find(strategy, lambda case: not _obeyed(rule, law, case), settings=settings))
     except NoSuchExample:
         return None
+    return None if found is None else _trimmed(rule, law, found)
+
+
+def _trimmed(rule: Aggregator, law: Law, found: Counterexample) -> Counterexample:
+    """Without the rows and columns that do not matter: hypothesis knows numbers, not matrices."""
+    for case in _smaller((found.jacobian, found.others, found.losses)):
+        less = _broken(rule, law, case)
+        if less is not None and type(less.error) is type(found.error):
+            return _trimmed(rule, law, less)
+    return found
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """The same case with one row, or one column, less."""
+    jacobian, others, losses = case
+    if not isinstance(jacobian, Tensor) or jacobian.ndim != 2:
+        return
+    for dim in (1, 0):
+        for index in range(jacobian.shape[dim] if jacobian.shape[dim] > 1 else 0):
+            kept = [k for k in range(jacobian.shape[dim]) if k != index]
+            fewer = losses if losses is None or dim else losses[kept]
+            yield (
+                jacobian[:, kept] if dim else jacobian[kept],
+                tuple(other[:, kept] if dim else other[kept] for other in others),
+                fewer,
+            )
 
 
 def _broken(rule: Aggregator, law: Law, case: Case) -> Counterexample | None:

@@ -52,6 +52,7 @@ class Entry(NamedTuple):
         rows: how many rows it takes.
         like: the parameters that it takes; `None` means any.
         wide: whether the laws hold for rows of very different norms.
+        invalid: numbers that the losses must not all be, if the rule looks at them: the direction is not finite then.
     """
 
     build: Callable[[Builder], Aggregator]
@@ -60,6 +61,7 @@ class Entry(NamedTuple):
     rows: Size = (1, 5)
     like: Params = None
     wide: bool = True
+    invalid: tuple[float, ...] = ()
 
 
 def builder(name: str) -> Builder:
@@ -74,8 +76,8 @@ def rule_of(name: str) -> Aggregator:
 
 def jacobians_for(name: str) -> st.SearchStrategy[Any]:
     """The Jacobians that the rule of the table takes."""
-    _, _, _, rows, like, wide = RULES[name]
-    return jacobians(rows, like=like, wide=wide)
+    entry = RULES[name]
+    return jacobians(entry.rows, like=entry.like, wide=entry.wide)
 
 
 def rules_table() -> str:
@@ -161,6 +163,7 @@ _FIXED = {_UNIT: "the direction has a length of its own"}
 _UNITS = {_UNIT: "the rate has a unit"}
 _ENTRYWISE = {_AXES: "entries are looked at one by one"}
 _BLOCKED = {_STRONG: "zero also where only some objectives block one another"}
+_POSITIVE = (-1.0, 0.0)
 
 RULES: dict[str, Entry] = {
     "mean": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED),
@@ -222,6 +225,32 @@ RULES: dict[str, Entry] = {
         (_ORDER, _UNIT, _LINEAR, _AXES),
         _OUTWEIGHED | _LONGER,
         like={"trunk": torch.zeros(2, 2), "head": torch.zeros(2)},
+    ),
+    "geometric_mean": Entry(
+        lambda f: f(),
+        (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES),
+        _OUTWEIGHED | _LONGER,
+        invalid=_POSITIVE,
+    ),
+    "stch": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "tchebycheff": Entry(
+        lambda f: f(),
+        (_ORDER, _UNIT, _LINEAR, _WEAK, _AXES),
+        _OUTWEIGHED | _LONGER | {_STRONG: "only the worst objective counts"},
+    ),
+    "cosmos": Entry(
+        lambda f: f(1.0, [0.5] * 3),
+        (_ORDER, _UNIT, _LINEAR, _AXES),
+        _OUTWEIGHED | _LONGER,
+        rows=3,
+        invalid=(0.0,),
+    ),
+    "pbi": Entry(lambda f: f(5.0, [1.0] * 3), (_ORDER, _UNIT, _LINEAR, _AXES), _OUTWEIGHED | _LONGER, rows=3),
+    "uw": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "imtl_l": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "dwa": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "famo": Entry(
+        lambda f: f(), (_ORDER, _UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED, invalid=_POSITIVE
     ),
 }
 """All rules: how each is tested, and what it claims."""
