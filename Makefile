@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test bench lint types check clean
 
 demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
 test: .venv/.test  ## all tests
 	@$(BIN)/python -m pytest -n 2 -q
+
+bench: .venv/.bench  ## our times beside the goal and the peer's; writes bench.json
+	@$(BIN)/python tests/benchmarks --json bench.json
 
 lint: .venv/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.transforms import transformed
+
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
 _STEPS = 80
 # A relative Newton step this small leaves an error of its square, which the two chord steps outside take to rounding.
@@ -48,7 +50,8 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     # A blank row stands alone, at v = 1, and is too small to count when it is asked whether the others cancel.
     k = torch.where(blank, 1e-30, sizes / torch.where(largest == 0, 1, largest))
     C = cosines + torch.diag_embed(blank.to(cosines.dtype))
-    found, factor, solved = _search(C.detach(), k.detach(), power)
+    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
+    found, factor, solved = search(C.detach(), k.detach(), power)
     v = start = torch.where(solved, found, 1)
     slope = start ** ((1 + power) / 2)
     for _ in range(2):
@@ -57,7 +60,6 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     return torch.where(blank, 0, torch.where(solved, v, found))
 
 
-@torch.library.custom_op("functional_jd::fair_shares_search", mutates_args=())
 def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
     """Shares `[*, m]`, the Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`, and whether they solve, `[*, 1]`."""
     m = sizes.shape[-1]
@@ -92,19 +94,22 @@ def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tenso
     return v.view(sizes.shape), factor.view(cosines.shape), solved.view(*sizes.shape[:-1], 1)
 
 
-@_search.register_fake
+_opaque_search = torch.library.custom_op("functional_jd::fair_shares_search", _search, mutates_args=())
+
+
+@_opaque_search.register_fake
 def _(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     solved = sizes.new_empty((*sizes.shape[:-1], 1), dtype=torch.bool)
     return sizes.new_empty(sizes.shape), cosines.new_empty(cosines.shape), solved
 
 
-@_search.register_vmap
+@_opaque_search.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     cosines, sizes = (
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(inputs[:2], in_dims[:2], strict=True)
     )
-    return _search(cosines, sizes, inputs[2]), (0, 0, 0)
+    return _opaque_search(cosines, sizes, inputs[2]), (0, 0, 0)
 
 
 def _grown(relative: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.transforms import transformed
+
 # Added to the diagonal of what is factorised, whose entries are of order one: large enough for dependent rows not to
 # break Cholesky, small enough to resolve condition numbers of 1e12; the chord steps take its effect back.
 _RIDGE = 1e-12
@@ -51,15 +53,21 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
-    s, active, factor = _search(matrix.detach(), offset.detach(), allowed)
+    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
+    s, active, factor = search(matrix.detach(), offset.detach(), allowed)
     for _ in range(2):
-        s = s - _solve(factor.mT, torch.where(active, s @ matrix + offset, 0))
+        s = s - _chord(factor, torch.where(active, s @ matrix + offset, 0))
     return s
 
 
-@torch.library.custom_op("functional_jd::complementarity_search", mutates_args=())
+def _chord(upper: Tensor, right: Tensor) -> Tensor:
+    # Not cholesky_solve: the compiler cannot trace its forward derivative.
+    half = torch.linalg.solve_triangular(upper.mT, right.unsqueeze(-1), upper=False)
+    return torch.linalg.solve_triangular(upper, half, upper=True).squeeze(-1)
+
+
 def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M: opaque to every transform."""
+    """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M."""
     k, m = offset.shape[-2:]
     M, q = matrix.contiguous().view(-1, m, m), offset.contiguous().view(-1, k, m)
     free = allowed.reshape(-1, k, m)
@@ -74,19 +82,22 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
     return s, found.active.view(offset.shape), upper
 
 
-@_search.register_fake
+_opaque_search = torch.library.custom_op("functional_jd::complementarity_search", _search, mutates_args=())
+
+
+@_opaque_search.register_fake
 def _(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     upper = offset.new_empty(*offset.shape, offset.shape[-1])
     return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper
 
 
-@_search.register_vmap
+@_opaque_search.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     batched = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(inputs, in_dims, strict=True)
     ]
-    return _search(*batched), (0, 0, 0)
+    return _opaque_search(*batched), (0, 0, 0)
 
 
 def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, chords: int = 0) -> _Found:
@@ -196,9 +207,7 @@ def _gap(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:
 
 
 def _solve(factor: Tensor, right: Tensor) -> Tensor:
-    # Not cholesky_solve: the compiler cannot trace its forward derivative.
-    half = torch.linalg.solve_triangular(factor, right.unsqueeze(-1), upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.transforms import transformed
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -47,7 +48,8 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
         weights on the simplex, `v ~ w / rho`, and the step of Newton's method is the dual's objective at w.
     """
-    found, tau, active, upper, solved = _search(cosines.detach(), gains.detach(), sizes.detach(), radius)
+    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
+    found, tau, active, upper, solved = search(cosines.detach(), gains.detach(), sizes.detach(), radius)
     v = start = torch.where(solved, found, 1)
     rho = sizes.detach()
     slope = (rho * start).sum(-1, keepdim=True)
@@ -61,7 +63,6 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
     return torch.where(solved, v, 0 * found)
 
 
-@torch.library.custom_op("functional_jd::worst_gain_search", mutates_args=())
 def _search(
     cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -112,7 +113,10 @@ def _search(
     )
 
 
-@_search.register_fake
+_opaque_search = torch.library.custom_op("functional_jd::worst_gain_search", _search, mutates_args=())
+
+
+@_opaque_search.register_fake
 def _(
     cosines: Tensor,
     gains: Tensor,
@@ -129,13 +133,13 @@ def _(
     )
 
 
-@_search.register_vmap
+@_opaque_search.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     batched = [
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
     ]
-    return _search(*batched, inputs[3]), (0, 0, 0, 0, 0)
+    return _opaque_search(*batched, inputs[3]), (0, 0, 0, 0, 0)
 
 
 def _changing(residual: Tensor) -> Tensor:

@@ -169,5 +169,5 @@ def test_vmapped_compiles_whole(f):  # the compiler cannot trace forward mode un
 def test_the_search_is_a_sound_operator():
     M, q = random_problem(4, 6)
     allowed = torch.ones_like(q, dtype=torch.bool)
-    torch.library.opcheck(lcp._search, (M, q, allowed))
-    torch.library.opcheck(lcp._search, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
+    torch.library.opcheck(lcp._opaque_search, (M, q, allowed))
+    torch.library.opcheck(lcp._opaque_search, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
