@@ -1,0 +1,95 @@
+"""The bench itself: both sides take turns, the figures are what the clock says, and it runs from end to end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import measure
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from measure import Case, Contest, apart, quartiles
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """A clock that only the sides move on: ours takes 3 ms, the peer 4, 5, 6, ... ms; and what was called when."""
+    now, log = [0.0], []
+    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
+
+    def side(name, seconds):
+        def solve(index):
+            log.append((name, index))
+            now[0] += seconds(index)
+            return torch.tensor([seconds(index)])
+
+        return solve
+
+    return log, Contest(side("ours", lambda i: 3e-3), side("peer", lambda i: (4 + i) * 1e-3), apart)
+
+
+def test_the_sides_take_turns_on_the_same_problems(turns):
+    log, contest = turns
+    measure.measure(Case("t", "rule", "m=2", None, lambda: contest), seconds=1e9, rounds=3)
+    assert log[-6:] == [("ours", 0), ("peer", 0), ("ours", 1), ("peer", 1), ("ours", 2), ("peer", 2)]
+
+
+def test_the_figures_are_medians_of_what_the_clock_says(turns):
+    row = measure.measure(Case("t", "rule", "m=2", 0.6, lambda: turns[1]), seconds=1e9, rounds=3)
+    assert (row.ours, row.peer, row.rounds) == (pytest.approx(3e-3), pytest.approx(5e-3), 3)
+    assert row.ratio == pytest.approx([0.55, 0.6, 0.675])  # of 3/6, 3/5, 3/4
+    assert row.reached
+    assert row.difference == pytest.approx(1 / 3)
+
+
+def test_a_goal_is_missed_by_a_median_above_it(turns):
+    row = measure.measure(Case("t", "rule", "m=2", 0.59, lambda: turns[1]), seconds=1e9, rounds=3)
+    assert row.reached is False
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-3, 3), (0.0801, 10), (1e9, 99)])
+def test_the_time_allowed_bounds_the_rounds_but_for_the_first_three(turns, seconds, rounds):
+    assert measure.measure(Case("t", "rule", "m=2", None, lambda: turns[1]), seconds, rounds=99).rounds == rounds
+
+
+def test_what_is_very_slow_is_called_four_times_only(turns, monkeypatch):
+    log, contest = turns
+    monkeypatch.setattr(measure, "_SLOW", 6e-3)
+    measure.measure(Case("t", "rule", "m=2", None, lambda: contest), seconds=1e9, rounds=99)
+    assert len(log) == 2 * 4
+
+
+def test_without_a_peer_the_columns_stay_empty(turns):
+    row = measure.measure(Case("t", "rule", "m=2", 0.5, lambda: turns[1]._replace(peer=None)), seconds=9, rounds=3)
+    assert (row.ours, row.peer, row.ratio, row.reached, row.difference) == (pytest.approx(3e-3), None, None, None, None)
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=9))
+def test_quartiles_are_those_of_numpy(values):
+    assert quartiles(values) == pytest.approx(np.quantile(values, [0.25, 0.5, 0.75]))
+
+
+def test_quick_mode_runs_from_end_to_end(tmp_path):
+    pytest.importorskip("torchjd")
+    file = tmp_path / "bench.json"
+    command = [sys.executable, Path(__file__).parent, "--quick", "--rounds", "2", "--json", file, "--rows", "2", "3"]
+    command += ["--rules", "upgrad", "sdmgrad", "trimmed_mean", "step"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["measurements"]
+    sizes = {(row["table"], row["name"], row["size"]) for row in rows}
+    assert {("weights", "upgrad", "m=2"), ("batches", "sdmgrad", "m=3")} < sizes
+    assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
+    assert {row["name"] for row in rows if row["table"] == "steps"} == {"step, bfloat16", "step, float16"}
+    lines = [line for line in done.stdout.partition("ours, peer:")[0].splitlines() if "=" in line]
+    for row, line in zip(rows, lines, strict=True):
+        low, middle, high = row["ratio"]
+        assert 0 < low <= middle <= high
+        assert row["difference"] is None or row["difference"] < 0.05  # the peer's tolerances, and bfloat16
+        assert line.startswith(row["name"])
+        figures = f"{row['ours'] * 1e6:.1f}", f"{row['peer'] * 1e6:.1f}", f"{middle:.3f}"
+        assert {row["size"], *figures} < set(line.split())
+        assert ("reached" in line, "MISSED" in line) == (row["reached"] is True, row["reached"] is False)

@@ -1,0 +1,188 @@
+"""The cases of `weights` and `batches`: what a rule makes of a Gramian, and of 64 of them at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torchjd.aggregation as peers
+from measure import Case, Contest, apart
+from torch import Tensor
+from torchjd import Stateful
+
+from functional_jd.aggregation import Aggregator, aggregate
+from functional_jd.aggregators.aligned_mtl import aligned_mtl
+from functional_jd.aggregators.cagrad import cagrad
+from functional_jd.aggregators.config import config
+from functional_jd.aggregators.constant import constant
+from functional_jd.aggregators.cr_mogm import cr_mogm
+from functional_jd.aggregators.dualproj import dualproj
+from functional_jd.aggregators.excess_mtl import excess_mtl
+from functional_jd.aggregators.fairgrad import fairgrad
+from functional_jd.aggregators.graddrop import graddrop
+from functional_jd.aggregators.gradvac import gradvac
+from functional_jd.aggregators.imtl_g import imtl_g
+from functional_jd.aggregators.krum import krum
+from functional_jd.aggregators.mean import mean
+from functional_jd.aggregators.mgda import mgda
+from functional_jd.aggregators.modo import modo
+from functional_jd.aggregators.nash_mtl import nash_mtl
+from functional_jd.aggregators.pcd import pcd
+from functional_jd.aggregators.pcgrad import pcgrad
+from functional_jd.aggregators.random_weights import random_weights
+from functional_jd.aggregators.sdmgrad import sdmgrad
+from functional_jd.aggregators.total import total
+from functional_jd.aggregators.trimmed_mean import trimmed_mean
+from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.random import key
+from functional_jd.tree import tree_map
+
+ROWS, QUICK_ROWS = (2, 4, 8, 32, 128, 256), (2, 8, 32)
+BATCH, BATCHED_ROWS = 64, 8
+# Several problems in turn: the peer's rules that start from their last answer must not be handed the same one again.
+_PROBLEMS = 4
+
+
+class Problems(NamedTuple):
+    """Jacobians `[k, m, 2m]`, and those of the same objectives on another batch."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Entry(NamedTuple):
+    """A rule for m rows and the peer's counterpart for m rows, which takes `given`: a direction comes of a Jacobian."""
+
+    ours: Callable[[int], Aggregator]
+    peer: Callable[[int], Any]
+    given: str = "gramian"  # gramian | cross | rows | jacobian
+    random: bool = False
+    fewest: int = 1
+
+
+RULES = {
+    "mean": Entry(lambda m: mean(), lambda m: peers.MeanWeighting()),
+    "total": Entry(lambda m: total(), lambda m: peers.SumWeighting()),
+    "constant": Entry(lambda m: constant(torch.ones(m)), lambda m: peers.ConstantWeighting(torch.ones(m).double())),
+    "random_weights": Entry(lambda m: random_weights(key(0)), lambda m: peers.RandomWeighting(), random=True),
+    "upgrad": Entry(lambda m: upgrad(), lambda m: peers.UPGradWeighting()),
+    "dualproj": Entry(lambda m: dualproj(), lambda m: peers.DualProjWeighting()),
+    "mgda": Entry(lambda m: mgda(), lambda m: peers.MGDAWeighting()),
+    "cagrad": Entry(lambda m: cagrad(0.5), lambda m: peers.CAGradWeighting(0.5)),
+    "nash_mtl": Entry(lambda m: nash_mtl(), lambda m: peers.NashMTL(m), "jacobian"),
+    "fairgrad": Entry(lambda m: fairgrad(1.0), lambda m: peers.FairGradWeighting(1.0)),
+    "aligned_mtl": Entry(lambda m: aligned_mtl(), lambda m: peers.AlignedMTLWeighting()),
+    "imtl_g": Entry(lambda m: imtl_g(), lambda m: peers.IMTLGWeighting()),
+    "config": Entry(lambda m: config(), lambda m: peers.ConFIG(), "jacobian"),
+    "pcgrad": Entry(lambda m: pcgrad(key(0)), lambda m: peers.PCGradWeighting(), random=True),
+    "gradvac": Entry(lambda m: gradvac(key(0)), lambda m: peers.GradVacWeighting(), random=True),
+    "graddrop": Entry(lambda m: graddrop(key(0)), lambda m: peers.GradDrop(), "jacobian", random=True),
+    # With four rows, the best two are each other's only neighbour, and their scores equal: either may win.
+    "krum": Entry(lambda m: krum(1), lambda m: peers.KrumWeighting(1), fewest=5),
+    "trimmed_mean": Entry(lambda m: trimmed_mean(1), lambda m: peers.TrimmedMean(1), "jacobian", fewest=3),
+    "excess_mtl": Entry(lambda m: excess_mtl(), lambda m: peers.ExcessMTLWeighting(), "rows"),
+    "modo": Entry(lambda m: modo(), lambda m: peers.MoDoWeighting(), "cross"),
+    "sdmgrad": Entry(lambda m: sdmgrad(), lambda m: peers.SDMGradWeighting(), "cross"),
+    "pcd": Entry(lambda m: pcd(), lambda m: peers.PCDWeighting()),
+    "cr_mogm": Entry(lambda m: cr_mogm(mean()), lambda m: peers.CRMOGMWeighting(peers.MeanWeighting())),
+}
+
+_UPGRAD = {2: 1.0, 4: 1.0, 8: 1.0, 32: 0.6, 128: 0.3, 256: 0.3}
+_GOALS: dict[str, Callable[[int], float | None]] = {
+    "upgrad": _UPGRAD.get,
+    "mgda": lambda m: 0.25 if 4 <= m <= 128 else None,
+    "cagrad": lambda m: 0.4,
+    "nash_mtl": lambda m: 0.1,
+}
+
+
+def weight_cases(rules: Sequence[str], rows: Sequence[int]) -> list[Case]:
+    """Each rule at each number of rows, one problem per call."""
+    return [
+        Case("weights", name, f"m={m}", _GOALS.get(name, lambda m: None)(m), lambda name=name, m=m: _single(name, m))
+        for name in rules
+        for m in rows
+        if m >= RULES[name].fewest
+    ]
+
+
+def batch_cases(rules: Sequence[str], rows: Sequence[int]) -> list[Case]:
+    """64 problems per call: ours by vmap; the peer by vmap where that runs, else one after the other."""
+    return [
+        Case("batches", name, f"m={m}", 0.2 if name == "upgrad" else None, lambda name=name, m=m: _batch(name, m))
+        for name in rules
+        for m in rows
+        if RULES[name].fewest <= m <= BATCHED_ROWS
+    ]
+
+
+def _problems(m: int, k: int) -> Problems:
+    noise = torch.randn(2, k, m, 2 * m, dtype=torch.float64, generator=torch.Generator().manual_seed(m))
+    return Problems(noise[0], noise[0] + noise[1] / 2)
+
+
+def _single(name: str, m: int) -> Contest:
+    entry, problems = RULES[name], _problems(m, _PROBLEMS)
+    solve, views, states = _ours(entry, m, problems)
+    ready = [(view, tree_map(lambda leaf, i=i: leaf[i], states)) for i, view in enumerate(views)]
+    given, peer = _given(entry, problems), _peer(name, m)
+
+    return Contest(
+        lambda i: solve(*ready[i % _PROBLEMS]),
+        peer and (lambda i: peer(given[i % _PROBLEMS])),
+        None if entry.random else _compare(entry, problems.first[0]),
+    )
+
+
+def _batch(name: str, m: int) -> Contest:
+    entry, problems = RULES[name], _problems(m, BATCH)
+    solve, views, states = _ours(entry, m, problems)
+    given, peer = _given(entry, problems), _peer(name, m)
+
+    return Contest(
+        lambda i: torch.vmap(solve)(views, states),
+        peer and _peer_over_batch(peer, given),
+        None if entry.random or isinstance(peer, Stateful) else _compare(entry, problems.first),
+    )
+
+
+def _ours(entry: Entry, m: int, problems: Problems) -> tuple[Callable[..., Tensor], Tensor, Any]:
+    """What solves a problem, what the problems look like to it, and the state that each starts from."""
+    rule = entry.ours(m)
+    views = torch.vmap(rule.view)(*problems)
+    states = torch.vmap(rule.init, randomness="error")(views)
+    if entry.given == "jacobian":
+        return lambda J, state: aggregate(rule, J, state).direction, problems.first, states
+    return lambda view, state: rule.update(view, state)[0], views, states
+
+
+def _peer(name: str, m: int) -> Any:
+    try:
+        return RULES[name].peer(m)
+    except ImportError:  # its solver is not installed
+        return None
+
+
+def _peer_over_batch(peer: Any, given: Tensor) -> Callable[[int], Tensor]:
+    one_by_one = lambda i: torch.stack([peer(problem) for problem in given])
+    if isinstance(peer, Stateful):  # its buffers hold one state, not 64
+        return one_by_one
+    together = torch.vmap(peer, randomness="different")
+    try:
+        together(given)
+    except Exception:
+        return one_by_one
+    return lambda i: together(given)
+
+
+def _given(entry: Entry, problems: Problems) -> Tensor:
+    if entry.given in ("rows", "jacobian"):
+        return problems.first
+    other = problems.second if entry.given == "cross" else problems.first
+    return problems.first @ other.mT
+
+
+def _compare(entry: Entry, jacobian: Tensor) -> Callable[[Tensor, Tensor], float]:
+    """How far apart the directions are; weights may differ where rows depend on each other."""
+    if entry.given == "jacobian":
+        return apart
+    return lambda ours, peer: apart(*((weights.unsqueeze(-2) @ jacobian).squeeze(-2) for weights in (ours, peer)))
