@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.precision import full_precision
 from functional_jd.tree import row_count, tree_leaves, tree_map
-from functional_jd.types import Direction, Gramian, Jacobian, Losses, MultitaskJacobian, Tree, Weights
+from functional_jd.types import Carried, Direction, Gramian, Jacobian, Losses, MultitaskJacobian, Tree, Weights
 
 View = Any
 """What a rule looks at: a tensor, or for `whole` the Jacobian itself."""
@@ -85,10 +85,17 @@ def aggregate(
                 f"aggregate: all Jacobians need the same number of rows, found {m} and "
                 f"{row_count(_rows(other), 'aggregate')}. Compute them with the same losses on independent batches."
             )
+    weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
+    return Aggregation(combine(jacobian, weights), weights, state)
+
+
+def weigh(
+    aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
+) -> tuple[Weights, Tree]:
+    """The weights that `aggregate` adds up the rows with, and the next state."""
     with full_precision(jacobian):
         view = aggregator.view(jacobian, *others, losses=losses)
-        weights, state = aggregator.update(view, aggregator.init(view) if state is None else state)
-        return Aggregation(combine(jacobian, weights), weights, state)
+        return aggregator.update(view, aggregator.init(view) if state is None else state)
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
@@ -102,14 +109,16 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry.
+        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry; a
+            leaf may be `Carried(weights, rest)`, where `rest` `[*p]`, from earlier rows, is added.
 
     Returns:
         A pytree with leaves `[*p]` in the Jacobian's dtypes, added up in at least float32. For a `MultitaskJacobian`
         the dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
 
     Laws:
-        Linear in the weights and in the Jacobian. What is not finite stays so, also with weight 0.
+        Linear in the weights; in the Jacobian too, but for what is carried. What is not finite stays so, also with
+        weight 0.
     """
     if isinstance(jacobian, MultitaskJacobian):
         return {"shared": combine(jacobian.shared, weights), "heads": jacobian.heads}
@@ -159,7 +168,7 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     row_count(_rows(jacobian), "gramian")
     with full_precision(jacobian):
         pairs = zip(tree_leaves(_rows(jacobian)), tree_leaves(_rows(others[0])), strict=True)
-        return torch.stack([_leaf_gramian(_matrix(left), _matrix(right)) for left, right in pairs]).sum(0)
+        return torch.stack([_leaf_gramian(left, right) for left, right in pairs]).sum(0)
 
 
 def whole(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
@@ -177,6 +186,44 @@ def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Ag
     return Aggregator(view, lambda _: (), lambda seen, state: (weigh(seen), state))
 
 
+def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
+    """The rule that descends one number made of the losses: any differentiable scalarization.
+
+    `weights_i = ds / dlosses_i`, so `direction = d s(losses(params)) / d params`
+
+    Args:
+        s: `s(losses [m]) -> scalar`, pure and differentiable. It sees the losses in float64.
+
+    Returns:
+        A rule that looks at the losses and remembers nothing.
+
+    Raises:
+        TypeError: `s` is not callable.
+        ValueError: when called, `s` gives no scalar.
+
+    Laws:
+        The direction is the gradient of `s` after the losses; for `multitask` losses on the trunk. Where `s` is not
+        differentiable or not defined, so is the direction: infinite or NaN, never an exception.
+
+    Example:
+        >>> def worst():
+        ...     return scalarized(torch.amax)
+    """
+    if not callable(s):
+        raise TypeError(f"scalarized: s must be a function, found {type(s).__name__}. Pass s(losses) itself.")
+
+    def scalar(values: Tensor) -> Tensor:
+        number = s(values)
+        if not isinstance(number, Tensor) or number.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
+            found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"scalarized: s must give one scalar tensor, found {found}. Reduce it, for instance with .sum()."
+            )
+        return number
+
+    return stateless(losses, torch.func.grad(scalar))
+
+
 def _rows(jacobian: Jacobian) -> Tree:
     return jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
 
@@ -185,7 +232,9 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
 
 
-def _counted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
+def _counted_sum(leaf: Tensor, weights: Tensor | Carried) -> Tensor:
+    if isinstance(weights, Carried):
+        return (_counted_sum(_wide(leaf), weights.weights) + weights.rest).to(leaf.dtype)
     if weights.shape[1:].numel() == 1:
         return _weighted_sum(leaf, weights.reshape(len(weights)))
     return (_wide(leaf) * weights).sum(0).to(leaf.dtype)
@@ -202,5 +251,6 @@ def _matrix(leaf: Tensor) -> Tensor:
 
 
 def _leaf_gramian(left: Tensor, right: Tensor) -> Tensor:
-    blocks = zip(left.split(_COLUMNS, dim=1), right.split(_COLUMNS, dim=1), strict=True)
-    return torch.stack([a.double() @ b.double().mT for a, b in blocks]).sum(0)
+    blocks = [block.double() for block in _matrix(left).split(_COLUMNS, dim=1)]
+    others = blocks if left is right else [block.double() for block in _matrix(right).split(_COLUMNS, dim=1)]
+    return torch.stack([a @ b.mT for a, b in zip(blocks, others, strict=True)]).sum(0)

@@ -1,28 +1,35 @@
 """The Jacobian engine: one row per objective, by leaf, in the parameters' dtypes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from functional_jd.objectives import Multitask, PerExample, stacked
-from functional_jd.precision import full_precision, portable
+from functional_jd.precision import full_precision
 from functional_jd.pullback import (
     Rows,
+    check_scalar,
+    count,
     detached,
+    evaluate,
     in_mode,
     linearize,
+    linearize_tasks,
     objective_gradients,
     objective_rows,
     pull_rows,
     requires_grad,
+    row_scales,
     stacked_rows,
 )
 from functional_jd.scaling import ScaleState, multiplier
 from functional_jd.transforms import transformed
-from functional_jd.tree import floating_leaves, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.tree import floating_leaves, tree_map, tree_unflatten
 from functional_jd.types import Jacobian, Losses, LossFunction, MultitaskJacobian, Tree
+
+_HERE = "jacobian_fn"
 
 MODES = ("auto", "vmap", "loop", "forward")
 
@@ -122,32 +129,28 @@ def _plain(
     leaves, structure = floating_leaves(chosen, "jacobian_fn")
 
     def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        return _evaluate(losses, rebuild(tree_unflatten(structure, inputs)), plan.has_aux)
+        return evaluate(losses, rebuild(tree_unflatten(structure, inputs)), plan.has_aux, _HERE)
 
     if plan.mode == "forward":
         rows, (values, aux) = _forward(f, leaves, plan)
     else:
         point = linearize(f, leaves, differentiable=plan.differentiable)
-        factors = _row_scales(plan.scale, sum(y.numel() for y in point.outputs), point.outputs[0])
+        factors = row_scales(plan.scale, count(point.outputs), point.outputs[0], _HERE)
         rows, (values, aux) = objective_rows(point, factors, plan.mode, plan.chunk_size), point.extra
-    return tree_unflatten(structure, _filled(rows, leaves, _count(values))), values, aux
+    return tree_unflatten(structure, _filled(rows, leaves, count(values))), values, aux
 
 
 def _per_example(losses: PerExample, params: Tree, batch: tuple[Any, ...], plan: Plan) -> tuple[Jacobian, Losses, Any]:
     leaves, structure = floating_leaves(params, "jacobian_fn")
     m = losses.count(batch)
-    factors = _row_scales(plan.scale, m, leaves[0])
+    factors = row_scales(plan.scale, m, leaves[0], _HERE)
 
     def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-            return _evaluate(losses.loss, (tree_unflatten(structure, inputs), *example), plan.has_aux)
+            return evaluate(losses.loss, (tree_unflatten(structure, inputs), *example), plan.has_aux, _HERE)
 
         point = linearize(f, inputs, differentiable=plan.differentiable)
-        if len(point.outputs) != 1 or point.outputs[0].ndim:
-            raise ValueError(
-                "per_example: the loss of one example must be one scalar, found "
-                f"{[list(y.shape) for y in point.outputs]}. Reduce it, for instance with .mean()."
-            )
+        check_scalar(point.outputs, ())
         gradient = point.pullback([factor.to(point.outputs[0].dtype)])
         values, aux = point.extra
         return [torch.zeros_like(x) if g is None else g for g, x in zip(gradient, inputs, strict=True)], values, aux
@@ -170,28 +173,17 @@ def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Pla
         jacobian, values, aux = _plain(losses, *_selected(0, (params, *args)), plan)
         heads_gradient = tree_map(lambda rows: _unscaled_sum(rows, plan.scale).to(rows.dtype), jacobian["heads"])
         return MultitaskJacobian(jacobian["shared"], heads_gradient), values, aux
-    shared_leaves, shared_structure = floating_leaves(shared, "jacobian_fn (shared)")
-    # Heads may be losses only, without a parameter of their own.
-    bare = not tree_leaves(heads)
-    heads_leaves, heads_structure = tree_flatten(heads) if bare else floating_leaves(heads, "jacobian_fn (heads)")
-
-    def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        features = portable(losses.features)(tree_unflatten(shared_structure, inputs), *args)
-        return [x for x in tree_leaves(features) if _is_differentiable(x)], features
-
-    below = linearize(trunk, shared_leaves, differentiable=plan.differentiable)
-    features, features_structure = tree_flatten(below.extra)
-
-    def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        differentiated = iter(inputs[len(heads_leaves) :])
-        filled = tree_unflatten(
-            features_structure, [next(differentiated) if _is_differentiable(x) else x for x in features]
-        )
-        mine = tree_unflatten(heads_structure, inputs[: len(heads_leaves)])
-        return _evaluate(losses.heads, (mine, filled, *args), plan.has_aux)
-
-    above = linearize(top, heads_leaves + below.outputs, differentiable=plan.differentiable)
-    factors = _row_scales(plan.scale, sum(y.numel() for y in above.outputs), above.outputs[0])
+    tasks = linearize_tasks(
+        losses.features,
+        losses.heads,
+        (shared, heads),
+        args,
+        has_aux=plan.has_aux,
+        differentiable=plan.differentiable,
+        where=_HERE,
+    )
+    below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = tasks
+    factors = row_scales(plan.scale, count(above.outputs), above.outputs[0], _HERE)
 
     def together() -> Parted:
         rows = objective_rows(above, factors, "vmap", plan.chunk_size)
@@ -239,27 +231,6 @@ def _along(flags: Tensor, rows: Tensor) -> Tensor:
     return flags.reshape(-1, *[1] * (rows.ndim - 1))
 
 
-def _evaluate(losses: LossFunction, args: tuple[Any, ...], has_aux: bool) -> tuple[list[Tensor], Any]:
-    """The losses in at least float32, for cotangents that must not overflow; beside them what the function gave."""
-    result = portable(losses)(*args)
-    if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
-        raise TypeError(
-            "jacobian_fn: with has_aux=True the losses must return a pair (losses, aux), "
-            f"found {type(result).__name__}."
-        )
-    values, aux = result if has_aux else (result, ())
-    for index, leaf in enumerate(tree_leaves(values)):
-        if not _is_floating(leaf):
-            found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"jacobian_fn: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
-                "Return the tensors themselves, without .item(); for further values use has_aux=True."
-            )
-    if _count(values) == 0:
-        raise ValueError("jacobian_fn: expected at least one objective, found none. Return one element per objective.")
-    return [leaf.float() if leaf.dtype.itemsize < 4 else leaf for leaf in tree_leaves(values)], (values, aux)
-
-
 def _forward(
     f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], leaves: list[Tensor], plan: Plan
 ) -> tuple[Rows, Any]:
@@ -278,8 +249,8 @@ def _forward(
         with full_precision(tangents):
             return torch.cat([tangent.reshape(len(basis), tangent.shape[1:].numel()) for tangent in tangents], dim=1)
 
-    m = sum(y.numel() for y in outputs)
-    factors = _row_scales(plan.scale, m, outputs[0])
+    m = count(outputs)
+    factors = row_scales(plan.scale, m, outputs[0], _HERE)
     rows: Rows = []
     for index, leaf in enumerate(leaves):
         scaled = columns(index).mT * factors[:, None] if leaf.numel() else None
@@ -306,39 +277,15 @@ def _selected(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[Tree
     return (args[argnums] if isinstance(argnums, int) else tuple(args[p] for p in positions)), rebuild
 
 
-def _row_scales(scale: Tensor | None, m: int, like: Tensor) -> Tensor:
-    """The scale of every row, float32 `[m]`."""
-    if scale is None:
-        return torch.ones(m, device=like.device)
-    if scale.ndim and scale.shape != (m,):
-        raise ValueError(
-            f"jacobian_fn: the scale must be of shape [] or [{m}], one per objective, found {list(scale.shape)}. "
-            f"Start it with scale_state(shape=({m},))."
-        )
-    return scale.expand(m)
-
-
 def _unscaled_sum(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Sum rows `[m, *p]`, each divided by its scale, in at least float32."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if scale is None:
         return wide.sum(0)
-    inverse = _row_scales(scale, len(rows), rows).double().reciprocal().to(wide.dtype)
+    inverse = row_scales(scale, len(rows), rows, _HERE).double().reciprocal().to(wide.dtype)
     with full_precision(rows):
         return torch.tensordot(inverse, wide, dims=1)
 
 
 def _filled(rows: Rows, leaves: list[Tensor], m: int) -> list[Tensor]:
     return [x.new_zeros(m, *x.shape) if row is None else row for row, x in zip(rows, leaves, strict=True)]
-
-
-def _count(values: Losses) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(values))
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.precision import full_precision
+from functional_jd.precision import full_precision, portable
 from functional_jd.transforms import transformed
-from functional_jd.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from functional_jd.types import Tree
+from functional_jd.tree import (
+    Structure,
+    floating_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
+from functional_jd.types import Losses, LossFunction, Tree
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
@@ -29,12 +37,29 @@ class Linearized(NamedTuple):
     Attributes:
         outputs: what the function returned first.
         extra: what it returned second.
-        pullback: `pullback(cotangent) -> gradients`, one per input; `None` where an input certainly has no part in it.
+        pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input among those of the
+            slice; `None` where an input certainly has no part in it. The last call frees what another would need.
     """
 
     outputs: list[Tensor]
     extra: Any
-    pullback: Callable[[Cotangent], list[Tensor | None]]
+    pullback: Callable[..., list[Tensor | None]]
+
+
+class Tasks(NamedTuple):
+    """A trunk and its heads at a point.
+
+    Attributes:
+        trunk: from the shared parameters to the differentiable features.
+        heads: from the heads' parameters, and behind them those features, to the losses.
+        shared: leaves and structure of the shared parameters.
+        own: leaves and structure of the heads' parameters.
+    """
+
+    trunk: Linearized
+    heads: Linearized
+    shared: tuple[list[Tensor], Structure]
+    own: tuple[list[Tensor], Structure]
 
 
 def requires_grad(values: Any) -> bool:
@@ -61,6 +86,86 @@ def linearize(
     if transformed():
         return _by_func(f, inputs, differentiable)
     return _by_autograd(f, inputs, differentiable)
+
+
+def linearize_tasks(
+    features: Callable[..., Tree],
+    heads: LossFunction,
+    params: tuple[Tree, Tree],
+    args: tuple[Any, ...],
+    *,
+    has_aux: bool,
+    differentiable: bool,
+    where: str,
+) -> Tasks:
+    """Evaluate the losses of a trunk and its heads once, and get the way back in two stages."""
+    shared, shared_structure = floating_leaves(params[0], f"{where} (shared)")
+    # Heads may be losses only, without a parameter of their own.
+    own, own_structure = (
+        floating_leaves(params[1], f"{where} (heads)") if tree_leaves(params[1]) else tree_flatten(params[1])
+    )
+
+    def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        found = portable(features)(tree_unflatten(shared_structure, inputs), *args)
+        return [x for x in tree_leaves(found) if _is_differentiable(x)], found
+
+    below = linearize(trunk, shared, differentiable=differentiable)
+    found, structure = tree_flatten(below.extra)
+
+    def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        differentiated = iter(inputs[len(own) :])
+        filled = tree_unflatten(structure, [next(differentiated) if _is_differentiable(x) else x for x in found])
+        mine = tree_unflatten(own_structure, inputs[: len(own)])
+        return evaluate(heads, (mine, filled, *args), has_aux, where)
+
+    above = linearize(top, own + below.outputs, differentiable=differentiable)
+    return Tasks(below, above, (shared, shared_structure), (own, own_structure))
+
+
+def evaluate(losses: LossFunction, args: tuple[Any, ...], has_aux: bool, where: str) -> tuple[list[Tensor], Any]:
+    """The losses in at least float32, for cotangents that must not overflow; beside them what the function gave."""
+    result = portable(losses)(*args)
+    if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
+        raise TypeError(
+            f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}."
+        )
+    values, aux = result if has_aux else (result, ())
+    for index, leaf in enumerate(tree_leaves(values)):
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
+                "Return the tensors themselves, without .item(); for further values use has_aux=True."
+            )
+    if count(values) == 0:
+        raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
+    return [leaf.float() if leaf.dtype.itemsize < 4 else leaf for leaf in tree_leaves(values)], (values, aux)
+
+
+def check_scalar(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
+    """The losses of examples must be of this shape, one scalar each."""
+    if [tuple(y.shape) for y in outputs] != [shape]:
+        raise ValueError(
+            "per_example: the loss of one example must be one scalar, found "
+            f"{[list(y.shape)[len(shape) :] for y in outputs]}. Reduce it, for instance with .mean()."
+        )
+
+
+def count(values: Losses) -> int:
+    """The number m of objectives."""
+    return sum(leaf.numel() for leaf in tree_leaves(values))
+
+
+def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor:
+    """The scale of every row, float32 `[m]`."""
+    if scale is None:
+        return torch.ones(m, device=like.device)
+    if scale.ndim and scale.shape != (m,):
+        raise ValueError(
+            f"{where}: the scale must be of shape [] or [{m}], one per objective, found {list(scale.shape)}. "
+            f"Start it with scale_state(shape=({m},))."
+        )
+    return scale.expand(m)
 
 
 def in_mode(mode: str, together: Callable[[], Result], one_by_one: Callable[[], Result]) -> Result:
@@ -165,10 +270,10 @@ def _by_func(
     rest = iter(tensors)
     extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
 
-    def pullback(cotangent: Cotangent) -> list[Tensor | None]:
+    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
         filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
         with full_precision(inputs):
-            return _dense(pull(filled)[0])
+            return _dense(pull(filled)[0][among])
 
     return Linearized(outputs, extra, pullback)
 
@@ -182,23 +287,30 @@ def _by_autograd(
         with _AffineApart() if differentiable else nullcontext():
             outputs, extra = f(points)
 
-    def pullback(cotangent: Cotangent) -> list[Tensor | None]:
+    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
         pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
-        if not pairs:
-            return [None] * len(points)
+        wanted = points[among]
+        if not pairs or not wanted:
+            return [None] * len(wanted)
+        # The weights of a cotangent may be what somebody differentiates, when nothing else is.
+        create_graph = differentiable or requires_grad([c for _, c in pairs])
         with full_precision(inputs):
             return _dense(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
-                    points,
+                    wanted,
                     [c for _, c in pairs],
-                    retain_graph=True,
-                    create_graph=differentiable,
+                    retain_graph=create_graph or not last,
+                    create_graph=create_graph,
                     allow_unused=True,
                 )
             )
 
     return Linearized(outputs, extra if differentiable else detached(extra), pullback)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 class _AffineApart(TorchFunctionMode):

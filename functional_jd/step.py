@@ -1,17 +1,18 @@
 """The training step: the composition, in the order of the picture."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from functional_jd.aggregation import Aggregator, aggregate, start
+from functional_jd.aggregation import Aggregator, aggregate, blank, start, weigh
+from functional_jd.aggregation import losses as look_at_losses
 from functional_jd.jacobian import jacobian_fn
 from functional_jd.optimizers import Optimizer
 from functional_jd.scaling import ScaleState, no_scale, select, unscale, update_scale
-from functional_jd.tree import floating_leaves, tree_map
-from functional_jd.types import Losses, LossFunction, Params, Tree, Weights
-
-ENGINES = ("auto", "jacobian")
+from functional_jd.tree import all_finite, floating_leaves, tree_map
+from functional_jd.types import Direction, Losses, LossFunction, Params, Tree, Weights
+from functional_jd.weighted import weighted_fn
 
 
 class TrainState(NamedTuple):
@@ -57,7 +58,8 @@ def train_state(
     Args:
         params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
             `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs.
-        batch: one batch, to learn what the rule looks at. Its Jacobian is computed once.
+        batch: one batch, to learn what the rule looks at. Its losses are computed once, and its Jacobian where the
+            rule looks at more.
         losses: `losses(params, *batch)`, as for `jacobian_fn`.
         aggregator: the rule.
         optimizer: a pair `(init, update)`.
@@ -72,10 +74,13 @@ def train_state(
     leaves, _ = floating_leaves(params, "train_state")
     params = tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
     scale = no_scale(device=leaves[0].device) if scale is None else scale
-    jacobian, values = jacobian_fn(losses, scale=scale)(params, *batch)
-    jacobian, _ = unscale(scale, jacobian)
-    memory = start(aggregator, jacobian, losses=values)
-    return TrainState(params, optimizer.init(params), memory, scale)
+    if _chosen("auto", aggregator) == "weighted":
+        values, _ = weighted_fn(losses, scale=scale)(params, *batch)
+        rows = _without_columns(values)
+    else:
+        jacobian, values = jacobian_fn(losses, scale=scale)(params, *batch)
+        rows, _ = unscale(scale, jacobian)
+    return TrainState(params, optimizer.init(params), start(aggregator, rows, losses=values), scale)
 
 
 def step(
@@ -94,26 +99,79 @@ def step(
         losses: `losses(params, *batch)`, as for `jacobian_fn`.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"auto"` or `"jacobian"`.
+        engine: `"jacobian"` computes all rows; `"weighted"`, for rules whose view is `blank` or `losses`, takes one
+            backward pass with the weights as cotangent; `"auto"` takes the cheapest that the rule allows.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite))`.
 
     Raises:
-        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise, and an unknown engine. Never because of values.
+        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise, and an engine that is unknown or does not show
+            the rule what it looks at. Never because of values.
 
     Laws:
-        Pure. A step is skipped unless every row is finite; a skipped step changes nothing but the scale. Each row's
-        scale follows its own flag. Composes with vmap over replicas, grad, jvp and compile, and never waits for the
-        device.
+        Pure. A step is skipped unless every row is finite, and the direction too (a rule may refuse losses, by weights
+        that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag, but in the
+        weighted engine, which knows of one sum only, all flags are one. The engines agree to rounding. Composes with
+        vmap over replicas, grad, jvp and compile, and never waits for the device.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"step: engine must be one of {', '.join(ENGINES)}, found {engine!r}.")
+    differentiate = ENGINES[_chosen(engine, aggregator)]
+    direction, weights, memory, values, finite = differentiate(state, batch, losses, aggregator)
+    moving = finite.all() & all_finite(direction)
+    params, moments = optimizer.update(direction, state.optimizer, state.params)
+    # One after the other, and the direction gone: each is as large as the parameters.
+    del direction
+    params = select(moving, params, state.params)
+    moments = select(moving, moments, state.optimizer)
+    memory = select(moving, memory, state.aggregator)
+    new = TrainState(params, moments, memory, update_scale(state.scale, finite))
+    return new, StepInfo(values, weights, finite)
+
+
+class _Descent(NamedTuple):
+    """What an engine finds: all that the optimizer and the next step need."""
+
+    direction: Direction
+    weights: Weights
+    memory: Tree
+    losses: Losses
+    finite: Tensor
+
+
+def _by_jacobian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
     jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, finite = unscale(state.scale, jacobian)
-    direction, weights, memory = aggregate(aggregator, jacobian, state.aggregator, losses=values)
-    params, moments = optimizer.update(direction, state.optimizer, state.params)
-    scale = update_scale(state.scale, finite)
-    new = TrainState(params, moments, memory, scale)
-    old = TrainState(state.params, state.optimizer, state.aggregator, scale)
-    return select(finite, new, old), StepInfo(values, weights, finite)
+    return _Descent(*aggregate(aggregator, jacobian, state.aggregator, losses=values), values, finite)
+
+
+def _by_weights(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
+    values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
+    weights, memory = weigh(aggregator, _without_columns(values), state.aggregator, losses=values)
+    direction, finite = pullback(weights, last=True)
+    return _Descent(direction, weights, memory, values, finite)
+
+
+ENGINES: dict[str, Callable[..., _Descent]] = {"jacobian": _by_jacobian, "weighted": _by_weights}
+"""How to come by a direction, by name; `"auto"` chooses."""
+
+
+def _chosen(engine: str, aggregator: Aggregator) -> str:
+    blind = aggregator.view in (blank, look_at_losses)
+    if engine == "auto":
+        return "weighted" if blind else "jacobian"
+    if engine not in ENGINES:
+        raise ValueError(
+            f"step: engine must be one of auto, {', '.join(ENGINES)}, found {engine!r}. "
+            "'auto' takes the cheapest that the rule allows."
+        )
+    if engine == "weighted" and not blind:
+        raise ValueError(
+            "step: the weighted engine serves rules that look at nothing or at the losses, found one that looks at "
+            f"{getattr(aggregator.view, '__name__', aggregator.view)!r}. Use engine='auto' or 'jacobian'."
+        )
+    return engine
+
+
+def _without_columns(values: Losses) -> Tensor:
+    """Rows enough for the views that look at their number, or at the losses: float64 `[m]`."""
+    return look_at_losses(None, losses=values)

@@ -24,7 +24,7 @@ Gramian: TypeAlias = Tensor
 """`[m, m]`: the inner products of the rows."""
 
 Weights: TypeAlias = Tree
-"""`[m]`: how much each row counts. Or a pytree like the Jacobian: how much each entry counts."""
+"""`[m]`: how much each row counts. Or a pytree like the Jacobian: how much each entry counts, perhaps `Carried`."""
 
 LossFunction: TypeAlias = Callable[..., Any]
 """`losses(params, *args) -> Losses`."""
@@ -40,3 +40,17 @@ class MultitaskJacobian(NamedTuple):
 
     shared: Tree
     heads: Tree
+
+
+class Carried(NamedTuple):
+    """In one leaf, how much the current rows count, and what is carried over from earlier ones.
+
+    `direction = sum_i weights_i J_i + rest`
+
+    Attributes:
+        weights: float64, broadcasts to the leaf `[m, *p]`.
+        rest: `[*p]`, at least float32.
+    """
+
+    weights: Tensor
+    rest: Tensor

@@ -7,12 +7,15 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+import functional_jd as fj
 import functional_jd.__main__ as demo
 from functional_jd import jacobian_fn, scale_state, unscale
 from functional_jd.aggregators.mean import mean
 from functional_jd.optimizers import sgd
 from functional_jd.random import key
 from functional_jd.step import train_state
+from functional_jd.testing.table import RULES, rule_of
+from functional_jd.tree import tree_leaves
 
 
 @pytest.fixture
@@ -236,3 +239,22 @@ def test_a_short_run_beats_chance_and_the_mean_image(capsys):
         for task in ("left digit", "reconstruction")
     )
     assert all(high > low for low, high in zip(left, own, strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_trains_the_demo_from_one_loop(name):
+    (x, y), _ = demo.train_and_test_images(key(0))
+    params = demo.initial_params(key(1))
+    made = {"krum": lambda: fj.krum(0), "grouped": lambda: fj.grouped(dict.fromkeys(params["shared"], fj.upgrad()))}
+    rule, optimizer = made.get(name, lambda: rule_of(name))(), fj.adamw(1e-3, eps=1e-20)
+    moments, memory = optimizer.init(params), None
+    start = params
+    for batch in zip(x[:96].split(32), y[:96].split(32), strict=True):
+        one, other = (tuple(part[half] for part in batch) for half in (slice(16), slice(16, None)))
+        jacobian, losses = fj.jacobian_fn(demo.EXACT)(params, *one)
+        others = [fj.jacobian_fn(demo.EXACT)(params, *other)[0]]  # looked at by the rules that compare two batches
+        direction, _, memory = fj.aggregate(rule, jacobian, memory, *others, losses=losses)
+        params, moments = optimizer.update(direction, moments, params)
+    for before, after in zip(tree_leaves(start["shared"]), tree_leaves(params["shared"]), strict=True):
+        assert after.isfinite().all()
+        assert not torch.equal(before, after)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
+from functional_jd.aggregation import scalarized
 
 
 def two_tasks(norm=nn.Identity, dtype=torch.float32):
@@ -168,11 +169,12 @@ def test_each_rows_scale_follows_its_own_flag():
     how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5)}
     params = torch.ones(3)
     state = fj.train_state(params, torch.ones(()), scale=fj.scale_state(growth_interval=1, shape=(2,)), **how)
-    state, info = fj.step(state, torch.tensor(1e37), **how)  # finite itself, but not times 65536
+    # 1e37 is finite itself, but not times 65536.
+    state, info = fj.step(state, torch.tensor(1e37), engine="jacobian", **how)
     assert info.finite.tolist() == [True, False]
     assert state.scale.scale.tolist() == [2.0**17, 2.0**15]
     assert torch.equal(state.params, params)
-    state, info = fj.step(state, torch.ones(()), **how)
+    state, info = fj.step(state, torch.ones(()), engine="jacobian", **how)
     assert info.finite.tolist() == [True, True]
     assert state.params.tolist() == [1 - 0.5 * 1.5] * 3
 
@@ -304,6 +306,15 @@ def test_a_modules_parameters_leave_their_graph_behind():
     assert torch.equal(linear.weight, before)
 
 
+@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
+def test_losses_that_a_rule_refuses_change_no_parameter(engine):
+    how = {"losses": lambda p, x: p * x, "aggregator": fj.geometric_mean(), "optimizer": fj.sgd(0.1, momentum=0.9)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), **how)
+    after, info = fj.step(state, torch.tensor(-1.0), engine=engine, **how)
+    assert info.weights.isnan().all()
+    assert same(after, state)
+
+
 def test_without_a_scale_nothing_is_scaled_and_overflow_still_skips():
     how = {"losses": lambda p, x: p * x, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
     state = fj.train_state(torch.ones(2), torch.ones(()), **how)
@@ -312,12 +323,204 @@ def test_without_a_scale_nothing_is_scaled_and_overflow_still_skips():
     assert same(after, state)
 
 
+def regression(kind):
+    """Three objectives of each kind, on four parameters."""
+    params = {"w": torch.tensor([[0.5, -1.0], [2.0, 0.25]])}
+    x, y = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]), torch.tensor([1.0, -1.0, 0.5])
+
+    def loss(p, x, y):
+        return (torch.tanh(x @ p["w"]).sum(-1) - y) ** 2 + 0.1
+
+    if kind == "per_example":
+        return params, fj.per_example(loss), (x, y)
+    if kind == "plain":
+        return params, lambda p, x, y: dict(zip("cab", loss(p, x, y), strict=True)), (x, y)
+    heads = lambda h, z, x, y: list((z * h["v"] - y) ** 2 + 0.1)
+    losses = fj.multitask(lambda p, x, y: torch.tanh(x @ p["w"]).sum(-1), heads)
+    return {"shared": params, "heads": {"v": torch.tensor([1.0, -2.0, 0.5])}}, losses, (x, y)
+
+
+KINDS = ["plain", "per_example", "multitask"]
+BLIND = {
+    "mean": fj.mean,
+    "total": fj.total,
+    "constant": lambda: fj.constant([0.5, -2.0, 1.0]),
+    "random": lambda: fj.random_weights(fj.random.key(3)),
+    "averaged": lambda: fj.cr_mogm(scalarized(lambda v: v.log().mean().exp()), momentum=0.5),
+    "geometric": lambda: scalarized(lambda v: v.log().mean().exp()),
+    "smooth maximum": lambda: scalarized(lambda v: torch.logsumexp(v, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BLIND)
+def test_the_engines_agree(name, kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND[name](), "optimizer": fj.sgd(0.1, momentum=0.5)}
+    for scale in (None, fj.scale_state(), fj.scale_state(shape=(3,))):
+        ours = theirs = fj.train_state(params, *batch, scale=scale, **how)
+        for _ in range(3):
+            ours, info = fj.step(ours, *batch, engine="weighted", **how)
+            theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
+            close((ours, info), (theirs, expected), rtol=1e-5, atol=1e-6)
+        assert not same(ours.params, params)
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example"])
+def test_scalarized_descends_the_gradient_of_its_number(kind):
+    params, losses, batch = regression(kind)
+    s = lambda v: (v**2).sum().sqrt() + v[0] * v[1]
+    how = {"losses": losses, "aggregator": scalarized(s), "optimizer": fj.sgd(1.0)}
+    after, info = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
+    w = params["w"].clone().requires_grad_()
+    values = losses({"w": w}, *batch)
+    flat = torch.stack([values[name] for name in "abc"]) if kind == "plain" else values
+    s(flat).backward()
+    torch.testing.assert_close(params["w"] - after.params["w"], w.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(info.weights, torch.func.jacrev(s)(flat.detach().double()))
+
+
+PASSES = []
+
+
+class Passes(torch.autograd.Function):
+    """Records what comes back, pass by pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        PASSES.append(cotangent)
+        return cotangent
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights"),
+    [(fj.mean(), [0.25] * 4), (scalarized(torch.prod), [24.0, 12.0, 8.0, 6.0]), (fj.cr_mogm(fj.total()), [1.0] * 4)],
+)
+def test_a_rule_that_looks_at_no_row_costs_one_backward_pass_and_its_start_none(rule, weights):
+    def losses(p):
+        return list(Passes.apply(p) * torch.arange(1.0, 5.0))
+
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+    PASSES.clear()
+    state = fj.train_state(torch.ones(4), **how)
+    assert not PASSES
+    fj.step(state, **how)
+    assert [x.tolist() for x in PASSES] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_an_overflow_of_the_weighted_sum_skips_the_step_and_backs_off_every_scale(shape):
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5, momentum=0.9)}
+    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=shape), **how)
+    state, _ = fj.step(state, torch.ones(()), **how)
+    after, info = fj.step(state, torch.tensor(1e37), **how)
+    assert info.finite.shape == shape
+    assert not info.finite.any()
+    assert same(after[:3], state[:3])
+    assert torch.equal(after.scale.scale, state.scale.scale / 2)
+
+
+def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
+    rule = scalarized(lambda v: v.log().mean().exp())
+    how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(torch.ones(2), torch.ones(2), **how)
+    after, info = fj.step(state, torch.tensor([1.0, -1.0]), **how)
+    assert not info.finite
+    assert not info.weights.isfinite().all()
+    assert same(after, state)
+
+
+def test_the_weighted_engine_never_waits_for_the_device():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    for rule in (fj.mean(), scalarized(torch.prod)):
+        how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule)
+        state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+        with NoSync():
+            fj.step(state, *batch, **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
+    scale = fj.scale_state(growth_interval=2, shape=(3,))
+    state = eager = fj.train_state(params, *batch, scale=scale, **how)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
+    flags, graphs = [], set()
+    x, y = batch
+    for k in (1.0, 1.0, float("inf"), 0.5, float("nan"), 1.0):
+        state, info = compiled(state, x * k, y, **how)
+        eager, _ = fj.step(eager, x * k, y, **how)
+        flags.append(info.finite.all().item())
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+    assert set(flags) == {True, False}
+    close(state, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_numbers_of_the_weighted_engine():
+    params, losses, batch = regression("multitask")
+    how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
+    torch._dynamo.reset()
+    close(
+        torch.compile(fj.step, fullgraph=True)(state, *batch, **how),
+        fj.step(state, *batch, **how),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_by_vmap_equal_replicas_in_a_loop_in_the_weighted_engine(kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND["averaged"](), "optimizer": fj.adamw(1e-2)}
+    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(3,)), **how) for k in range(3)]
+    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
+    batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
+    together = torch.vmap(partial(fj.step, **how))(stacked, *batches)
+    alone = [fj.step(r, *b, **how) for r, b in zip(replicas, zip(*batches, strict=True), strict=True)]
+    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_derivative_through_weighted_steps_is_right(kind):
+    params, losses, batch = regression(kind)
+    params, batch = tree_map(lambda x: x.double(), (params, batch))
+
+    def two_steps(bend, *leaves):
+        p = torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.tree_structure(params))
+        rule = scalarized(lambda v: torch.logsumexp(bend * v, 0))
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.5)}
+        state = fj.train_state(p, *batch, **how)
+        for _ in range(2):
+            state, _info = fj.step(state, *batch, **how)
+        return torch.cat([x.reshape(-1) for x in tree_leaves(state.params)])
+
+    inputs = (torch.tensor(0.7, dtype=torch.float64), *tree_leaves(params))
+    torch.autograd.gradcheck(two_steps, [x.clone().requires_grad_() for x in inputs])
+    numbers = tuple(range(len(inputs)))
+    close(torch.func.jacfwd(two_steps, numbers)(*inputs), torch.func.jacrev(two_steps, numbers)(*inputs))
+
+
 def test_bad_input_is_named():
     params, features, top, batch = two_tasks()
     how = method(params, features, top)
     state = fj.train_state(params, *batch, **how)
     with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
         fj.step(state, *batch, engine="turbo", **how)
+    with pytest.raises(ValueError, match=r"step: the weighted engine serves .*found one that looks at 'gramian'"):
+        fj.step(state, *batch, engine="weighted", **how)
     with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):
         fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
     with pytest.raises(TypeError, match=r"train_state: parameters must be floating-point.*'n'"):

@@ -172,3 +172,16 @@ def test_floating_leaves_are_the_leaves_or_a_named_mistake():
         trees.floating_leaves({"s": "relu"}, "place")
     with pytest.raises(ValueError, match="place: expected at least one parameter tensor, found an empty tree"):
         trees.floating_leaves([{}, ()], "place")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), None])
+@pytest.mark.parametrize("where", range(4))
+def test_one_value_that_is_not_finite_is_seen(poison, where):
+    leaves = [torch.tensor(1.0), torch.tensor([-2.0, 3.0], dtype=torch.float16), torch.zeros(0), torch.ones(2, 2)]
+    values = torch.cat([leaf.flatten().double() for leaf in leaves])
+    if poison is not None:
+        values[where] = poison
+    parts = values.split([leaf.numel() for leaf in leaves])
+    tree = {"a": [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], "b": {}}
+    assert trees.all_finite(tree) == (poison is None)
+    assert trees.all_finite({}) == True  # noqa: E712

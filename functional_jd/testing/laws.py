@@ -33,7 +33,7 @@ from functional_jd.testing.measures import (
     turned,
 )
 from functional_jd.tree import tree_leaves, tree_map
-from functional_jd.types import Jacobian, Losses, Tree
+from functional_jd.types import Carried, Jacobian, Losses, Tree
 
 Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`, others and losses for the rules that look at them."""
@@ -74,7 +74,7 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
     if isinstance(result.weights, Tensor) and result.weights.ndim == 1:
         assert result.weights.shape == tree_leaves(jacobian)[0].shape[:1], "not one weight per row"
     else:
-        tree_map(lambda leaf, weight: weight.expand(leaf.shape), jacobian, result.weights)
+        tree_map(lambda leaf, weight: _on_rows(weight).expand(leaf.shape), jacobian, result.weights)
     for weight in tree_leaves(result.weights):
         assert weight.dtype in (torch.float32, torch.float64), f"weights are {weight.dtype}, not at least float32"
     before = start(rule, jacobian, *others, losses=losses)
@@ -325,6 +325,10 @@ BY_CLAIM: tuple[Law, ...] = (
     rotation_blind,
 )
 """What a rule obeys if its paper says so."""
+
+
+def _on_rows(weight: Tensor | Carried) -> Tensor:
+    return weight.weights if isinstance(weight, Carried) else weight
 
 
 def _variants(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> list[Case]:

@@ -28,7 +28,14 @@ from functional_jd.types import Params
 
 Builder = Callable[..., Aggregator]
 
-_VIEWS = {"blank": "nothing", "gramian": "Gramian", "cross_gramian": "Gramian of two batches", "whole": "Jacobian"}
+_VIEWS = {
+    "blank": "nothing",
+    "gramian": "Gramian",
+    "cross_gramian": "Gramian of two batches",
+    "whole": "Jacobian",
+    "jacobian_and_losses": "Jacobian and losses",
+    "norms_and_losses": "norms of rows and losses",
+}
 _COLUMNS = {
     non_conflicting: "never conflicts",
     linear_under_row_scaling: "linear in row scales",
@@ -252,5 +259,8 @@ RULES: dict[str, Entry] = {
     "famo": Entry(
         lambda f: f(), (_ORDER, _UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED, invalid=_POSITIVE
     ),
+    "db_mtl": Entry(lambda f: f(), (_ORDER, _UNIT, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY),
+    "moco": Entry(lambda f: f(), (_ORDER, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY | _FIXED),
+    "gradnorm": Entry(lambda f: f(), (_ORDER, _UNIT, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
 }
 """All rules: how each is tested, and what it claims."""

@@ -140,6 +140,24 @@ def _step(tasks: int, dtype: torch.dtype) -> Contest:
     return Contest(ours, peer, compare)
 
 
+def _mean_step(trunk: Callable[[], tuple[nn.Module, int, Tensor]]) -> Contest:
+    """The step of `mean`, against the one that `torch.func.grad` and the same optimizer make, written by hand."""
+    body, _, x = trunk()
+    optimizer, params = adamw(lr=1e-3), _values(body)
+    losses = lambda params, x: functional_call(body, params, (x,)).square().mean(0)
+    how: dict[str, Any] = {"losses": losses, "aggregator": mean(), "optimizer": optimizer}
+    start = train_state(params, x, **how)
+
+    def by_hand(_: int) -> Any:
+        direction, value = torch.func.grad_and_value(lambda params: losses(params, x).mean())(params)
+        return optimizer.update(direction, start.optimizer, params)[0], value
+
+    def compare(ours: Any, peer: Any) -> float:
+        return apart(*(_flat(after) - _flat(params) for after in (ours[0].params, peer[0])))
+
+    return Contest(lambda _: step(start, x, **how), by_hand, compare)
+
+
 _TRUNKS: dict[str, tuple[Callable[[], tuple[nn.Module, int, Tensor]], dict[int, float]]] = {
     "tiny MLP": (lambda: _dense(16, 16, 32, 32), {2: 1.1}),
     "MLP": (lambda: _dense(64, 256, 512, 512), {2: 0.9, 8: 0.4}),
@@ -158,5 +176,9 @@ def step_cases(names: Sequence[str] = ("direction", "step")) -> list[Case]:
         Case("steps", f"step, {str(dtype)[6:]}", f"T={tasks}", 0.8, lambda n=tasks, d=dtype: _step(n, d))
         for dtype in (torch.bfloat16, torch.float16)
         for tasks in (2, 8)
+    ]
+    steps += [
+        Case("steps", f"step of mean, {name}", "by hand", 1.1, lambda t=trunk: _mean_step(t))
+        for name, (trunk, _) in _TRUNKS.items()
     ]
     return (directions if "direction" in names else []) + (steps if "step" in names else [])

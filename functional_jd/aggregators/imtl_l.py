@@ -1,0 +1,63 @@
+"""IMTL-L: each loss has a scale, which is learned, so that all scaled losses are alike."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, losses
+
+
+class ImtlLState(NamedTuple):
+    """What IMTL-L remembers.
+
+    Attributes:
+        log_scales: float64 `[m]`.
+    """
+
+    log_scales: Tensor
+
+
+def imtl_l(rate: float = 0.1) -> Aggregator:
+    """Multiply each loss by a scale that is learned with the parameters.
+
+    `s = sum_i (exp(v_i) L_i - v_i)`, so `weights_i = exp(v_i)`; then `v <- v - rate ds/dv`; v starts at 0.
+
+    Args:
+        rate: of the log-scales, positive. The rule learns them itself, by gradient descent, in the call that uses them:
+            the optimizer need not know of them.
+
+    Returns:
+        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, positive;
+        differentiable with respect to losses and state.
+
+    Raises:
+        ValueError: `rate` out of range.
+
+    Laws:
+        The direction and the step of v are what gradient descent on s in both gives, from the same point. Losses that
+        never change end at `exp(v) = 1 / L`, all scaled losses 1: so losses must be positive, else v grows for ever.
+        `uw(2 rate)` has half the weights. Losses far above `1 / rate` throw v beyond its goal in the first call, from
+        where it comes back by `rate` per call: divide them by what they start at. Losses that are not finite give a
+        state that is not: carry on with the old one.
+
+    Source:
+        Liu, Li, Kuang, Xue, Chen, Yang, Liao & Zhang, Towards impartial multi-task learning, ICLR 2021: loss balance,
+        with the exponential for the scaling function.
+
+    Differs:
+        The paper learns v with the optimizer of the parameters; here it is plain descent, with its own rate.
+    """
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"imtl_l: rate must be positive and finite, found {rate}. The default is 0.1.")
+
+    def update(losses: Tensor, state: ImtlLState) -> tuple[Tensor, ImtlLState]:
+        weights, slope = torch.func.grad(value, argnums=(0, 1))(losses, state.log_scales)
+        return weights, ImtlLState(state.log_scales - rate * slope)
+
+    return Aggregator(losses, lambda losses: ImtlLState(torch.zeros_like(losses)), update)
+
+
+def value(losses: Tensor, log_scales: Tensor) -> Tensor:
+    """The number that is descended."""
+    return (torch.exp(log_scales) * losses - log_scales).sum()

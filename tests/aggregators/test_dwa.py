@@ -1,0 +1,133 @@
+"""DWA: the paper's equation in plain loops, epochs that end by a function, and the peer's numbers."""
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scalarizations import (
+    LOSSES,
+    ROWS,
+    calls,
+    check_direction,
+    check_restored,
+    check_slopes,
+    check_transforms,
+    compiled,
+)
+from torch.utils._pytree import tree_map
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.dwa import DwaState, dwa, end_epoch
+
+losses = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=3)
+epochs = st.lists(st.lists(losses, min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+def in_loops(epochs, temperature):
+    """The weights of every epoch, number by number."""
+    averages = []
+    for epoch in epochs:
+        ratios = [new / old for new, old in zip(averages[-1], averages[-2], strict=True)] if averages[1:] else [1.0] * 3
+        grown = [math.exp(ratio / temperature) for ratio in ratios]
+        yield [3 * part / sum(grown) for part in grown]
+        averages.append([sum(column) / len(epoch) for column in zip(*epoch, strict=True)])
+
+
+@given(epochs, st.sampled_from([0.5, 2.0]))
+def test_equal_to_the_paper_s_equation_in_plain_loops(epochs, temperature):
+    rule, state = dwa(temperature), None
+    for epoch, expected in zip(epochs, in_loops(epochs, temperature), strict=True):
+        weights, state = calls(rule, torch.tensor(epoch, dtype=torch.float64), state)
+        torch.testing.assert_close(weights.tolist(), [expected] * len(epoch))
+        state = end_epoch(state)
+
+
+# torchjd 0.18, DWA(0.5) in float64, two calls in each of four epochs, at LOSSES[(epoch + call) % 4]: the gradients
+PEER = [[1.0] * 3] * 2 + [[2.443254532, 0.319818268, 0.2369272], [1.962515945, 0.384219246, 0.653264809]]
+
+
+def test_equal_to_the_peer_over_four_epochs():
+    rule, state = dwa(0.5), None
+    for epoch, expected in enumerate(PEER):
+        weights, state = calls(rule, LOSSES.roll(-epoch, 0)[:2], state)
+        torch.testing.assert_close(weights.tolist(), [expected] * 2, atol=1e-9, rtol=0)
+        state = end_epoch(state)
+
+
+def third_epoch():
+    state = None
+    for epoch in range(2):
+        state = end_epoch(calls(dwa(), LOSSES[epoch : epoch + 2], state)[1])
+    return state
+
+
+def test_the_direction_is_the_gradient():
+    check_direction(dwa(), lambda losses: losses.sum())
+    state = third_epoch()
+    weights = aggregate(dwa(), ROWS, state, losses=LOSSES[0]).weights
+    assert (weights - 1).abs().min() > 1e-3
+    check_direction(dwa(), lambda losses: losses @ weights, state)
+    check_slopes(dwa(), lambda losses: losses @ weights, LOSSES[1], state)
+
+
+def test_an_epoch_without_a_call_is_none():
+    for state in (third_epoch(), dwa().init(LOSSES[0])):
+        for expected, found in zip(state, end_epoch(state), strict=True):
+            assert torch.equal(expected, found)
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=3))
+def test_the_units_of_the_losses_do_not_matter(units):
+    scales = torch.tensor(units, dtype=torch.float64)
+    state, scaled = (end_epoch(calls(dwa(), LOSSES[:2] * c)[1]) for c in (1, scales))
+    state, scaled = (end_epoch(calls(dwa(), LOSSES[2:] * c, s)[1]) for c, s in ((1, state), (scales, scaled)))
+    torch.testing.assert_close(state.ratio, scaled.ratio)
+    assert (state.ratio - 1).abs().min() > 0.01
+
+
+def test_a_loss_that_was_zero_in_an_epoch_counts_as_unchanged():
+    zero = LOSSES * torch.tensor([0.0, 1.0, 1.0])
+    state = end_epoch(calls(dwa(), LOSSES[1:], end_epoch(calls(dwa(), zero)[1]))[1])
+    assert state.ratio.isfinite().all()
+    assert state.ratio[0] == 1
+
+
+def twice(losses):
+    state = end_epoch(calls(dwa(0.5), [losses, losses.flip(0)])[1])
+    state = end_epoch(calls(dwa(0.5), [losses.square()], state)[1])
+    return calls(dwa(0.5), [losses], state)[0][0]
+
+
+def test_ending_an_epoch_composes_with_every_transform():
+    check_transforms(dwa())
+    loop = torch.stack([twice(losses) for losses in LOSSES])
+    torch.testing.assert_close(torch.vmap(twice)(LOSSES), loop)
+    torch.testing.assert_close(compiled(torch.vmap(twice))(LOSSES), loop)
+    assert torch.autograd.gradcheck(twice, LOSSES[1].clone().requires_grad_(), check_forward_ad=True)
+
+
+def test_ending_an_epoch_changes_nothing_that_it_is_given():
+    state = calls(dwa(), LOSSES)[1]
+    before = tree_map(torch.clone, state)
+    end_epoch(state)
+    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
+
+
+def test_a_saved_state_continues_bit_for_bit_also_in_the_middle_of_an_epoch():
+    check_restored(dwa())
+    file = io.BytesIO()
+    _, state = calls(dwa(), LOSSES[:1], third_epoch())
+    torch.save(state._asdict(), file)
+    file.seek(0)
+    restored = DwaState(**torch.load(file, weights_only=True))
+    for expected, found in zip(end_epoch(state), end_epoch(restored), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_the_temperature_is_checked(temperature):
+    with pytest.raises(ValueError, match="dwa: temperature must be positive and finite, found"):
+        dwa(temperature)

@@ -1,0 +1,170 @@
+"""FAMO: torch's Adam on the logits, losses after the step by a function or from the next call, the peer's numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scalarizations import (
+    AFTER,
+    LOSSES,
+    ROWS,
+    calls,
+    check_direction,
+    check_restored,
+    check_slopes,
+    check_transforms,
+    compiled,
+    hidden,
+)
+
+from functional_jd.aggregation import aggregate
+from functional_jd.aggregators.famo import after_step, famo, value
+
+positive = st.lists(st.floats(0.1, 10), min_size=3, max_size=3)
+sequences = st.lists(st.tuples(positive, positive), min_size=1, max_size=5)
+
+
+def measured(rule, losses, after):
+    """The weights of every call, with the losses after every step."""
+    weights, state = [], None
+    for before, behind in zip(losses, after, strict=True):
+        found, state = calls(rule, [before], state)
+        weights.append(found[0])
+        state = after_step(state, behind)
+    return torch.stack(weights), state
+
+
+def test_value_at_1_2_and_4():
+    assert value(LOSSES[0], torch.zeros(3, dtype=torch.float64)).item() == pytest.approx(1.188252, abs=1e-6)
+
+
+def with_adam(sequence, rate, decay):
+    """The weights of every call, with the logits a parameter of torch.optim.Adam."""
+    logits = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    adam = torch.optim.Adam([logits], lr=rate, weight_decay=decay)
+    for before, after in sequence:
+        parts = torch.softmax(logits.detach(), 0) / before
+        yield (parts / parts.sum()).tolist()
+        adam.zero_grad()
+        (torch.softmax(logits, 0) @ (before / after).log()).backward()
+        adam.step()
+
+
+@given(sequences, st.sampled_from([0.025, 0.5]), st.sampled_from([0.0, 1e-3, 0.5]))
+def test_equal_to_torch_s_adam_on_the_logits(sequence, rate, decay):
+    pairs = torch.tensor(sequence, dtype=torch.float64)
+    weights, _ = measured(famo(rate, decay), pairs[:, 0], pairs[:, 1])
+    # Where all losses fall alike the slope is rounding, 1e-17, of which Adam's 1e-8 leaves 1e-9 of a step.
+    torch.testing.assert_close(weights.tolist(), list(with_adam(pairs, rate, decay)), atol=1e-6, rtol=1e-6)
+
+
+# torchjd 0.18, FAMO(3, lr, weight_decay) in float64: the gradients at LOSSES with `update(AFTER)` after each
+PEER = {
+    (0.025, 1e-3): [
+        [0.5714286, 0.2857143, 0.1428571],
+        [0.590911, 0.0984852, 0.3106038],
+        [0.0975902, 0.769793, 0.1326168],
+        [0.0990828, 0.0999032, 0.8010139],
+    ],
+    (0.5, 0.1): [
+        [0.5714286, 0.2857143, 0.1428571],
+        [0.3959131, 0.0659855, 0.5381014],
+        [0.0938913, 0.729035, 0.1770738],
+        [0.0914255, 0.1343372, 0.7742374],
+    ],
+}
+# FAMO(3, lr=0.5, weight_decay=0.1), with `update` on the losses of the next call
+PEER_WITHOUT = [
+    [0.5714286, 0.2857143, 0.1428571],
+    [0.5120205, 0.2319693, 0.2560102],
+    [0.0702741, 0.8570191, 0.0727068],
+    [0.1509162, 0.201232, 0.6478519],
+]
+
+
+@pytest.mark.parametrize("settings", PEER)
+def test_equal_to_the_peer_over_four_steps(settings):
+    weights, _ = measured(famo(*settings), LOSSES, AFTER)
+    torch.testing.assert_close(weights.tolist(), PEER[settings], atol=1e-6, rtol=0)
+
+
+def test_without_a_measurement_the_next_losses_stand_for_it():
+    weights, _ = calls(famo(0.5, 0.1), LOSSES)
+    torch.testing.assert_close(weights.tolist(), PEER_WITHOUT, atol=1e-6, rtol=0)
+
+
+def test_after_a_skipped_step_the_first_measurement_stays():
+    _, state = calls(famo(), LOSSES[:1])
+    once = after_step(state, AFTER[0])
+    twice = after_step(once, AFTER[1])
+    assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
+    assert torch.equal(state.after, LOSSES[0])  # what was handed over has not changed
+
+
+def test_named_losses_are_taken_in_leaf_order():
+    _, state = calls(famo(), LOSSES[:1])
+    named = {"b": AFTER[0, 1:], "a": AFTER[0, 0]}
+    assert torch.equal(after_step(state, named).after, AFTER[0])
+
+
+@given(st.floats(1e-9, 1e9))
+def test_the_unit_of_the_losses_does_not_matter(unit):
+    expected, _ = measured(famo(0.5), LOSSES, AFTER)
+    torch.testing.assert_close(measured(famo(0.5), LOSSES * unit, AFTER * unit)[0], expected)
+
+
+def descended(logits, c=None):
+    """The paper's number: c from the losses, but constant, or held at what it is elsewhere."""
+    z = logits.exp() / logits.exp().sum()
+    return lambda losses: (z @ losses.log()) / (z / (losses.detach() if c is None else c)).sum()
+
+
+def test_the_direction_is_the_gradient_whatever_was_learned():
+    zeros = torch.zeros(3, dtype=torch.float64)
+    check_direction(famo(), descended(zeros))
+    check_slopes(famo(), descended(zeros, LOSSES[1]), LOSSES[1])
+    # A rate of zero keeps the logits: what the losses of the call would teach does not blur the comparison.
+    learned = measured(famo(0.5), LOSSES[:2], AFTER[:2])[1].logits
+    assert learned.abs().min() > 0.01
+    state = famo().init(LOSSES[0])._replace(logits=learned)
+    check_direction(famo(0.0), descended(learned), state)
+    check_slopes(famo(0.0), descended(learned, LOSSES[1]), LOSSES[1], state)
+
+
+def fourth(losses):
+    return measured(famo(0.5, 0.1), [losses, losses.flip(0), losses.square()], AFTER[:3])[0][-1]
+
+
+def test_composes_with_every_transform():
+    check_transforms(famo(0.5, 0.1))
+    loop = torch.stack([fourth(losses) for losses in LOSSES])
+    torch.testing.assert_close(torch.vmap(fourth)(LOSSES), loop)
+    torch.testing.assert_close(compiled(torch.vmap(fourth))(LOSSES), loop)
+    assert torch.autograd.gradcheck(fourth, LOSSES[1].clone().requires_grad_(), check_forward_ad=True)
+
+
+def test_a_saved_state_continues_bit_for_bit():
+    check_restored(famo())
+
+
+def test_one_objective_has_weight_one():
+    weights, state = famo(0.5).update(LOSSES[0, :1], famo(0.5).init(LOSSES[0, :1]))
+    weights, _ = famo(0.5).update(LOSSES[1, :1], state)
+    assert weights.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan])
+def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(bad):
+    assert not hidden(famo(), torch.tensor([1.0, bad, 2.0], dtype=torch.float64))
+
+
+def test_errors_name_what_was_found():
+    with pytest.raises(ValueError, match="famo: rate must be finite and not negative, found -1"):
+        famo(-1)
+    with pytest.raises(ValueError, match="famo: decay must be finite and not negative, found nan"):
+        famo(decay=math.nan)
+    state = aggregate(famo(), ROWS, losses=LOSSES[0]).state
+    with pytest.raises(ValueError, match="after_step: expected 3 losses, as in the step, found 2"):
+        after_step(state, LOSSES[0, :2])

@@ -1,0 +1,183 @@
+"""MoCo: the published equations in plain loops, and directions that the current rows do not contain."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from functional_jd.aggregation import aggregate, combine, start
+from functional_jd.aggregators.moco import moco
+from functional_jd.testing.measures import form
+
+torch.set_num_threads(1)
+
+sequences = st.tuples(st.just(4), st.integers(1, 4), st.integers(1, 4)).flatmap(
+    lambda shape: st.tuples(
+        hnp.arrays(np.float64, shape, elements=st.integers(-3, 3)),
+        hnp.arrays(np.float64, shape[:2], elements=st.integers(0, 8)),
+    )
+)
+
+
+def number(k):
+    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
+
+
+def values(k):
+    return ((torch.arange(3) * (k + 2) + k) % 5 + 1).double() / 2
+
+
+def in_loops(sequence, losses, beta, gamma, rho, beta_sigma, gamma_sigma):
+    """The weights and the direction of every call, number by number."""
+    _, m, n = sequence.shape
+    y, w = [[0.0] * n for _ in range(m)], [1 / m] * m
+    for t, (rows, values) in enumerate(zip(sequence.tolist(), losses.tolist(), strict=True), start=1):
+        b, c = beta / t**beta_sigma, gamma / t**gamma_sigma
+        for i in range(m):
+            length = math.sqrt(math.fsum(x * x for x in rows[i]))
+            y[i] = [
+                old - b * (old - (values[i] * x / length if x else 0)) for old, x in zip(y[i], rows[i], strict=True)
+            ]
+        walked = []
+        for i in range(m):
+            pull = rho * w[i] + sum(w[j] * sum(a * b for a, b in zip(y[i], y[j], strict=True)) for j in range(m))
+            walked.append(w[i] - c * pull)
+        grown = [math.exp(x) for x in walked]
+        w = [x / sum(grown) for x in grown]
+        yield w, [sum(w[i] * y[i][p] for i in range(m)) for p in range(n)]
+
+
+@given(sequences, st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.5]))
+def test_equal_to_the_published_equations_in_plain_loops(case, beta, rho, sigma):
+    sequence, losses = case
+    rule, state = moco(beta, 0.2, rho, beta_sigma=sigma, gamma_sigma=0.5 - sigma), None
+    for k, (weights, expected) in enumerate(in_loops(sequence, losses, beta, 0.2, rho, sigma, 0.5 - sigma)):
+        J, given = torch.from_numpy(sequence[k]), torch.from_numpy(losses[k])
+        direction, _, state = aggregate(rule, J, state, losses=given)
+        torch.testing.assert_close(direction.tolist(), expected, atol=1e-11, rtol=1e-11)
+        torch.testing.assert_close(state.weights.tolist(), weights, atol=1e-11, rtol=1e-11)
+
+
+# LibMTL's MoCo on number(k) and values(k), k = 0 .. 3, in NumPy and float64, with its 1e-8
+DEFAULT = [
+    [-0.397082, -0.062031, 0.273021, -0.075582],
+    [-0.400857, 0.191835, 0.220896, -0.097287],
+    [-0.399906, 0.275795, 0.069273, 0.016312],
+    [-0.398785, 0.284672, 0.032297, 0.166863],
+]
+OTHER = [
+    [-0.609897, -0.105257, 0.399383, -0.033214],
+    [-0.463783, 0.432259, 0.211962, -0.112856],
+    [-0.429635, 0.444357, -0.093988, 0.12818],
+    [-0.309868, 0.34817, -0.001959, 0.41409],
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "peer"), [(moco(), DEFAULT), (moco(0.8, 0.3, 0.2, beta_sigma=0.2, gamma_sigma=0.1), OTHER)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_to_the_peer_over_several_calls(rule, peer, dtype):
+    state = None
+    for k, expected in enumerate(peer):
+        direction, _, state = aggregate(rule, number(k).to(dtype), state, losses=values(k).to(dtype))
+        assert direction.dtype == dtype
+        torch.testing.assert_close(direction.tolist(), expected, atol=2e-6, rtol=0)
+
+
+def test_what_the_current_rows_do_not_contain_is_carried_over():
+    rule, losses = moco(0.5, 0.0, beta_sigma=0.0), torch.tensor([4.0, 8.0])
+    state = aggregate(rule, torch.tensor([[0.0, 3.0], [7.0, 0.0]]), losses=losses).state
+    direction = aggregate(rule, torch.zeros(2, 2), state, losses=losses).direction
+    torch.testing.assert_close(direction, torch.tensor([1.0, 0.5]))
+
+
+def test_the_direction_is_what_the_weights_make_of_the_current_rows():
+    J = {"w": number(0)[:, :3].unsqueeze(1), "b": number(0)[:, 3]}
+    state = aggregate(moco(), J, losses=values(0)).state
+    flipped = {key: leaf.flip(0) for key, leaf in J.items()}
+    later = aggregate(moco(), flipped, state, losses=values(1))
+    torch.testing.assert_close(combine(flipped, later.weights), later.direction)
+    assert later.weights["w"].weights.shape == (3, 1, 1)
+
+
+def test_the_average_forgets_noise_that_the_current_rows_have():
+    generator = torch.Generator().manual_seed(0)
+    clean, losses, rule, state = number(1), torch.ones(3, dtype=torch.float64), moco(0.5, 0.0), None
+    mean = clean.div(clean.norm(dim=1, keepdim=True)).mean(0)
+    for _ in range(400):
+        noisy = clean + 3 * torch.randn(3, 4, generator=generator, dtype=torch.float64)
+        direction, _, state = aggregate(rule, noisy, state, losses=losses)
+    alone = noisy.div(noisy.norm(dim=1, keepdim=True)).mean(0)
+    cosine = lambda x: torch.cosine_similarity(x, mean, dim=0)
+    assert cosine(direction) > 0.95 > cosine(alone)
+
+
+@pytest.mark.parametrize("scales", [[1e-18, 1.0, 1e18], [1e18] * 3, [1e-18] * 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_length_of_a_row_does_not_matter(scales, dtype):
+    factors, state, scaled = torch.tensor(scales, dtype=dtype).unsqueeze(1), None, None
+    for k in range(3):
+        expected, _, state = aggregate(moco(), number(k).to(dtype), state, losses=values(k))
+        direction, _, scaled = aggregate(moco(), factors * number(k).to(dtype), scaled, losses=values(k))
+        torch.testing.assert_close(direction, expected, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [-1.0, torch.inf, torch.nan])
+def test_losses_that_are_negative_or_not_finite_are_not_hidden(bad):
+    losses = torch.tensor([1.0, bad, 2.0])
+    assert aggregate(moco(), number(0), losses=losses).direction.isnan().all()
+
+
+def test_a_jacobian_that_is_not_finite_is_not_hidden():
+    J = number(0)
+    state = aggregate(moco(), J, losses=values(0)).state
+    J[1, 2] = torch.inf
+    assert not aggregate(moco(), J, state, losses=values(0)).direction.isfinite().any()
+
+
+def test_the_state_keeps_its_form_from_the_start_on():
+    half = number(0).half()
+    old = start(moco(), half, losses=values(0))
+    assert form(old) == form(aggregate(moco(), half, old, losses=values(0)).state)
+    assert old.rows.dtype == torch.float32
+
+
+def third(J, losses):
+    rule = moco(0.6, 0.2, 0.1)
+    state = aggregate(rule, J, losses=losses).state
+    state = aggregate(rule, J.sin(), state, losses=losses + 1).state
+    return aggregate(rule, J * J, state, losses=losses**2).direction
+
+
+def test_derivatives_are_those_of_finite_differences():
+    inputs = (number(1).add(0.5).div(3).requires_grad_(), values(1).requires_grad_())
+    assert torch.autograd.gradcheck(third, inputs, check_forward_ad=True)
+
+
+def test_derivatives_are_finite_at_zeros():
+    J = number(1)
+    J[1] = 0
+    assert torch.func.grad(lambda J: third(J, values(1)).sum())(J).isfinite().all()
+    _, tangent = torch.func.jvp(lambda J: third(J, values(1)), (J,), (torch.ones_like(J),))
+    assert tangent.isfinite().all()
+
+
+def test_a_batch_is_the_loop_also_compiled():
+    batch, losses = (torch.stack([f(k) for k in range(3)]) for f in (number, values))
+    loop = torch.stack([third(*case) for case in zip(batch, losses, strict=True)])
+    torch.testing.assert_close(torch.vmap(third)(batch, losses), loop)
+    compiled = torch.compile(torch.vmap(third), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch, losses), loop)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"beta": 0.0}, {"beta": torch.nan}, {"gamma": -1.0}, {"rho": torch.inf}, {"gamma_sigma": -1.0}]
+)
+def test_hyper_parameters_are_checked(wrong):
+    with pytest.raises(ValueError, match=f"moco: {next(iter(wrong))} must .*, found"):
+        moco(**wrong)
