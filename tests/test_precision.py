@@ -3,7 +3,6 @@
 import re
 import resource
 import sys
-from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from functional_jd import precision
@@ -42,6 +42,10 @@ def signs(x: Tensor) -> Tensor:
 
 def along(name: str):
     return lambda x: getattr(torch, name)(x, dim=1)
+
+
+def method(name: str, *args: int):
+    return lambda x: getattr(x, name)(*args)
 
 
 UNARY = "square reciprocal rsqrt exp expm1 log log10 log1p log2 acos asin cosh sinh tan erfinv sum prod norm"
@@ -78,6 +82,7 @@ HALF = {
     "conv3d": lambda x: F.conv3d(x[None, :, :, None, None], x[:, :, None, None, None], x[0]),
     "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], x[:, :, None], x[0]),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, :, :, None], x[:, :, None, None], x[0]),
+    "conv_transpose3d": lambda x: F.conv_transpose3d(x[None, :, :, None, None], x[:, :, None, None, None], x[0]),
     "gru_cell": lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1)),
     "rnn_tanh_cell": lambda x: torch.rnn_tanh_cell(x, x, x, x),
 }
@@ -91,8 +96,8 @@ FLOAT32 = {
     "special.expm1": lambda x: torch.special.expm1(x),
     "special.log_softmax": lambda x: torch.special.log_softmax(x, 0),
     "special.logsumexp": lambda x: torch.special.logsumexp(x, 0),
-    **{name: methodcaller(name) for name in UNARY.split()},
-    **{f"{name} of a dimension": methodcaller(name, 1) for name in ALONG.split()},
+    **{name: method(name) for name in UNARY.split()},
+    **{f"{name} of a dimension": method(name, 1) for name in ALONG.split()},
     **{f"torch.{name}": along(name) for name in ALONG.split()},
     "F.softmax": lambda x: F.softmax(x, dim=1),
     "F.log_softmax": lambda x: F.log_softmax(x, dim=1),
@@ -128,6 +133,8 @@ FLOAT32 = {
     "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x.flip(0), signs(x)[0]),
     "hinge_embedding_loss": lambda x: F.hinge_embedding_loss(x, signs(x)),
     "margin_ranking_loss": lambda x: F.margin_ranking_loss(x, x.flip(0), signs(x)),
+    "multi_margin_loss": lambda x: F.multi_margin_loss(x, labels(x)),
+    "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x, labels(x).expand(4, 4)),
     "soft_margin_loss": lambda x: F.soft_margin_loss(x, signs(x)),
     "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, x.flip(0)),
     "triplet_margin_loss": lambda x: F.triplet_margin_loss(x, x.flip(0), x.flip(1)),
@@ -151,6 +158,8 @@ INPUT = {
     "atan2": lambda x: torch.atan2(x, x),
     "bilinear": lambda x: F.bilinear(x, x, x[None].repeat(4, 1, 1)),
     "linalg.cross": lambda x: torch.linalg.cross(x[:, :3], x[:, 1:]),
+    "cross": lambda x: torch.cross(x[:, :3], x[:, 1:], dim=1),
+    "index_put": lambda x: torch.index_put(x, (torch.tensor([0]),), x[1]),
     "tensordot": lambda x: torch.tensordot(x, x, 1),
     "where": lambda x: torch.where(x > 0.5, x, x),
     "Tensor.where": lambda x: x.where(x > 0.5, x.flip(0)),
@@ -178,8 +187,11 @@ MIXED = {  # the widest of the two
     "dot": lambda pair: torch.dot(pair[0][0], pair[1][0]),
     "inner": lambda pair: torch.inner(*pair),
     "addcmul": lambda pair: torch.addcmul(pair[0], pair[1], pair[0]),
+    "addcdiv": lambda pair: torch.addcdiv(pair[0], pair[1], pair[0]),
+    "atan2": lambda pair: torch.atan2(*pair),
     "bilinear": lambda pair: F.bilinear(pair[0], pair[1], pair[0].expand(3, 4, 4)),
     "linalg.cross": lambda pair: torch.linalg.cross(pair[0][:, :3], pair[1][:, :3]),
+    "cross": lambda pair: torch.cross(pair[0][:, :3], pair[1][:, :3], dim=1),
     "tensordot": lambda pair: torch.tensordot(*pair, dims=1),
     "where": lambda pair: torch.where(pair[0] > 0.5, *pair),
     "scatter_add": lambda pair: pair[0].scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), pair[1]),
@@ -203,6 +215,36 @@ def test_ops_have_the_reference_dtype_with_vmap_and_without(op, name, dtype):
         batched = vmap(autocast(op, dtype))(x[None])
         assert batched.dtype == alone.dtype
         assert near(batched[0], alone, 4 * EPS[dtype])
+
+
+OP_ROADS = {
+    "jacrev": jacrev,
+    "vmap(jacrev)": lambda f: lambda x: vmap(jacrev(f))(x[None]),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
+    "vmap(jvp)": lambda f: lambda x: vmap(lambda x: jvp(f, (x,), (x,))[1])(x[None]),
+}
+NO_JVP = {"cdist", "pdist", "grid_sample", "multi_margin_loss", "multilabel_margin_loss"}  # in torch itself
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
+def test_ops_have_the_reference_dtype_on_every_road(op, name, dtype):
+    for given_dtype in (torch.float32, dtype):
+        x = draw(4, 4).to(given_dtype)
+        for road, way in OP_ROADS.items():
+            if "jvp" in road and name in NO_JVP:
+                continue
+            seen = []
+
+            def f(x, seen=seen):
+                y = op(x)
+                seen.append(y.dtype)
+                return y
+
+            derivative = way(autocast(f, dtype))(x)
+            assert set(seen) == {expected_dtype(name, given_dtype, dtype)}, road
+            assert derivative.dtype == (seen[0] if "jvp" in road else given_dtype), road
 
 
 @both
@@ -230,6 +272,63 @@ def test_promoting_ops_take_the_widest_dtype(name, dtype):
         widest = torch.float32 if torch.float32 in (pair[0].dtype, pair[1].dtype) else dtype
         assert autocast(MIXED[name], dtype)(pair).dtype == widest
         assert vmap(autocast(MIXED[name], dtype))((pair[0][None], pair[1][None])).dtype == widest
+
+
+REFERENCE = {  # the documented lists, CUDA's
+    "HALF": """__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d
+        conv_transpose1d conv_transpose2d conv_transpose3d linear matmul mm mv prelu
+        scaled_dot_product_attention einsum""",
+    "FLOAT32": """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh
+        cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 gelu group_norm
+        hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss
+        multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal
+        rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan
+        triplet_margin_loss""",
+    "PROMOTE": """addcdiv addcmul atan2 bilinear cat cross dot equal stack tensordot
+        scatter_add index_put where""",
+}
+APART = {"chain_matmul", "equal"}  # no vmap rule, no tensor: they have tests of their own
+
+
+class Heard(TorchFunctionMode):
+    """The names that torch itself gives to the ops that Python calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.removeprefix("linalg_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_entry_of_the_reference_is_tabled_and_called_above():
+    with Heard() as heard:
+        for op, _ in CASES:
+            op(draw(4, 4))
+    for table, words in REFERENCE.items():
+        names = {name.removeprefix("linalg_") for name in getattr(precision, table)}
+        assert set(words.split()) <= names
+        # `x @ y`, `x**2` and `2 / x` answer to another name of theirs.
+        assert set(words.split()) - heard.names - APART <= {"__matmul__", "__pow__", "__rtruediv__"}
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated:UserWarning")
+def test_chain_matmul_is_half_where_torch_has_it(dtype):
+    chain = autocast(lambda x: torch.chain_matmul(x, x, x), dtype)
+    x = draw(4, 4)
+    assert chain(x).dtype == dtype
+    assert near(chain(x), x @ x @ x, 4 * EPS[dtype])
+    assert near(grad(lambda x: chain(x).float().sum())(x), grad(lambda x: (x @ x @ x).sum())(x), 8 * EPS[dtype])
+
+
+@both
+def test_equal_compares_across_dtypes(dtype):
+    whole = torch.tensor([1.0, 2.0])
+    third = whole / 3
+    assert autocast(torch.equal, dtype)(whole, whole.to(dtype))
+    assert not autocast(torch.equal, dtype)(third, third.to(dtype))  # the widest: nothing is rounded to agree
 
 
 def test_tables_hold_all_that_torch_lists():
@@ -452,6 +551,42 @@ def test_what_overflows_half_precision_does_not():
     assert found["sum"] == 100_000
     assert found["norm"] == 10_000
     assert torch.equal(found["square"], torch.tensor([1e6, 1e6]))
+
+
+@both
+@pytest.mark.parametrize("road", ["alone", "vmap", "compiled"])
+def test_cross_entropy_of_huge_logits_and_its_gradient_are_exact(road, dtype):
+    torch.compiler.reset()
+    logits, soft = torch.tensor([[1000.0, 0.0]], dtype=dtype), torch.tensor([[0.5, 0.5]])
+    f = grad_and_value(autocast(lambda z: F.cross_entropy(z, soft), dtype))
+    roads = {
+        "alone": f,
+        "vmap": lambda z: tuple(part[0] for part in vmap(f)(z[None])),
+        "compiled": torch.compile(f, fullgraph=True, backend="aot_eager"),
+    }
+    gradient, value = roads[road](logits)
+    assert value.item() == 500
+    assert (value.dtype, gradient.dtype) == (torch.float32, dtype)
+    assert gradient.tolist() == [[0.5, -0.5]]  # softmax - labels
+
+
+@both
+def test_softmax_of_huge_logits_is_exact_forward_and_backward(dtype):
+    logits = torch.tensor([1000.0, 0.0], dtype=dtype)
+    for softmax in (lambda z: F.softmax(z, 0), lambda z: F.log_softmax(z, 0).exp()):
+        low = autocast(softmax, dtype)
+        for value in (low(logits), vmap(low)(logits[None])[0]):
+            assert value.tolist() == [1, 0]
+        assert jacrev(low)(logits).tolist() == [[0, 0], [0, 0]]
+
+
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=6), st.sampled_from(LOW))
+def test_sums_beyond_65504_are_exact(values, dtype):
+    x = (1024.0 * torch.tensor(values)).to(dtype)  # whole multiples: exact in either
+    total = 1024 * sum(values) + 65536
+    f = autocast(lambda x: torch.cat([x, x.new_full((2,), 32768.0)]).sum(), dtype)
+    assert f(x).item() == vmap(f)(x[None]).item() == total
+    assert grad(f)(x).tolist() == [1] * len(values)
 
 
 @both
@@ -712,30 +847,25 @@ def test_full_precision_compiles_in_one_graph():
 
 
 @both
-def test_compiled_ops_have_the_dtypes_of_eager_ones(dtype):
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("part", range(4))
+def test_compiled_ops_have_the_reference_dtype_with_vmap_and_without(part, dtype):
     torch.compiler.reset()
+    # The compiler hides padding from modes: the CPU's native autocast makes its reflections float32.
+    ops = {name: op for op, name in CASES[part::4] if name != "pad"}
+    # What comes in has the dtype that must change, or must not.
+    given = {name: torch.float32 if name in HALF else dtype for name in ops}
 
     def f(x):
-        y = x.to(dtype)
-        halves = x @ x, F.linear(x, x, x[0]), y.relu(), torch.cat([y, y]), F.conv1d(x[None], x[:, :, None], x[0])
-        wholes = (
-            x**2,
-            2.0**y,
-            2 / y,
-            y.softmax(0),
-            F.gelu(y),
-            F.normalize(y),
-            y.sum(),
-            torch.cat([x, y]),
-            x[0].dot(x[1]),
-        )
-        return *halves, *wholes
+        return {name: op(x.to(given[name])) for name, op in ops.items()}
 
-    x = draw(4, 4)
-    eager = [y.dtype for y in autocast(f, dtype)(x)]
-    assert eager == [dtype] * 5 + [torch.float32] * 9
-    for road in (autocast(f, dtype), lambda x: vmap(autocast(f, dtype))(x[None])):
-        assert [y.dtype for y in torch.compile(road, fullgraph=True, backend="aot_eager")(x)] == eager
+    def roads(x):
+        return autocast(f, dtype)(x), vmap(autocast(f, dtype))(x[None])
+
+    for found in torch.compile(roads, fullgraph=True, backend="aot_eager")(draw(4, 4)):
+        assert {name: y.dtype for name, y in found.items()} == {
+            name: expected_dtype(name, given[name], dtype) for name in ops
+        }
 
 
 @both

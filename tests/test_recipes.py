@@ -1,0 +1,558 @@
+"""The recipes of `torch.amp` as values, each beside the stateful original, step by step.
+
+The cases are those of PyTorch's own tests of gradient scaling: four batches, the third of which overflows.
+"""
+
+import copy
+import itertools
+import operator
+from functools import partial, reduce
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+from torch.func import functional_call
+from torch.nn.functional import l1_loss, mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as fj
+from functional_jd.clipping import clip_by_norm, clip_by_value, global_norm
+
+LIMIT = 0.2  # a norm that every direction of these cases exceeds
+
+
+def net(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def batches(spoiled=2, count=4):
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(count)]
+    if spoiled is not None:
+        data[spoiled][0][0, 0] = torch.inf
+    return data
+
+
+def both(output, y):
+    return {"distance": l1_loss(output, y), "error": mse_loss(output, y)}
+
+
+SHAPE = net(0)  # of which only the form counts: `functional_call` brings the parameters
+
+
+def losses(params, x, y):
+    return both(functional_call(SHAPE, params, (x,)), y)
+
+
+class Original:
+    """The stateful way: a model with `.grad`, `torch.optim` and `GradScaler`."""
+
+    def __init__(self, cls=torch.optim.SGD, seed=0, half=False, **hyper):
+        self.net, self.half = net(seed), half
+        self.optimizer = cls(self.net.parameters(), **({"lr": 1.0} | hyper))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1)
+
+    def losses(self, x, y):
+        with torch.autocast("cpu", torch.float16, enabled=self.half):
+            return both(self.net(x), y)
+
+    def step(self, x, y, between=lambda: None):
+        self.optimizer.zero_grad()
+        self.scaler.scale(sum(self.losses(x, y).values()) / 2).backward()
+        between()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def agrees(self, params, scale, **tolerance):
+        for name, p in self.net.named_parameters():
+            torch.testing.assert_close(params[name], p.detach(), **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
+        assert scale.scale == self.scaler.get_scale()
+        assert scale.growth_tracker == self.scaler._get_growth_tracker()
+
+
+def fresh_scale(**settings):
+    return fj.scale_state(128.0, growth_interval=1, **settings)
+
+
+def fresh_params(seed=0):
+    return {name: p.detach().clone() for name, p in net(seed).named_parameters()}
+
+
+def clipped(optimizer, clip):
+    """An optimizer that clips the direction first."""
+    return fj.Optimizer(optimizer.init, lambda direction, *rest: optimizer.update(clip(direction), *rest))
+
+
+def descend(jacobian, params, moments, scale, optimizer, rule=None):
+    """What `step` does after the Jacobian."""
+    jacobian, finite = fj.unscale(scale, jacobian)
+    direction = fj.aggregate(rule or fj.mean(), jacobian).direction
+    new = optimizer.update(direction, moments, params)
+    params, moments = fj.select(finite, new, (params, moments))
+    return params, moments, fj.update_scale(scale, finite)
+
+
+# Typical training
+
+OPTIMIZERS = {
+    "sgd": (fj.sgd(1.0), torch.optim.SGD, {}),
+    "momentum": (fj.sgd(0.5, 0.9, nesterov=True), torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "nesterov": True}),
+    "adamw": (fj.adamw(0.01), torch.optim.AdamW, {"lr": 0.01}),
+    "fused adamw": (fj.adamw(0.01), torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adam": (fj.from_torch(torch.optim.Adam, lr=0.01), torch.optim.Adam, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+@pytest.mark.parametrize("half", [False, True], ids=["single", "half"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_typical_training(name, half, engine):
+    optimizer, cls, hyper = OPTIMIZERS[name]
+    original = Original(cls, half=half, **hyper)
+    how = {"losses": fj.autocast(losses) if half else losses, "aggregator": fj.mean(), "optimizer": optimizer}
+    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **how)
+    scales = []
+    for i, batch in enumerate(batches()):
+        original.step(*batch)
+        state, info = fj.step(state, *batch, engine=engine, **how)
+        # Adam divides by the gradient's own size: where that is next to zero, so is the agreement.
+        original.agrees(state.params, state.scale, **({"rtol": 1e-3, "atol": 1e-3} if half else {}))
+        assert info.finite == (i != 2)
+        scales.append(state.scale.scale.item())
+    assert scales == [256.0, 512.0, 256.0, 512.0]  # 128 grown three times, backed off once
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("how", ["norm", "largest", "value"])
+def test_clipping_of_unscaled_directions(how):
+    clip, in_place = {
+        "norm": (lambda d: clip_by_norm(d, LIMIT), lambda p: nn.utils.clip_grad_norm_(p, LIMIT)),
+        "largest": (
+            lambda d: clip_by_norm(d, LIMIT / 20, torch.inf),
+            lambda p: nn.utils.clip_grad_norm_(p, LIMIT / 20, norm_type=torch.inf),
+        ),
+        "value": (lambda d: clip_by_value(d, LIMIT / 20), lambda p: nn.utils.clip_grad_value_(p, LIMIT / 20)),
+    }[how]
+    original, unclipped = Original(), Original()
+    method = {"losses": losses, "aggregator": fj.mean(), "optimizer": clipped(fj.sgd(1.0), clip)}
+    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **method)
+
+    def unscale_and_clip():
+        original.scaler.unscale_(original.optimizer)
+        in_place(original.net.parameters())
+
+    for batch in batches():
+        original.step(*batch, between=unscale_and_clip)
+        unclipped.step(*batch)
+        state, _ = fj.step(state, *batch, **method)
+        original.agrees(state.params, state.scale, rtol=2e-5, atol=2e-6)  # torch adds 1e-6 to the norm
+    with pytest.raises(AssertionError):
+        unclipped.agrees(state.params, state.scale)
+
+
+def test_clipping_of_scaled_directions():
+    original, optimizer = Original(), fj.sgd(1.0)
+    params, scale, moments = fresh_params(), fresh_scale(), optimizer.init(fresh_params())
+    for batch in batches():
+        limit = LIMIT * original.scaler.get_scale()
+        original.step(*batch, between=lambda limit=limit: nn.utils.clip_grad_norm_(original.net.parameters(), limit))
+        jacobian, _ = fj.jacobian_fn(losses, scale=scale)(params, *batch)
+        direction = clip_by_norm(fj.aggregate(fj.mean(), jacobian).direction, LIMIT * scale.scale)
+        direction, finite = fj.unscale(scale, direction)
+        params, moments = fj.select(finite, optimizer.update(direction, moments, params), (params, moments))
+        scale = fj.update_scale(scale, finite)
+        original.agrees(params, scale, rtol=2e-5, atol=2e-6)
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("spoiled", [None, 2])
+def test_accumulation_over_micro_batches(spoiled):
+    original, optimizer = Original(), fj.sgd(1.0)
+    params, scale, moments = fresh_params(), fresh_scale(), optimizer.init(fresh_params())
+    data = batches(spoiled, count=8)
+    for pair in zip(data[::2], data[1::2], strict=True):
+        original.optimizer.zero_grad()
+        for batch in pair:
+            original.scaler.scale(sum(original.losses(*batch).values()) / 2 / len(pair)).backward()
+        original.scaler.step(original.optimizer)
+        original.scaler.update()
+
+        jacobians = [fj.jacobian_fn(losses, scale=scale)(params, *batch)[0] for batch in pair]
+        jacobian = tree_map(lambda *rows: sum(rows) / len(rows), *jacobians)
+        params, moments, scale = descend(jacobian, params, moments, scale, optimizer)
+        original.agrees(params, scale)
+    assert scale.scale == (128.0 * 2**4 if spoiled is None else 128.0 * 2**2)  # once per effective batch
+
+
+def test_accumulated_jacobians_are_those_of_the_effective_batch_for_every_rule():
+    params = tree_map(torch.Tensor.double, fresh_params())
+    x, y = (torch.cat(parts).double() for parts in zip(*batches(None), strict=True))
+    whole, _ = fj.jacobian_fn(losses, scale=fresh_scale(shape=(2,)))(params, x, y)
+    micro = [
+        fj.jacobian_fn(losses, scale=fresh_scale(shape=(2,)))(params, *pair)[0]
+        for pair in zip(x.chunk(4), y.chunk(4), strict=True)
+    ]
+    jacobian = reduce(partial(tree_map, operator.add), micro)
+    for rule in (fj.upgrad(), fj.mgda()):
+        expected = fj.aggregate(rule, fj.unscale(fresh_scale(shape=(2,)), whole)[0])
+        found = fj.aggregate(rule, fj.unscale(4 * fresh_scale(shape=(2,)).scale, jacobian)[0])
+        for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_an_overflow_of_the_sum_alone_skips_the_effective_batch():
+    scale = fj.scale_state()
+    rows, _ = fj.jacobian_fn(lambda p: p * 4e33, scale=scale)(torch.ones(1))
+    assert fj.unscale(scale, rows)[1]
+    assert not fj.unscale(scale, rows + rows)[1]
+
+
+# Gradient penalty
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+@pytest.mark.parametrize("half", [False, True], ids=["single", "half"])
+def test_gradient_penalty(half, engine):
+    original = Original(half=half, lr=0.1)
+    mixed = fj.autocast(losses) if half else losses
+
+    def with_penalty(params, factor, x, y):
+        jacobian, values = fj.jacobian_fn(mixed, scale=factor)(params, x, y)
+        slope = fj.aggregate(fj.total(), fj.scale(1 / factor, jacobian)).direction
+        return {**values, "slope": global_norm(slope)}
+
+    how = {"losses": with_penalty, "aggregator": fj.total(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(fresh_params(), torch.tensor(128.0), *batches()[0], scale=fresh_scale(), **how)
+    for i, batch in enumerate(batches()):
+        original.optimizer.zero_grad()
+        value = sum(original.losses(*batch).values())
+        leaves = list(original.net.parameters())
+        slopes = torch.autograd.grad(original.scaler.scale(value), leaves, create_graph=True)
+        penalty = sum((g / original.scaler.get_scale()).pow(2).sum() for g in slopes).sqrt()
+        original.scaler.scale(value + penalty).backward()
+        original.scaler.step(original.optimizer)
+        original.scaler.update()
+
+        before = state.params
+        state, info = fj.step(state, state.scale.scale, *batch, engine=engine, **how)
+        original.agrees(state.params, state.scale, **({"rtol": 5e-3, "atol": 5e-3} if half else {}))
+        assert info.finite == (i != 2)
+        if i != 2:
+            torch.testing.assert_close(info.losses["slope"], penalty.detach(), rtol=5e-3, atol=0)
+            assert not torch.equal(state.params["0.weight"], before["0.weight"])
+
+
+# Several models, losses and optimizers
+
+
+def test_several_models_losses_and_optimizers():
+    names, optimizers = ("first", "second"), {"first": fj.sgd(1.0), "second": fj.adamw(0.1)}
+    originals = {"first": Original(), "second": Original(torch.optim.AdamW, seed=1, lr=0.1)}
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1)
+    params = {"first": fresh_params(0), "second": fresh_params(1)}
+    moments = {name: optimizers[name].init(params[name]) for name in names}
+    scale = fresh_scale()
+
+    def mixtures(nets, x, y):
+        first, second = nets["first"](x), nets["second"](x)
+        return torch.stack([mse_loss(0.3 * first + 0.7 * second, y), mse_loss(0.6 * first - 0.4 * second, y)])
+
+    def pure(params, x, y):
+        return mixtures({name: partial(functional_call, SHAPE, params[name]) for name in names}, x, y)
+
+    def by_hand(params, moments, scale, spoil, x, y):
+        jacobian, _ = fj.jacobian_fn(pure, scale=scale)(params, x, y)
+        jacobian["second"]["1.weight"] = jacobian["second"]["1.weight"] + spoil
+        flags = {}
+        for name in names:
+            rows, flags[name] = fj.unscale(scale, jacobian[name])
+            direction = fj.aggregate(fj.total(), rows).direction
+            new = optimizers[name].update(direction, moments[name], params[name])
+            chosen = fj.select(flags[name], new, (params[name], moments[name]))
+            params, moments = params | {name: chosen[0]}, moments | {name: chosen[1]}
+        return params, moments, fj.update_scale(scale, flags["first"] & flags["second"])
+
+    for i, (x, y) in enumerate(batches(None)):
+        for original in originals.values():
+            original.optimizer.zero_grad()
+        values = mixtures({name: originals[name].net for name in names}, x, y)
+        scaler.scale(values.sum()).backward()
+        if i == 2:
+            originals["second"].net[1].weight.grad.fill_(torch.inf)
+        scaler.unscale_(originals["first"].optimizer)
+        for original in originals.values():
+            scaler.step(original.optimizer)
+        scaler.update()
+
+        before = params
+        params, moments, scale = by_hand(params, moments, scale, torch.tensor(torch.inf if i == 2 else 0.0), x, y)
+        for name in names:
+            for leaf, p in originals[name].net.named_parameters():
+                torch.testing.assert_close(params[name][leaf], p.detach(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(params["second"]["0.bias"], before["second"]["0.bias"]) == (i == 2)
+        assert not torch.equal(params["first"]["0.bias"], before["first"]["0.bias"])
+        assert scale.scale == scaler.get_scale()
+    assert scale.scale == 128.0 * 2.0**3 * 0.5
+
+
+# One scale per objective
+
+
+def test_one_scale_per_objective_is_one_scaler_per_loss():
+    big = 1e38  # a number of single precision, but not times a scale
+    factors = torch.tensor([[1.0, 1.0], [1.0, big], [1.0, 1.0], [big, 1.0], [big, big], [1.0, 1.0]])
+    original = Original()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2) for _ in range(2)]
+
+    def weighted(params, factor, x, y):
+        return torch.stack([*losses(params, x, y).values()]) * factor
+
+    how = {"losses": weighted, "aggregator": fj.total(), "optimizer": fj.sgd(1.0)}
+    scale = fj.scale_state(128.0, growth_interval=2, shape=(2,))
+    state = fj.train_state(fresh_params(), factors[0], *batches()[0], scale=scale, **how)
+    for factor, batch in zip(factors, batches(None, 6), strict=True):
+        rows, flags = [], []
+        for i, scaler in enumerate(scalers):
+            twin = copy.deepcopy(original.net)
+            optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
+            scaler.scale([*both(twin(batch[0]), batch[1]).values()][i] * factor[i]).backward()
+            scaler.unscale_(optimizer)
+            flags.append(not any(scaler._found_inf_per_device(optimizer).values()))
+            scaler.update()
+            rows.append([p.grad for p in twin.parameters()])
+        if all(flags):
+            for p, *gradients in zip(original.net.parameters(), *rows, strict=True):
+                p.grad = sum(gradients)
+            original.optimizer.step()
+
+        # `total` would take one weighted backward pass, which has one flag.
+        state, info = fj.step(state, factor, *batch, engine="jacobian", **how)
+        assert info.finite.tolist() == flags
+        assert state.scale.scale.tolist() == [scaler.get_scale() for scaler in scalers]
+        assert state.scale.growth_tracker.tolist() == [scaler._get_growth_tracker() for scaler in scalers]
+        for name, p in original.net.named_parameters():
+            torch.testing.assert_close(state.params[name], p.detach(), rtol=1e-5, atol=1e-6)
+
+
+# Counting, schedules
+
+
+def test_skipped_steps_are_counted_on_the_device():
+    original = Original()
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
+    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **how)
+    skipped, expected = torch.zeros((), dtype=torch.int64), 0
+    for batch in (*batches(), *batches(1), *batches(0)):
+        with Reads() as reads:
+            state, info = fj.step(state, *batch, **how)
+            skipped = skipped + ~info.finite.all()
+        assert reads.count == 0
+        before = original.scaler.get_scale()
+        original.step(*batch)
+        expected += original.scaler.get_scale() < before
+    assert skipped.tolist() == expected == 3
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
+    original = Original(momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(original.optimizer, lambda k: 0.5 ** (k // 2) / (k + 1))
+    how = {
+        "losses": losses,
+        "aggregator": fj.mean(),
+        "optimizer": fj.sgd(lambda k: 0.5 ** (k // 2) / (k + 1), momentum=0.9),
+    }
+    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **how)
+    for batch in (*batches(), *batches(1)):
+        before = original.scaler.get_scale()
+        original.step(*batch)
+        if original.scaler.get_scale() >= before:
+            schedule.step()
+        state, _ = fj.step(state, *batch, engine=engine, **how)
+        original.agrees(state.params, state.scale)
+        assert state.optimizer.steps == schedule.last_epoch
+    assert schedule.last_epoch == 6  # of 8
+
+
+# What PyTorch tests of the scaler alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_unscale_tells_what_is_finite_whatever_the_layout(dtype):
+    sound = torch.full((4, 4), 4.0, dtype=dtype)
+    infinite, nan = sound.clone(), sound.clone()
+    infinite[2, 2], nan[0, 2] = torch.inf, torch.nan
+    layouts = (lambda t: t, lambda t: t.mT, lambda t: t[:, :], lambda t: t.repeat(1, 2)[:, ::2])
+    for (one, other), left, right in itertools.product(
+        [(sound, sound), (sound, infinite), (infinite, sound), (nan, sound), (infinite, nan)], layouts, layouts
+    ):
+        tree, finite = fj.unscale(torch.tensor(4.0), {"one": left(one), "other": right(other)})
+        assert finite == (one is sound and other is sound)
+        expected = torch.ones(4, 4) if finite else torch.zeros(4, 4)
+        assert torch.equal(tree["one"], expected)
+        assert torch.equal(tree["other"], expected)
+
+
+def test_scale_keeps_structure_and_shapes():
+    tree = {"loss": torch.tensor(4.0), "more": (torch.full((2,), 4.0), [torch.full((1,), 4.0, dtype=torch.float64)])}
+    scaled = fj.scale(fj.scale_state(2.0), tree)
+    assert [leaf.tolist() for leaf in tree_leaves(scaled)] == [8.0, [8.0, 8.0], [8.0]]
+    assert [leaf.dtype for leaf in tree_leaves(scaled)] == [torch.float32, torch.float32, torch.float64]
+
+
+def test_a_sequence_in_one_graph_grows_and_backs_off():
+    def once(scale, weight, x):
+        def loss(weight, x):
+            return (weight.half() * x.half()).sum().float()
+
+        jacobian, _ = fj.jacobian_fn(loss, scale=scale)(weight, x)
+        _, finite = fj.unscale(scale, jacobian)
+        return fj.update_scale(scale, finite), jacobian
+
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(once, fullgraph=True, backend=graphs)
+    scale, seen, compiled_graphs = fj.scale_state(4.0), [], set()
+    for value in (5.0, 20000.0, 5.0, 40000.0):
+        scale, jacobian = compiled(scale, torch.ones(100), torch.full((100,), value))
+        compiled_graphs.add(graphs.frame_count)
+        seen.append((scale.scale.item(), scale.growth_tracker.item(), jacobian.unique().tolist()))
+    assert seen == [(4.0, 1, [20.0]), (2.0, 0, [torch.inf]), (2.0, 1, [10.0]), (1.0, 0, [torch.inf])]
+    assert len(compiled_graphs) == 1  # what the first call compiled is all
+
+
+def test_the_scale_never_grows_to_infinity():
+    how = {"losses": lambda p, y: (p.sum() - y) ** 2, "aggregator": fj.mean(), "optimizer": fj.sgd(0.0)}
+    scale = fj.scale_state(1e38, growth_factor=2.0**4, growth_interval=1)
+    state = fj.train_state(torch.zeros(5), torch.tensor(1e-30), scale=scale, **how)
+    for _ in range(3):
+        state, info = fj.step(state, torch.tensor(1e-30), **how)
+        assert info.finite
+    assert state.scale.scale == torch.tensor(1e38)
+
+
+def test_what_breaks_after_unscale_is_not_hidden():
+    def broken(direction):
+        return tree_map(lambda d: d * torch.nan, direction)
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": clipped(fj.adamw(0.1), broken)}
+    state = fj.train_state(fresh_params(), *batches(None)[0], scale=fresh_scale(), **how)
+    state, info = fj.step(state, *batches(None)[0], **how)
+    assert info.finite
+    assert all(p.isnan().all() for p in state.params.values())
+
+
+def test_a_scaler_hands_over_in_the_middle_of_training():
+    original = Original()
+    data = batches()
+    for batch in data[:3]:
+        original.step(*batch)
+    scale = fj.scale_state_from_dict(original.scaler.state_dict())
+    params = {name: p.detach().clone() for name, p in original.net.named_parameters()}
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
+    state, _ = fj.step(fj.train_state(params, *data[3], scale=scale, **how), *data[3], **how)
+    original.step(*data[3])
+    original.agrees(state.params, state.scale)
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(fj.scale_state_to_dict(state.scale))
+    assert again.state_dict() == original.scaler.state_dict()
+
+
+# Nothing waits for the device
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a value is read on the host: `.item()`, `bool(tensor)` and their like."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_and_breaks(f, *args):
+    with Reads() as reads:
+        f(*args)
+    torch._dynamo.reset()
+    return reads.count, torch._dynamo.explain(f)(*args).graph_break_count
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_nothing_is_read_on_the_host_and_no_graph_breaks(shape):
+    how = {"losses": fj.autocast(losses), "aggregator": fj.upgrad(), "optimizer": clipped(fj.adamw(), clip)}
+    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(shape=shape), **how)
+    rows, finite = torch.ones(2, 3), torch.ones(shape, dtype=torch.bool)
+    assert reads_and_breaks(lambda x: x * x.sum().item() if x.sum() > 0 else x, rows)[0] == 2  # the counter counts
+    assert reads_and_breaks(lambda x: x * 2 if x.sum() > 0 else -x, rows)[1] > 0
+    assert reads_and_breaks(fj.scale, state.scale, rows) == (0, 0)
+    assert reads_and_breaks(fj.unscale, state.scale, rows) == (0, 0)
+    assert reads_and_breaks(fj.update_scale, state.scale, finite) == (0, 0)
+    assert reads_and_breaks(fj.select, finite, state.params, state.params) == (0, 0)
+    assert reads_and_breaks(clip, state.params) == (0, 0)
+    step = partial(fj.step, **how)
+    assert reads_and_breaks(step, state, *batches()[0]) == (0, 0)
+    with Reads() as reads:
+        step(state, *batches()[2])
+    assert reads.count == 0
+
+
+def clip(direction):
+    return clip_by_value(clip_by_norm(direction, 1.0), 0.5)
+
+
+# A long run
+
+
+@pytest.mark.slow
+def test_a_tiny_loss_survives_beside_a_huge_one_with_a_scale_of_its_own():
+    """Every kind of norm, 500 steps in float16; losses in the ratio 1 to 10^14."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        trunk = nn.Sequential(
+            *(nn.Conv1d(2, 8, 3, padding=1), nn.BatchNorm1d(8, track_running_stats=False), nn.ReLU()),
+            *(nn.Conv1d(8, 8, 3, padding=1), nn.InstanceNorm1d(8, affine=True), nn.ReLU()),
+            *(nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LocalResponseNorm(2), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(64, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.RMSNorm(16)),
+        )
+        heads = {"huge": nn.Linear(16, 1), "tiny": nn.Linear(16, 1)}
+        x = torch.randn(32, 2, 8)
+        targets = {name: (x * torch.randn(2, 8)).sum((1, 2))[:, None] / 4 for name in heads}
+    size = {"huge": 1e3, "tiny": 1e-11}
+    params = {
+        "trunk": dict(trunk.named_parameters()),
+        **{name: dict(h.named_parameters()) for name, h in heads.items()},
+    }
+
+    def losses(params, x):
+        features = functional_call(trunk, params["trunk"], (x,))
+        outputs = {name: functional_call(head, params[name], (features,)) for name, head in heads.items()}
+        return {name: size[name] * mse_loss(outputs[name], targets[name]) for name in heads}
+
+    optimizer = fj.adamw(3e-3, eps=1e-20, weight_decay=0.0)  # an eps in the direction's unit, which is tiny
+    how = {"losses": fj.autocast(losses), "aggregator": fj.imtl_g(), "optimizer": optimizer}
+    start, left, norms = losses(params, x), {}, {}
+    for shape in ((2,), ()):
+        state = fj.train_state(params, x, scale=fj.scale_state(growth_interval=20, shape=shape), **how)
+        for _ in range(500):
+            state, _ = fj.step(state, x, **how)
+        assert all(p.isfinite().all() for p in tree_leaves(state.params))
+        end = losses(state.params, x)
+        left[shape] = {name: (end[name] / start[name]).item() for name in heads}
+        rows, _ = fj.unscale(state.scale, fj.jacobian_fn(how["losses"], scale=state.scale)(state.params, x)[0])
+        norms[shape] = fj.gramian(rows).diagonal()
+    assert max(left[2,].values()) < 1e-2
+    assert left[()]["huge"] < 1e-2
+    assert left[()]["tiny"] > 0.1
+    assert (norms[2,] > 0).all()
+    assert norms[()][1] == 0  # nothing of it arrives
