@@ -74,7 +74,7 @@ def train_state(
     leaves, _ = floating_leaves(params, "train_state")
     params = tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
     scale = no_scale(device=leaves[0].device) if scale is None else scale
-    if _chosen("auto", aggregator) == "weighted":
+    if _chosen("auto", aggregator, scale) == "weighted":
         values, _ = weighted_fn(losses, scale=scale)(params, *batch)
         rows = _without_columns(values)
     else:
@@ -100,7 +100,8 @@ def step(
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
         engine: `"jacobian"` computes all rows; `"weighted"`, for rules whose view is `blank` or `losses`, takes one
-            backward pass with the weights as cotangent; `"auto"` takes the cheapest that the rule allows.
+            backward pass with the weights as cotangent; `"auto"` takes the cheapest that gives the rule what it looks
+            at, and every objective its own scale if it has one.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite))`.
@@ -111,11 +112,12 @@ def step(
 
     Laws:
         Pure. A step is skipped unless every row is finite, and the direction too (a rule may refuse losses, by weights
-        that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag, but in the
-        weighted engine, which knows of one sum only, all flags are one. The engines agree to rounding. Composes with
-        vmap over replicas, grad, jvp and compile, and never waits for the device.
+        that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag; if the
+        weighted engine is forced upon several scales, it runs at what they have in common, and all flags are one. The
+        engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile, and never waits for the
+        device.
     """
-    differentiate = ENGINES[_chosen(engine, aggregator)]
+    differentiate = ENGINES[_chosen(engine, aggregator, state.scale)]
     direction, weights, memory, values, finite = differentiate(state, batch, losses, aggregator)
     moving = finite.all() & all_finite(direction)
     params, moments = optimizer.update(direction, state.optimizer, state.params)
@@ -155,10 +157,11 @@ ENGINES: dict[str, Callable[..., _Descent]] = {"jacobian": _by_jacobian, "weight
 """How to come by a direction, by name; `"auto"` chooses."""
 
 
-def _chosen(engine: str, aggregator: Aggregator) -> str:
+def _chosen(engine: str, aggregator: Aggregator, scale: ScaleState) -> str:
     blind = aggregator.view in (blank, look_at_losses)
     if engine == "auto":
-        return "weighted" if blind else "jacobian"
+        # One pass has one scale: whoever asks for one per objective asks for rows.
+        return "weighted" if blind and not scale.scale.ndim else "jacobian"
     if engine not in ENGINES:
         raise ValueError(
             f"step: engine must be one of auto, {', '.join(ENGINES)}, found {engine!r}. "

@@ -63,6 +63,10 @@ def close(a, b, **tolerance):
         torch.testing.assert_close(u, v, **tolerance)
 
 
+def weighted_step(*args, **how):
+    return fj.step(*args, engine="weighted", **how)
+
+
 class NoSync(TorchDispatchMode):
     """Fails where a value would be waited for."""
 
@@ -170,11 +174,11 @@ def test_each_rows_scale_follows_its_own_flag():
     params = torch.ones(3)
     state = fj.train_state(params, torch.ones(()), scale=fj.scale_state(growth_interval=1, shape=(2,)), **how)
     # 1e37 is finite itself, but not times 65536.
-    state, info = fj.step(state, torch.tensor(1e37), engine="jacobian", **how)
+    state, info = fj.step(state, torch.tensor(1e37), **how)
     assert info.finite.tolist() == [True, False]
     assert state.scale.scale.tolist() == [2.0**17, 2.0**15]
     assert torch.equal(state.params, params)
-    state, info = fj.step(state, torch.ones(()), engine="jacobian", **how)
+    state, info = fj.step(state, torch.ones(()), **how)
     assert info.finite.tolist() == [True, True]
     assert state.params.tolist() == [1 - 0.5 * 1.5] * 3
 
@@ -419,8 +423,8 @@ def test_an_overflow_of_the_weighted_sum_skips_the_step_and_backs_off_every_scal
 
     how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5, momentum=0.9)}
     state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=shape), **how)
-    state, _ = fj.step(state, torch.ones(()), **how)
-    after, info = fj.step(state, torch.tensor(1e37), **how)
+    state, _ = weighted_step(state, torch.ones(()), **how)
+    after, info = weighted_step(state, torch.tensor(1e37), **how)
     assert info.finite.shape == shape
     assert not info.finite.any()
     assert same(after[:3], state[:3])
@@ -443,7 +447,7 @@ def test_the_weighted_engine_never_waits_for_the_device():
         how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule)
         state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
         with NoSync():
-            fj.step(state, *batch, **how)
+            weighted_step(state, *batch, **how)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -454,12 +458,12 @@ def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
     state = eager = fj.train_state(params, *batch, scale=scale, **how)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
+    compiled = torch.compile(weighted_step, fullgraph=True, backend=counter)
     flags, graphs = [], set()
     x, y = batch
     for k in (1.0, 1.0, float("inf"), 0.5, float("nan"), 1.0):
         state, info = compiled(state, x * k, y, **how)
-        eager, _ = fj.step(eager, x * k, y, **how)
+        eager, _ = weighted_step(eager, x * k, y, **how)
         flags.append(info.finite.all().item())
         graphs.add(counter.frame_count)
     assert len(graphs) == 1
@@ -474,8 +478,8 @@ def test_the_default_compiler_gives_the_numbers_of_the_weighted_engine():
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
     torch._dynamo.reset()
     close(
-        torch.compile(fj.step, fullgraph=True)(state, *batch, **how),
-        fj.step(state, *batch, **how),
+        torch.compile(weighted_step, fullgraph=True)(state, *batch, **how),
+        weighted_step(state, *batch, **how),
         rtol=1e-5,
         atol=1e-6,
     )
@@ -488,8 +492,8 @@ def test_replicas_by_vmap_equal_replicas_in_a_loop_in_the_weighted_engine(kind):
     replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(3,)), **how) for k in range(3)]
     stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
     batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
-    together = torch.vmap(partial(fj.step, **how))(stacked, *batches)
-    alone = [fj.step(r, *b, **how) for r, b in zip(replicas, zip(*batches, strict=True), strict=True)]
+    together = torch.vmap(partial(weighted_step, **how))(stacked, *batches)
+    alone = [weighted_step(r, *b, **how) for r, b in zip(replicas, zip(*batches, strict=True), strict=True)]
     close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-5, atol=1e-6)
 
 

@@ -83,7 +83,7 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
     sizes = {(row["table"], row["name"], row["size"]) for row in rows}
     assert {("weights", "upgrad", "m=2"), ("batches", "sdmgrad", "m=3")} < sizes
     assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
-    assert {row["name"] for row in rows if row["table"] == "steps"} == {"step, bfloat16", "step, float16"}
+    assert {row["name"] for row in rows if row["table"] == "steps"} >= {"step, bfloat16", "step, float16"}
     lines = [line for line in done.stdout.partition("ours, peer:")[0].splitlines() if "=" in line]
     for row, line in zip(rows, lines, strict=True):
         low, middle, high = row["ratio"]
