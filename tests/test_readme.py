@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from functional_jd.tree import all_finite
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
@@ -17,7 +19,7 @@ def test_every_python_block_runs(capsys):
         for language, code in BLOCKS:
             if language == "python":
                 exec(compile(code, "README.md", "exec"), shown)  # the reader types all of them into one session
-    assert torch.isfinite(shown["direction"]["shared"]["0.weight"]).all()
+    assert all_finite((shown["state"], shown["direction"], shown["params"]))
     assert "kind" in capsys.readouterr().out
 
 
@@ -26,7 +28,11 @@ def test_every_command_is_there():
     commands = [line.split("#")[0].split() for code in consoles for line in code.splitlines()]
     assert ["make", "demo"] in commands
     for command in commands:
-        subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+        if command[0] == "make":
+            subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+        else:  # test_distributed runs it
+            assert command[0] == "torchrun"
+            assert (ROOT / command[-1]).exists()
 
 
 def test_no_block_is_left_untested():

@@ -1,0 +1,387 @@
+"""What every replica does in the tests of `distributed`; `test_distributed.py` starts it and reads what it writes.
+
+Every check runs on all replicas at the same time: they draw the same numbers and take their own part of them.
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as fj
+from functional_jd import distributed
+from functional_jd.aggregators.famo import famo
+from functional_jd.aggregators.stch import stch
+
+EXAMPLES = 16
+"""In the whole batch: equally many on 2 and on 4 replicas."""
+
+
+def rank():
+    return dist.get_rank()
+
+
+def replicas():
+    return dist.get_world_size()
+
+
+def mine(tree):
+    """This replica's part of what all know."""
+    return tree_map(lambda leaf: leaf.chunk(replicas())[rank()], tree)
+
+
+def same(a, b):
+    return all(torch.equal(u, v) for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True))
+
+
+def same_everywhere(tree):
+    """Whether all replicas hold the same bits, as torch's own gather of objects says."""
+    held = [None] * replicas()
+    dist.all_gather_object(held, tree_leaves(tree))
+    return all(same(held[0], other) for other in held)
+
+
+def close(a, b, **tolerance):
+    for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        torch.testing.assert_close(u, v, **tolerance)
+
+
+def problem(dtype=torch.float64):
+    """A trunk of odd sizes, so that shards are padded, two heads, and the whole batch."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"w": (5, 3), "b": (3,), "gain": ()}, {"one": (3, 1), "two": (3, 1)}
+    shared, heads = (
+        {k: torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for k, s in part.items()} for part in shapes
+    )
+    batch = tuple(torch.randn(EXAMPLES, n, generator=draw, dtype=torch.float64) for n in (5, 1, 1))
+    return {"shared": shared, "heads": heads}, batch
+
+
+def features(p, x, y, z):
+    return torch.tanh(x.to(p["w"].dtype) @ p["w"] + p["b"]) * p["gain"]
+
+
+def top(p, h, x, y, z):
+    return {"one": mse_loss(h @ p["one"], y.to(h.dtype)), "two": mse_loss(h @ p["two"], z.to(h.dtype))}
+
+
+def plain(p, x, y, z):
+    return top(p["heads"], features(p["shared"], x, y, z), x, y, z)
+
+
+def one_example(p, x, y, z):
+    return sum(plain(p, x[None], y[None], z[None]).values())
+
+
+MULTITASK, PER_EXAMPLE = fj.multitask(features, top), fj.per_example(one_example)
+
+
+def trained(first, next_, method, scale, params, batch, n=3):
+    state = first(params, *batch, scale=scale, **method)
+    infos = []
+    for _ in range(n):
+        state, info = next_(state, *batch, **method)
+        infos.append(info)
+    return state, infos
+
+
+def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
+    params, batch = problem()
+    cases = [
+        (plain, fj.upgrad(), {"sharded": False}, ()),
+        (plain, fj.nash_mtl(), {"sharded": True}, (2,)),
+        (plain, fj.graddrop(fj.random.key(3)), {}, (2,)),
+        (plain, fj.mean(), {"sharded": True}, ()),
+        (plain, stch(), {}, (2,)),
+        (plain, famo(), {}, ()),
+        (plain, fj.random_weights(fj.random.key(5)), {}, ()),
+        (MULTITASK, fj.upgrad(), {"sharded": False}, (2,)),
+        (MULTITASK, fj.upgrad(), {"sharded": True}, ()),
+        (MULTITASK, fj.constant([0.25, 4.0]), {}, ()),
+        (PER_EXAMPLE, fj.upgrad(), {}, ()),
+        (PER_EXAMPLE, stch(), {}, ()),
+    ]
+    for losses, rule, options, shape in cases:
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.adamw(1e-2)}
+        scale = fj.scale_state(2.0**10, shape=shape)
+        begin, proceed = distributed.train_state, partial(distributed.step, **options)
+        state, infos = trained(begin, proceed, how, scale, params, mine(batch))
+        assert same_everywhere((state, infos))
+        assert all(info.finite.all() for info in infos)
+        expected, expected_infos = trained(fj.train_state, fj.step, how, scale, params, batch)
+        assert not same(state.params, params)
+        close(state, expected, rtol=1e-7, atol=1e-9)
+        close([info[:2] for info in infos], [info[:2] for info in expected_infos], rtol=1e-7, atol=1e-9)
+
+
+def check_in_float16_the_replicas_stay_equal_too():
+    params, batch = problem(torch.float32)
+    for losses, sharded in ((plain, False), (MULTITASK, True)):
+        how = {"losses": fj.autocast(losses) if losses is plain else losses, "aggregator": fj.upgrad()}
+        how |= {"optimizer": fj.sgd(1e-2, momentum=0.9)}
+        proceed = partial(distributed.step, sharded=sharded)
+        state, infos = trained(distributed.train_state, proceed, how, fj.scale_state(), params, mine(batch))
+        assert same_everywhere((state, infos))
+        assert not same(state.params, params)
+
+
+def check_one_replicas_overflow_skips_the_step_on_all():
+    params, batch = problem(torch.float32)
+    x, y, z = mine(batch)
+    if rank() == replicas() - 1:
+        y = y + 1e6  # times the scale more than float32 holds: the first objective, on the last replica only
+    for rule in (fj.upgrad(), fj.total()):
+        how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2, momentum=0.9)}
+        for shape, sharded in itertools.product(((), (2,)), (False, True)):
+            state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(2.0**120, shape=shape), **how)
+            after, info = distributed.step(state, x, y, z, sharded=sharded, **how)
+            assert same_everywhere((after, info.finite))
+            assert same(after[:3], state[:3]), "nothing but the scale changes"
+            finite = torch.tensor([False, True] if shape else False)
+            assert torch.equal(info.finite, finite)
+            assert torch.equal(after.scale.scale, torch.where(finite, 2.0**120, 2.0**119))
+            again, info = distributed.step(after, *mine(batch), sharded=sharded, **how)
+            assert info.finite.all()
+            assert not same(again.params, params), "the next step is taken"
+
+
+def check_a_rule_that_refuses_skips_the_step_but_not_the_scale():
+    params, batch = problem()
+    refusing = fj.stateless(fj.gramian, lambda G: G.diagonal() * torch.nan)
+    how = {"losses": plain, "aggregator": refusing, "optimizer": fj.sgd(1e-2)}
+    state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
+    for sharded in (False, True):
+        after, info = distributed.step(state, *mine(batch), sharded=sharded, **how)
+        assert info.finite.all()
+        assert same(after[:3], state[:3])
+        assert after.scale.scale == 8
+
+
+def drawn(strategy):
+    """What hypothesis draws on the first replica, for all: left to themselves, they soon draw different things."""
+    examples = []
+
+    @given(strategy)
+    def take(example):
+        examples.append(example)
+
+    take()
+    held = [examples]
+    dist.broadcast_object_list(held)
+    return held[0]
+
+
+@st.composite
+def jacobians(draw):
+    """The number of rows, the shapes of the leaves, their dtype, and 8 numbers per replica."""
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    shapes = draw(st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=3))
+    whole = st.lists(st.integers(-9, 9).map(float), min_size=8, max_size=8)
+    numbers = [draw(whole) for _ in range(replicas())]
+    return draw(st.integers(1, 3)), shapes, draw(st.sampled_from(dtypes)), numbers
+
+
+def check_the_mean_is_that_of_all_and_shards_are_its_columns():
+    for example in drawn(jacobians()):
+        compare_with_the_mean_by_hand(*example)
+
+
+def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
+    def jacobian(r):
+        draw = [torch.tensor(numbers[r]).repeat(4)[: m * torch.Size(s).numel()].reshape(m, *s) for s in shapes]
+        return {str(i): leaf.to(dtype) for i, leaf in enumerate(draw)}
+
+    local = jacobian(rank())
+    before = tree_map(torch.clone, local)
+    mean = distributed.mean_jacobian(local)
+    assert same(local, before)
+    assert same_everywhere(mean)
+    wanted = {k: sum(jacobian(r)[k].double() for r in range(replicas())) / replicas() for k in local}
+    assert same(mean, tree_map(lambda leaf: leaf.to(dtype), wanted)), "small whole numbers: exact"
+    # Losses that are linear have this Jacobian everywhere, and `total` of a Gramian rule needs every column once.
+    rule = fj.stateless(fj.gramian, lambda G: torch.ones_like(G[0]))
+    params = tree_map(lambda leaf: torch.zeros_like(leaf[0]), local)
+
+    def losses(p):
+        return sum((p[k] * local[k]).unsqueeze(-1).flatten(1).sum(1) for k in p)
+
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
+    state = fj.TrainState(params, how["optimizer"].init(params), (), fj.no_scale())
+    for sharded in (False, True):
+        after, _ = distributed.step(state, sharded=sharded, **how)
+        close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
+        assert same_everywhere(after)
+
+
+def check_a_mean_of_finite_values_is_finite():
+    largest = torch.full((2, 3), torch.finfo(torch.float32).max)
+    assert torch.isfinite(distributed.mean_jacobian(largest)).all()
+    half = torch.full((2, 3), 65504.0, dtype=torch.float16)
+    assert torch.equal(distributed.mean_jacobian(half), half)
+    nan = torch.where(torch.tensor(rank() == 0), torch.nan, 1.0).reshape(1, 1)
+    assert distributed.mean_jacobian(nan).isnan().all()
+
+
+def check_a_flag_holds_where_it_holds_on_all():
+    for everywhere in range(2 ** replicas()):
+        flags = [bool(everywhere >> r & 1) for r in range(replicas())]
+        assert torch.equal(distributed.agree(torch.tensor(flags[rank()])), torch.tensor(all(flags)))
+    by_row = torch.arange(replicas()) != rank()
+    assert torch.equal(distributed.agree(torch.cat([by_row, torch.tensor([True])]))[-1:], torch.tensor([True]))
+    assert not distributed.agree(by_row).any()
+
+
+def check_the_mean_is_linear_under_every_transform():
+    x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) + 10 * rank()
+    mean = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) + 5 * (replicas() - 1)
+    f = distributed.mean_jacobian
+    torch.testing.assert_close(torch.vmap(f)(x), mean)
+    torch.testing.assert_close(torch.vmap(f, in_dims=1, out_dims=1)(x), mean)
+
+    # Every replica's own loss, r + 1 times the sum of squares: the cotangents' mean has the mean of r + 1.
+    def loss(x):
+        return (f(x) ** 2).sum() * (rank() + 1)
+
+    gradient = 2 * mean * (replicas() + 1) / 2
+    torch.testing.assert_close(torch.func.grad(loss)(x), gradient)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(x), gradient)
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(leaf.grad, gradient)
+    value, tangent = torch.func.jvp(f, (x,), (x * 2,))
+    torch.testing.assert_close((value, tangent), (mean, mean * 2))
+    hessian = torch.func.hessian(lambda x: (f(x) ** 2).sum() / 2)(x[0])
+    torch.testing.assert_close(hessian, torch.eye(3, dtype=torch.float64))  # all replicas move by the same tangent
+    flags = torch.vmap(distributed.agree)(torch.arange(3) != rank())
+    assert flags.tolist() == [i >= replicas() for i in range(3)]
+
+
+def check_a_step_of_a_step_can_be_differentiated():
+    """The derivative with respect to a learning rate, through sharded steps too, is that of one process."""
+    params, batch = problem()
+
+    def after(take, batch, options, rate):
+        how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(lambda _: rate)}
+        state = fj.TrainState(params, how["optimizer"].init(params), (), fj.no_scale())
+        for _ in range(2):
+            state, info = take(state, *batch, **how, **options)
+        return sum((leaf**2).sum() for leaf in tree_leaves(state.params)) + sum(info.losses.values())
+
+    rate = torch.tensor(0.05, dtype=torch.float64)
+    whole = torch.func.grad(partial(after, fj.step, batch, {}))(rate)
+    for sharded in (False, True):
+        f = partial(after, distributed.step, mine(batch), {"sharded": sharded})
+        torch.testing.assert_close(torch.func.jvp(f, (rate,), (torch.ones_like(rate),))[1], whole)
+
+
+def check_the_step_compiles_in_a_full_graph():
+    params, batch = problem()
+    rule = fj.stateless(fj.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
+    how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+    state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(), **how)
+    take = partial(distributed.step, sharded=True, **how)
+    compiled = torch.compile(take, fullgraph=True, backend="aot_eager")
+    close(compiled(state, *mine(batch)), take(state, *mine(batch)), rtol=1e-9, atol=1e-12)
+    mean = torch.compile(distributed.mean_jacobian, fullgraph=True, backend="aot_eager")
+    assert torch.equal(mean(batch[0] * rank()), distributed.mean_jacobian(batch[0] * rank()))
+
+
+def check_the_first_replicas_state_counts():
+    params, batch = problem()
+    own = tree_map(lambda p: p + rank(), params)
+    how = {"losses": plain, "aggregator": fj.random_weights(fj.random.key(rank())), "optimizer": fj.sgd(1e-2)}
+    state = distributed.train_state(own, *mine(batch), **how)
+    assert same(state.params, params)
+    assert same_everywhere(state)
+    odd = {"flag": torch.tensor(rank() == 0), "count": torch.tensor([rank()]), "none": torch.zeros(0)}
+    first = {"flag": torch.tensor(True), "count": torch.tensor([0]), "none": torch.zeros(0)}
+    assert same(distributed.replicate(odd), first)
+
+
+def check_only_the_members_of_a_group_count():
+    first, second = (dist.new_group(list(part)) for part in torch.arange(replicas()).chunk(2))
+    group, other = (first, second) if rank() < replicas() // 2 else (second, first)
+    members = dist.get_process_group_ranks(group)
+    mean = distributed.mean_jacobian(torch.tensor([float(rank())]), group)
+    assert mean.item() == sum(members) / len(members)
+    with pytest.raises(ValueError, match="a process group that this process is in"):
+        distributed.mean_jacobian(torch.ones(1), other)
+
+
+def check_nothing_runs_in_half_under_autocast_outside():
+    params, batch = problem(torch.float32)
+    how = {"losses": fj.autocast(plain, torch.bfloat16), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
+    state = distributed.train_state(params, *mine(batch), **how)
+    for sharded in (False, True):
+        within = distributed.step(state, *mine(batch), sharded=sharded, **how)
+        with torch.autocast("cpu", torch.bfloat16):
+            around = distributed.step(state, *mine(batch), sharded=sharded, **how)
+        assert same(within, around)
+
+
+CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+
+
+def main(folder, skipped):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    results = {}
+    for name, check in CHECKS.items():
+        if name in skipped:
+            continue
+        start = time.perf_counter()
+        try:
+            check()
+            results[name] = f"passed in {time.perf_counter() - start:.1f} s"
+        except BaseException:
+            results[name] = traceback.format_exc()
+            break  # the others wait for an answer in vain: all stop here
+    Path(folder, f"{rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def survive(port, me):
+    """Two replicas without torchrun to end them: the second first hangs, then dies, and the first tells what it saw."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=int(me), world_size=2, timeout=timedelta(seconds=60))
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    params, batch = problem()
+    how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
+    state = distributed.train_state(params, *mine(batch), **how)
+    for group in (impatient, None):
+        state, _ = distributed.step(state, *mine(batch), group=group, **how)
+    if rank():
+        time.sleep(4)
+        os._exit(3)
+    for group in (impatient, None):
+        start = time.perf_counter()
+        try:
+            distributed.step(state, *mine(batch), group=group, **how)
+            print(json.dumps(["no error", 0.0]))
+        except RuntimeError as error:
+            print(json.dumps([str(error), time.perf_counter() - start]), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile("replicas", deadline=None, derandomize=True, database=None, max_examples=30)
+    hypothesis.settings.load_profile("replicas")
+    if sys.argv[1] == "survive":
+        survive(*sys.argv[2:])
+    else:
+        main(sys.argv[1], sys.argv[2:])
