@@ -53,15 +53,18 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
-    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
+    opaque = transformed()
+    search = _opaque_search if opaque else _search  # the wrapping takes as long as a small problem itself
     s, active, factor = search(matrix.detach(), offset.detach(), allowed)
     for _ in range(2):
-        s = s - _chord(factor, torch.where(active, s @ matrix + offset, 0))
+        s = s - _chord(factor, torch.where(active, s @ matrix + offset, 0), opaque)
     return s
 
 
-def _chord(upper: Tensor, right: Tensor) -> Tensor:
-    # Not cholesky_solve: the compiler cannot trace its forward derivative.
+def _chord(upper: Tensor, right: Tensor, opaque: bool) -> Tensor:
+    if not opaque:
+        return torch.cholesky_solve(right.unsqueeze(-1), upper, upper=True).squeeze(-1)
+    # The compiler cannot trace the forward derivative of cholesky_solve.
     half = torch.linalg.solve_triangular(upper.mT, right.unsqueeze(-1), upper=False)
     return torch.linalg.solve_triangular(upper, half, upper=True).squeeze(-1)
 
