@@ -10,12 +10,12 @@ from functional_jd.aggregation import (
     blank,
     combine,
     cross_gramian,
-    gramian,
     losses,
     scalarized,
     stateless,
     whole,
 )
+from functional_jd.aggregation import gramian as look_at_gramian
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.cagrad import cagrad
 from functional_jd.aggregators.config import config
@@ -54,6 +54,7 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.clipping import clip_by_norm, clip_by_value, global_norm
 from functional_jd.custom import custom, float32_island
+from functional_jd.gramian import gramian_fn
 from functional_jd.jacobian import jacobian_fn
 from functional_jd.objectives import multitask, per_example
 from functional_jd.optimizers import Optimizer, adamw, from_torch, from_transformation, sgd
@@ -74,6 +75,8 @@ from functional_jd.step import StepInfo, TrainState, step, train_state
 from functional_jd.types import Carried, MultitaskJacobian
 
 __version__ = "0.1.0"
+
+gramian = look_at_gramian  # the function, not the file of the same name, which importing the engine put here
 
 # So that torch.load(weights_only=True) takes checkpoints of the states.
 torch.serialization.add_safe_globals(
@@ -122,6 +125,7 @@ __all__ = [
     "gradnorm",
     "gradvac",
     "gramian",
+    "gramian_fn",
     "grouped",
     "imtl_g",
     "imtl_l",

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation import Aggregator, aggregate, blank, start, weigh
+from functional_jd.aggregation import gramian as look_at_gramian
 from functional_jd.aggregation import losses as look_at_losses
+from functional_jd.gramian import gramian_fn
 from functional_jd.jacobian import jacobian_fn
 from functional_jd.optimizers import Optimizer
+from functional_jd.precision import full_precision
 from functional_jd.scaling import ScaleState, no_scale, select, unscale, update_scale
 from functional_jd.tree import all_finite, floating_leaves, tree_map
 from functional_jd.types import Direction, Losses, LossFunction, Params, Tree, Weights
@@ -99,9 +103,10 @@ def step(
         losses: `losses(params, *batch)`, as for `jacobian_fn`.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"jacobian"` computes all rows; `"weighted"`, for rules whose view is `blank` or `losses`, takes one
-            backward pass with the weights as cotangent; `"auto"` takes the cheapest that gives the rule what it looks
-            at, and every objective its own scale if it has one.
+        engine: `"jacobian"` computes all rows; `"gramian"`, for rules whose view is `gramian`, only their inner
+            products, and never holds `[m, n]` where it can avoid it; `"weighted"`, for rules whose view is `blank` or
+            `losses`, takes one backward pass with the weights as cotangent. `"auto"` takes the weighted one where the
+            rule allows and one scale serves all objectives, else the Jacobian.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite))`.
@@ -153,7 +158,21 @@ def _by_weights(state: TrainState, batch: tuple[Any, ...], losses: LossFunction,
     return _Descent(direction, weights, memory, values, finite)
 
 
-ENGINES: dict[str, Callable[..., _Descent]] = {"jacobian": _by_jacobian, "weighted": _by_weights}
+def _by_gramian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
+    products, values, pullback = gramian_fn(losses, scale=state.scale)(state.params, *batch)
+    rows = products.diagonal().isfinite()
+    # As with unscaled rows, the rule never sees what is not finite; the direction does.
+    products = torch.where(rows[:, None] & rows, products, 0)
+    with full_precision(products):
+        weights, memory = aggregator.update(products, state.aggregator)
+    return _Descent(pullback(weights), weights, memory, values, rows if state.scale.scale.ndim else rows.all())
+
+
+ENGINES: dict[str, Callable[..., _Descent]] = {
+    "jacobian": _by_jacobian,
+    "gramian": _by_gramian,
+    "weighted": _by_weights,
+}
 """How to come by a direction, by name; `"auto"` chooses."""
 
 
@@ -166,6 +185,11 @@ def _chosen(engine: str, aggregator: Aggregator, scale: ScaleState) -> str:
         raise ValueError(
             f"step: engine must be one of auto, {', '.join(ENGINES)}, found {engine!r}. "
             "'auto' takes the cheapest that the rule allows."
+        )
+    if engine == "gramian" and aggregator.view is not look_at_gramian:
+        raise ValueError(
+            "step: the Gramian engine serves rules that look at the Gramian, found one that looks at "
+            f"{getattr(aggregator.view, '__name__', aggregator.view)!r}. Use engine='auto' or 'jacobian'."
         )
     if engine == "weighted" and not blind:
         raise ValueError(

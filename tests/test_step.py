@@ -431,6 +431,68 @@ def test_an_overflow_of_the_weighted_sum_skips_the_step_and_backs_off_every_scal
     assert torch.equal(after.scale.scale, state.scale.scale / 2)
 
 
+def batch_losses():
+    """One objective per example, on layers whose rows need not be formed, and on one whose rows do."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+        x, y = torch.randn(5, 6), torch.randn(5, 1)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().sum()), (x, y)
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, partial(fj.cr_mogm, fj.upgrad())])
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
+    params, losses, batch = batch_losses()
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.05, momentum=0.9)}
+    ours = theirs = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+    for _ in range(4):
+        ours, info = fj.step(ours, *batch, engine="gramian", **how)
+        theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
+        close(info, expected, rtol=1e-3, atol=1e-5)
+    close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert not same(ours.params, params)
+
+
+def test_the_gramian_engine_serves_several_tasks_too():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top, optimizer=fj.sgd(0.1))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    close(
+        fj.step(state, *batch, engine="gramian", **how),
+        fj.step(state, *batch, engine="jacobian", **how),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+def test_an_overflow_in_the_gramian_engine_skips_the_step_and_backs_off_its_own_scale():
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
+    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=(2,)), **how)
+    after, info = fj.step(state, torch.tensor(1e37), engine="gramian", **how)
+    assert info.finite.tolist() == [True, False]
+    assert after.scale.scale.tolist() == [2.0**16, 2.0**15]
+    assert same(after[:3], state[:3])
+
+
+def test_the_gramian_engine_composes():
+    params, losses, batch = batch_losses()
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.05)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    gramian_step = partial(fj.step, engine="gramian", **how)
+    alone = gramian_step(state, *batch)
+    stacked = tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
+    pair = torch.vmap(gramian_step, in_dims=(0, None, None))(stacked, *batch)
+    close(tree_map(lambda leaf: leaf[1], pair), alone, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: gramian_step(*args), fullgraph=True, backend="aot_eager")
+    close(compiled(state, *batch), alone, rtol=1e-4, atol=1e-6)
+
+
 def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
     rule = scalarized(lambda v: v.log().mean().exp())
     how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1)}
@@ -523,6 +585,8 @@ def test_bad_input_is_named():
     state = fj.train_state(params, *batch, **how)
     with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
         fj.step(state, *batch, engine="turbo", **how)
+    with pytest.raises(ValueError, match=r"step: the Gramian engine serves .*found one that looks at 'blank'"):
+        fj.step(state, *batch, engine="gramian", **(how | {"aggregator": fj.mean()}))
     with pytest.raises(ValueError, match=r"step: the weighted engine serves .*found one that looks at 'gramian'"):
         fj.step(state, *batch, engine="weighted", **how)
     with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):

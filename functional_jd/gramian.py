@@ -1,0 +1,280 @@
+"""The Gramian engine: inner products of the rows without the rows, and the way back for weights."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from functional_jd.aggregation import combine
+from functional_jd.aggregation import gramian as gramian_of
+from functional_jd.factors import Block, block_of
+from functional_jd.jacobian import jacobian_fn
+from functional_jd.objectives import Multitask, PerExample
+from functional_jd.precision import full_precision, portable
+from functional_jd.pullback import (
+    Cotangent,
+    Linearized,
+    Rows,
+    check_scalar,
+    count,
+    detached,
+    evaluate,
+    objective_rows,
+    pull_rows,
+    requires_grad,
+    row_scales,
+)
+from functional_jd.scaling import ScaleState, multiplier
+from functional_jd.taps import Tap, Tapping
+from functional_jd.transforms import transformed
+from functional_jd.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.types import Direction, Gramian, Jacobian, LossFunction, MultitaskJacobian, Tree
+
+_HERE = "gramian_fn"
+
+Found: TypeAlias = tuple[Gramian, Any, Callable[[Tensor], Direction]]
+"""The Gramian of the scaled rows, what the losses returned, and the pullback of the scaled rows."""
+
+
+class Plan(NamedTuple):
+    """How to differentiate: the options of `gramian_fn`."""
+
+    has_aux: bool
+    scale: Tensor | None
+
+
+def gramian_fn(
+    losses: LossFunction,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scale: ScaleState | Tensor | None = None,
+) -> Callable[..., tuple[Gramian, Any, Callable[[Tensor], Direction]]]:
+    """Turn losses into a function that returns their Gramian, their values, and the way back for weights.
+
+    `G = J J'` and `pullback(w) = w' J`, with `J_i = d losses_i / d params`, which is not formed where inner products of
+    its factors cost less.
+
+    Args:
+        losses: `losses(params, *args)`, as for `jacobian_fn`: plain, or made by `per_example` or `multitask`.
+        argnums: the argument to differentiate, or several; with several, the direction is a tuple. Other than 0, the
+            structure of `per_example` and `multitask` is not used.
+        has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
+        scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass runs at that scale, Gramian and pullback come
+            out unscaled.
+
+    Returns:
+        `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
+        `[m, m]`; losses as the function gave them; `pullback(weights) -> direction`: weights `[m]`, direction a pytree
+        like params, in their dtypes. For `multitask` losses Gramian and weights are those of the trunk, and
+        `direction["heads"]` is the gradient of the plain sum, whatever the weights.
+        A row that overflowed is a row and a column of the Gramian that are not finite. Where the heads' sum is not
+        finite and nobody can tell whose it was, that is all of them.
+
+    Raises:
+        TypeError, ValueError: what `jacobian_fn` raises.
+
+    Laws:
+        The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights that are shared,
+        transposed or used several times included, and whatever has no entry in the table of `taps.py`, whose rows are
+        formed leaf by leaf. Linear in the weights. Composes with vmap, grad, jvp and compile, and a derivative of the
+        Gramian is right: under a transform, under compile, or when an input requires grad, it is taken from the rows.
+
+    Source:
+        Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
+        al., "Differentially private optimization on large model at small cost" (2023), for the choice layer by layer.
+
+    Differs:
+        From these, where the layers are modules with hooks: here a layer is recognised by the parameter it receives, so
+        that sharing and functions without modules are no special cases.
+    """
+    if not callable(losses):
+        raise TypeError(
+            f"gramian_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
+        )
+    differentiate = jacobian_fn(losses, argnums=argnums, has_aux=has_aux, scale=scale)
+    plan = Plan(has_aux, None if scale is None else multiplier(scale))
+
+    def gramian_and_losses(*args: Any) -> tuple[Gramian, Any, Callable[[Tensor], Direction]]:
+        found = None
+        if not (transformed() or requires_grad((args, plan.scale))):
+            found = _by_taps(losses, argnums, args, plan)
+        gramian, values, pullback = _by_rows(*differentiate(*args)) if found is None else found
+        if plan.scale is None:
+            return gramian, values, pullback
+        inverse = plan.scale.double().reciprocal()
+        rows = inverse.expand(len(gramian))
+        return gramian * rows[:, None] * rows, values, lambda weights: pullback(weights.double() * inverse)
+
+    return gramian_and_losses
+
+
+def _by_rows(jacobian: Jacobian, values: Any) -> Found:
+    gramian = gramian_of(jacobian)
+    if isinstance(jacobian, MultitaskJacobian):
+        gramian = _blamed(gramian, jacobian.heads)
+    return gramian, values, partial(combine, jacobian)
+
+
+def _by_taps(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any, ...], plan: Plan) -> Found | None:
+    try:
+        if isinstance(losses, PerExample) and argnums == 0:
+            return _per_example(losses, args[0], args[1:], plan)
+        if isinstance(losses, Multitask) and argnums == 0:
+            return _multitask(losses, args[0], args[1:], plan)
+        return _plain(losses, argnums, args, plan)
+    except Exception:
+        # Whatever it was that taps could not do: an error of the losses themselves comes back from the rows.
+        return None
+
+
+def _per_example(losses: PerExample, params: Tree, batch: tuple[Any, ...], plan: Plan) -> Found:
+    leaves, structure = floating_leaves(params, _HERE)
+    m = losses.count(batch)
+    taps: list[Tap] = []
+    constants = [x.detach().requires_grad_() for x in leaves]
+    # A copy for every example: what reaches it is the rows of all uses that no tap takes.
+    points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
+
+    def one(points: list[Tensor], *example: Any) -> tuple[list[Tensor], Any]:
+        def tapped(*given: Any) -> Any:
+            with Tapping(points, constants, taps, examples=True):
+                return losses.loss(*given)
+
+        return evaluate(tapped, (tree_unflatten(structure, points), *example), plan.has_aux, _HERE)
+
+    # torch has no batched rule for its fused attention on CPUs: it would go example by example.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if leaves[0].is_cpu else nullcontext():
+        dims = (0, *losses.dims(batch))
+        outputs, (values, aux) = torch.vmap(one, dims, randomness="different")(points, *batch)
+    check_scalar(outputs, (m,))
+    edges = list(dict.fromkeys(tap.edge for tap in taps))
+    factors = row_scales(plan.scale, m, outputs[0], _HERE).to(outputs[0].dtype)
+    with full_precision(leaves):
+        # No loss depends on another example: one backward pass from all of them keeps the rows apart.
+        gradients = torch.autograd.grad(outputs, _ends(edges, points), [factors], allow_unused=True)
+    gramian, pullback = _together(taps, edges, _dense(gradients), leaves, m)
+    return gramian, detached((values, aux) if plan.has_aux else values), _shaped(pullback, structure)
+
+
+def _plain(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any, ...], plan: Plan) -> Found:
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    leaves, structure = floating_leaves(tuple(args[p] for p in positions), _HERE)
+
+    def f(points: list[Tensor], tapping: Tapping) -> tuple[list[Tensor], Any]:
+        def tapped(*given: Any) -> Any:
+            with tapping:
+                return losses(*given)
+
+        given = list(args)
+        for position, value in zip(positions, tree_unflatten(structure, points), strict=True):
+            given[position] = value
+        return evaluate(tapped, tuple(given), plan.has_aux, _HERE)
+
+    point, taps, edges = _linearized(f, leaves)
+    m = count(point.outputs)
+    rows = objective_rows(point, row_scales(plan.scale, m, point.outputs[0], _HERE), "auto", None)
+    gramian, pullback = _together(taps, edges, rows, leaves, m)
+    shaped = _shaped(pullback, structure)
+    values, aux = point.extra
+    direction = (lambda weights: shaped(weights)[0]) if isinstance(argnums, int) else shaped
+    return gramian, (values, aux) if plan.has_aux else values, direction
+
+
+def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Plan) -> Found | None:
+    shared, heads = losses.split(params)
+    leaves, structure = floating_leaves(shared, f"{_HERE} (shared)")
+
+    def trunk(points: list[Tensor], tapping: Tapping) -> tuple[list[Tensor], Any]:
+        def tapped(shared: Tree) -> Any:
+            with tapping:
+                return losses.features(shared, *args)
+
+        features = portable(tapped)(tree_unflatten(structure, points))
+        return [x for x in tree_leaves(features) if isinstance(x, Tensor) and x.is_floating_point()], features
+
+    point, taps, edges = _linearized(trunk, leaves)
+    features, features_structure = tree_flatten(point.extra)
+    if any(isinstance(x, Tensor) and x.is_complex() for x in features):
+        return None
+
+    def top(heads: Tree, differentiated: list[Tensor], *args: Any) -> Any:
+        rest = iter(differentiated)
+        filled = [next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x for x in features]
+        return losses.heads(heads, tree_unflatten(features_structure, filled), *args)
+
+    # What the heads say about the features is what tasks on a trunk that does nothing say about their parameters.
+    differentiate = jacobian_fn(Multitask(lambda x, *_: x, top), has_aux=plan.has_aux, scale=plan.scale)
+    (between, gradient), values = differentiate({"shared": detached(point.outputs), "heads": heads}, *args)
+    rows = pull_rows(point, between, "auto", None)
+    gramian, pullback = _together(taps, edges, rows, leaves, len(between[0]))
+    shaped = _shaped(pullback, structure)
+    return _blamed(gramian, gradient), values, lambda weights: {"shared": shaped(weights), "heads": gradient}
+
+
+def _blamed(gramian: Gramian, heads: Tree) -> Gramian:
+    """What is not finite in the heads' gradient belongs to no row, so that it spoils them all."""
+    for leaf in tree_leaves(heads):
+        gramian = torch.where(leaf.isfinite().all(), gramian, torch.nan)
+    return gramian
+
+
+def _linearized(
+    f: Callable[[list[Tensor], Tapping], tuple[list[Tensor], Any]], leaves: list[Tensor]
+) -> tuple[Linearized, list[Tap], list[GradientEdge]]:
+    """Evaluate `f(points, tapping) -> (outputs, extra)` once, and get the way back to its taps and its points."""
+    taps: list[Tap] = []
+    constants = [x.detach().requires_grad_() for x in leaves]
+    points = [x.detach().requires_grad_() for x in leaves]
+    with torch.enable_grad():
+        outputs, extra = f(points, Tapping(points, constants, taps, examples=False))
+    edges = list(dict.fromkeys(tap.edge for tap in taps))
+
+    def pullback(cotangent: Cotangent) -> list[Tensor | None]:
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
+        if not pairs:
+            return [None] * (len(edges) + len(points))
+        outs, given = [y for y, _ in pairs], [c for _, c in pairs]
+        with full_precision(leaves):
+            return _dense(torch.autograd.grad(outs, _ends(edges, points), given, retain_graph=True, allow_unused=True))
+
+    return Linearized(outputs, detached(extra), pullback), taps, edges
+
+
+def _ends(edges: list[GradientEdge], points: list[Tensor]) -> Any:
+    """What to differentiate; torch's annotation does not know of a mixture."""
+    return [*edges, *points]
+
+
+def _dense(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+
+def _together(
+    taps: list[Tap], edges: list[GradientEdge], rows: Rows, leaves: list[Tensor], m: int
+) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
+    """The Gramian of all leaves and their pullback, from the rows by edge, and behind them by leaf."""
+    by_edge = dict(zip(edges, rows, strict=False))
+    blocks: list[Block] = []
+    with full_precision(leaves):
+        for index, (leaf, direct) in enumerate(zip(leaves, rows[len(edges) :], strict=True)):
+            uses = [tap for tap in taps if tap.leaf == index]
+            formed = [tap.form(gradient) for tap in uses if (gradient := by_edge[tap.edge]) is not None]
+            blocks.append(block_of([*formed, *([] if direct is None else [direct])], leaf, m))
+        gramian = torch.stack([block.gramian for block in blocks]).sum(0)
+        gramian = (gramian + gramian.mT) / 2  # products of factors round differently on either side
+
+    def pullback(weights: Tensor) -> list[Tensor]:
+        with full_precision(leaves):
+            return [block.pullback(weights) for block in blocks]
+
+    return gramian, pullback
+
+
+def _shaped(pullback: Callable[[Tensor], list[Tensor]], structure: Structure) -> Callable[[Tensor], Direction]:
+    return lambda weights: tree_unflatten(structure, pullback(weights))

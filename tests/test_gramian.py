@@ -1,0 +1,616 @@
+"""The Gramian engine against rows of plain autograd: every model, kind of losses, price, scale and transform."""
+
+import importlib
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_jacobian import CASES, KINDS, case_of, leaves, rows_of
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import BATCH, MODELS, Case, Cube, Model, mlp, numbers, plain
+
+import functional_jd
+from functional_jd import aggregation, factors
+from functional_jd.objectives import Multitask, multitask, per_example
+from functional_jd.scaling import scale_state
+
+engine = importlib.import_module("functional_jd.gramian")
+gramian_fn = engine.gramian_fn
+# Loading a module for the first time puts it in its package, here in the place of the function of that name.
+functional_jd.gramian = aggregation.gramian
+
+F = nn.functional
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
+
+both_prices = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
+
+
+def priced(monkeypatch, lean):
+    monkeypatch.setattr(factors, "_is_lean", lambda *_: lean)
+
+
+def weights_for(case):
+    return WEIGHTS[:3] if isinstance(case.losses, Multitask) else WEIGHTS
+
+
+def expectation(case, weights=None):
+    """The Gramian, and the direction leaf by leaf: the heads' without weights (they sort before the trunk)."""
+    weights = weights_for(case) if weights is None else weights
+    n_heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    rows = [r.double().reshape(len(weights), -1) for r in rows_of(case.losses, case.params, *case.args)]
+    gramian = sum(r @ r.mT for r in rows[n_heads:])
+    return gramian, [r.sum(0) if i < n_heads else weights @ r for i, r in enumerate(rows)]
+
+
+def found(case, weights=None, **how):
+    torch.manual_seed(0)
+    gramian, _, pullback = gramian_fn(case.losses, **how)(case.params, *case.args)
+    direction = leaves(pullback(weights_for(case) if weights is None else weights))
+    assert [(x.shape, x.dtype) for x in direction] == [(x.shape, x.dtype) for x in leaves(case.params)]
+    assert gramian.dtype == torch.float64
+    return gramian, [x.double().reshape(-1) for x in direction]
+
+
+def agree(result, expected, rtol=1e-9, atol=1e-9):
+    """Entries to the size of the largest: single ones may cancel to nothing."""
+    (gramian, direction), (true_gramian, true_direction) = result, expected
+    close(gramian, true_gramian, rtol, atol)
+    close(torch.cat(direction), torch.cat(true_direction), rtol, atol)
+
+
+def close(x, y, rtol, atol):
+    torch.testing.assert_close(x, y, rtol=rtol, atol=atol * y.abs().max().item())
+
+
+def single(case):
+    """The same in float32."""
+    narrow = lambda x: x.float() if x.is_floating_point() else x
+    params, args = _pytree.tree_map(narrow, (case.params, case.args))
+    return case._replace(params=params, args=args)
+
+
+def is_tapped(monkeypatch, case):
+    """Whether the engine does not fall back to rows of everything."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+        found(case)
+
+
+# The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    tolerance = 1e-6 if name == "mixed" else 1e-9
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(case), expected, tolerance, tolerance)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_takes_all_rows_only_where_vmap_refuses_the_examples(name, kind, monkeypatch):
+    case, model = case_of(name, kind), MODELS[name]()
+    # Whose buffers change in place, and whose rows a batching rule lacks.
+    if kind != "by_example" or (model.examples and name != "dropout"):
+        is_tapped(monkeypatch, case)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_scales_leave_no_trace(name, kind):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    m = len(weights_for(case))
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    tolerance = 1e-6 if name == "mixed" else 1e-9
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
+        agree(found(case, scale=scale), expected, tolerance, max(tolerance, 1e-7))
+
+
+SINGLE = "mlp deep tied reused conv1d conv2d conv_transpose conv_grouped layer_norm group_norm embedding encoder lstm"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SINGLE.split())
+def test_float32_is_right_to_rounding(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(single(case)), expected, 1e-4, 3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
+def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkeypatch):
+    model = MODELS[name]()
+
+    def predict(params, x):
+        with torch.autocast("cpu", dtype):
+            return model.predict(params, x).float()
+
+    case = single(KINDS[kind](model._replace(predict=predict)))
+    expected = expectation(KINDS[kind](model))
+    is_tapped(monkeypatch, case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        result = found(case, scale=torch.tensor(256.0))
+        for x, y in ((result[0], expected[0]), (torch.cat(result[1]), torch.cat(expected[1]))):
+            assert (x - y).norm() < tolerance * y.norm()
+
+
+# Networks at random
+
+
+def step_linear(p, x, w):
+    return F.linear(x, p[w])
+
+
+def step_biased(p, x, w):
+    return F.linear(x, p[w], p["b"])
+
+
+def step_right(p, x, w):
+    return x @ p[w]
+
+
+def step_transposed(p, x, w):
+    return torch.matmul(x, p[w].mT)
+
+
+def step_twice_transposed(p, x, w):
+    return F.linear(x, p[w].T.t())
+
+
+def step_left(p, x, w):
+    return (p[w] @ x.mT).mT
+
+
+def step_scaled(p, x, w):
+    return x * p[w].diagonal() + p[w][0]
+
+
+def step_looked_up(p, x, w):
+    """Positions that all examples share."""
+    return x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2)
+
+
+def step_convolved(p, x, w):
+    return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
+
+
+def step_hidden(p, x, w):
+    """A custom function takes the weight: no mode sees it."""
+    return x * Cube.apply(p[w]).mean()
+
+
+STEPS = {name.removeprefix("step_"): f for name, f in list(globals().items()) if name.startswith("step_")}
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
+    kind=st.sampled_from(sorted(KINDS)),
+    lean=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, lean, seed):
+    def predict(params, x):
+        x = F.embedding(x, params["u"])
+        for name, weight in steps:
+            x = torch.tanh(STEPS[name](params, x, weight)) + x
+        return F.linear(x, params["v"]).mean(1)
+
+    params = {"u": numbers(3, 3, seed=seed), "v": numbers(3, 3, seed=seed + 1), "b": numbers(3, seed=seed + 2)}
+    tokens = torch.randint(3, (BATCH, 2), generator=torch.Generator().manual_seed(seed))
+    case = KINDS[kind](Model(params, predict, tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        agree(found(case), expectation(case))
+
+
+@given(
+    dims=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.one_of(st.integers(0, 2), st.sampled_from(["same", "valid"])),
+    dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 2]),
+    transposed=st.booleans(),
+    extra=st.integers(0, 1),
+    kind=st.sampled_from(sorted(KINDS)),
+    lean=st.booleans(),
+)
+@example(
+    dims=2,
+    kernel=2,
+    stride=1,
+    padding="same",
+    dilation=1,
+    groups=1,
+    transposed=False,
+    extra=0,
+    kind="plain",
+    lean=True,
+)
+# Which makes a copy, and says so; more on the right than on the left is what is to be shown.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, groups, transposed, extra, kind, lean):
+    named = isinstance(padding, str)
+    stride = 1 if padding == "same" else stride
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if transposed:
+        how |= {"padding": 0 if named else padding, "output_padding": min(extra, max(stride, dilation) - 1)}
+    f = getattr(F, f"conv_transpose{dims}d" if transposed else f"conv{dims}d")
+    shape = (2, 3, *[kernel] * dims) if transposed else (4, 2 // groups, *[kernel] * dims)
+    channels = 3 * groups if transposed else 4
+
+    def predict(params, x):
+        y = torch.tanh(f(x, params["w"], params["b"], **how))
+        y = y.flatten(1)
+        return torch.stack([y.mean(1), (y**2).mean(1), y[:, 0]], 1)
+
+    model = Model(
+        {"w": numbers(*shape), "b": numbers(channels, seed=1)}, predict, numbers(BATCH, 2, *[6] * dims, seed=2)
+    )
+    case = KINDS[kind](model)
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        agree(found(case), expectation(case))
+
+
+# What taps must not overlook
+
+
+def model_of(predict, params=None, inputs=None):
+    weights = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1)} if params is None else params
+    return Model(weights, predict, numbers(BATCH, 3, seed=2) if inputs is None else inputs)
+
+
+def penalty(params, x):
+    """A derivative within the losses, differentiated again."""
+    inner = x.detach().requires_grad_()
+    y = torch.tanh(F.linear(inner, params["w"]))
+    (slope,) = torch.autograd.grad(y.sum(), inner, create_graph=True)
+    return y + slope
+
+
+def functional_penalty(params, x):
+    return torch.func.grad(lambda x: torch.tanh(F.linear(x, params["w"])).sum())(x)
+
+
+def tangent(params, x):
+    return torch.func.jvp(lambda x: torch.tanh(F.linear(x, params["w"])), (x,), (torch.ones_like(x),))[1]
+
+
+def mapped(params, x):
+    return torch.vmap(lambda row: torch.tanh(F.linear(row, params["w"])))(x)
+
+
+def half_frozen(params, x):
+    with torch.no_grad():
+        x = torch.tanh(F.linear(x, params["w"]))
+    return F.linear(x, params["w"]) @ params["v"].detach()
+
+
+def overwritten(params, x):
+    y = F.linear(x, params["w"])
+    y.mul_(2)
+    return F.linear(torch.tanh(y), params["v"])
+
+
+def counted(params, x):
+    return F.embedding(torch.tensor([[0], [1], [1], [1]]), params["w"], scale_grad_by_freq=True)[: len(x), 0] * x
+
+
+def both_sides(params, x):
+    return F.linear(params["w"], params["w"])[0] * x + F.linear(x, params["v"][0])[:, None]
+
+
+STRANGE = {f.__name__: f for f in (penalty, functional_penalty, tangent, mapped, half_frozen, overwritten, both_sides)}
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("predict", STRANGE.values(), ids=STRANGE)
+def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case = KINDS[kind](model_of(predict))
+    expected = expectation_by_finite_differences(case) if predict is tangent else expectation(case)
+    agree(found(case), expected, 1e-6, 1e-6)
+
+
+def expectation_by_finite_differences(case):
+    """Row by row, in float64, of losses in sorted order."""
+    flat, spec = _pytree.tree_flatten(case.params)
+    columns = []
+    for k, leaf in enumerate(flat):
+        for index in range(leaf.numel()):
+            move = torch.zeros(leaf.numel(), dtype=leaf.dtype)
+            move[index] = 1e-6
+            ends = []
+            for sign in (1, -1):
+                moved = [x + sign * move.reshape(x.shape) if i == k else x for i, x in enumerate(flat)]
+                values = case.losses(_pytree.tree_unflatten(moved, spec), *case.args)
+                ends.append(torch.cat([y.reshape(-1) for y in leaves(values)]))
+            columns.append((ends[0] - ends[1]) / 2e-6)
+    names = [path for path, _ in _pytree.tree_flatten_with_path(case.params)[0]]
+    sizes = [leaf.numel() for leaf in flat]
+    by_leaf = dict(zip(map(str, names), torch.stack(columns, 1).split(sizes, 1), strict=True))
+    ordered = [by_leaf[name] for name in sorted(by_leaf)]
+    heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    gramian = sum(r @ r.mT for r in ordered[heads:])
+    weights = weights_for(case)
+    return gramian, [r.sum(0) if i < heads else weights @ r for i, r in enumerate(ordered)]
+
+
+def test_frequencies_and_renormed_tables_are_left_to_autograd():
+    case = plain(model_of(counted))
+    agree(found(case), expectation(case))
+
+
+def test_a_source_changed_in_place_is_an_error_as_in_autograd():
+    def predict(params, x):
+        x = x * 1
+        y = F.linear(x, params["w"])
+        x.zero_()
+        return y
+
+    case = plain(model_of(predict))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found(case)
+
+
+# Leanness
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any op makes, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in _pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def wide(kind):
+    """Weights 64 x 64, one of them used twice, at 8 examples or 3 tasks: rows would be larger than all else."""
+    params = {name: numbers(64, 64, seed=i) / 8 for i, name in enumerate("euv")} | {"b": numbers(64, seed=3)}
+
+    def predict(params, x):
+        x = F.embedding(x, params["e"])
+        return (torch.tanh(F.linear(torch.tanh(F.linear(x, params["u"], params["b"])), params["u"])) @ params["v"])[
+            :, :3
+        ]
+
+    examples = torch.arange(8)
+    if kind == "by_example":
+        return Case(params, per_example(lambda p, x: predict(p, x[None]).square().mean()), (examples,)), 8
+    if kind == "tasks":
+        heads = multitask(predict, lambda p, z, x: list((z * p).mean(0)))
+        return Case({"shared": params, "heads": numbers(3)}, heads, (examples,)), 3
+    return Case(params, lambda p, x: predict(p, x).mean(0), (examples,)), 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_known_layers_are_never_formed(kind):
+    case, m = wide(kind)
+    with Largest() as largest:
+        _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
+        pullback(torch.ones(m, dtype=torch.float64))
+    assert largest.numel < m * 64 * 64
+
+
+def test_rows_are_formed_where_inner_products_of_factors_would_cost_more():
+    params = {"w": numbers(2, 2)}
+    case = Case(params, lambda p, x: torch.tanh(x @ p["w"]).sum((0, 1)), (numbers(5, 40, 2),))
+    with Largest() as largest:
+        agree(found(case, WEIGHTS[:2]), expectation(case, WEIGHTS[:2]))
+    assert largest.numel < 200 * 200
+
+
+# Overflow
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "tied", "conv2d", "lstm"])
+def test_a_row_that_overflowed_is_a_row_and_column_that_are_not_finite(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    m = len(weights_for(case))
+    expected, _ = expectation(case)
+    scale = torch.ones(m)
+    scale[1] = torch.inf
+    others = [i for i in range(m) if i != 1]
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        gramian, _, pullback = gramian_fn(case.losses, scale=scale)(case.params, *case.args)
+        assert not gramian[1].isfinite().any()
+        assert not gramian[:, 1].isfinite().any()
+        close(gramian[others][:, others], expected[others][:, others], 1e-9, 1e-9)
+        shared = pullback(torch.ones(m))
+        assert not all(x.isfinite().all() for x in leaves(shared["shared"] if kind == "tasks" else shared))
+
+
+def test_heads_that_are_not_finite_spoil_all_rows():
+    losses = multitask(lambda p, x: p * x, lambda h, z, x: [h.sqrt() + z.sum(), z.mean()])
+    case = Case({"shared": numbers(3), "heads": torch.zeros((), dtype=torch.float64)}, losses, (numbers(3, seed=1),))
+    for scale in (None, torch.tensor(8.0)):
+        gramian, _, _ = gramian_fn(losses, scale=scale)(case.params, *case.args)
+        assert not gramian.isfinite().any()
+
+
+def test_float16_losses_and_parameters_scale_without_overflow():
+    params = {"w": numbers(3, 3, dtype=torch.float16)}
+    x = numbers(4, 3, seed=1, dtype=torch.float16)
+    losses = lambda p, x: torch.tanh(F.linear(x, p["w"])).mean(1) * 1e-3
+    gramian, _, pullback = gramian_fn(losses, scale=torch.tensor(2.0**14))(params, x)
+    wide_params = {"w": params["w"].double()}
+    expected, direction = expectation(Case(wide_params, losses, (x.double(),)))
+    close(gramian, expected, 1e-2, 1e-2)
+    close(pullback(WEIGHTS)["w"].double().reshape(-1), direction[0], 1e-2, 1e-2)
+
+
+def test_sizes_beyond_the_range_of_float32_squares_are_no_overflow():
+    x = numbers(4, 64, seed=1, dtype=torch.float32)
+    params = {"w": numbers(64, 64, dtype=torch.float32)}
+    for size in (1e-25, 1e25):
+        losses = per_example(lambda p, x, size=size: torch.tanh(F.linear(x, p["w"]) / 8).mean() * size)
+        gramian, _, _ = gramian_fn(losses)(params, x)
+        assert gramian.isfinite().all()
+        one = gramian_fn(per_example(lambda p, x: torch.tanh(F.linear(x, p["w"]) / 8).mean()))(params, x)[0]
+        close(gramian / size**2, one, 1e-5, 1e-5)
+
+
+# Structure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_aux_come_back_as_they_are(kind):
+    case = case_of("mlp", kind)
+    plain_values = gramian_fn(case.losses)(case.params, *case.args)[1]
+    if kind == "tasks":
+        losses = multitask(case.losses.features, lambda *args: (case.losses.heads(*args), {"seen": args[1]}))
+    elif kind == "by_example":
+        losses = per_example(lambda *args: (case.losses.loss(*args), {"seen": args[1]}))
+    else:
+        losses = lambda *args: (case.losses(*args), {"seen": args[1]})
+    gramian, (values, aux), _ = gramian_fn(losses, has_aux=True)(case.params, *case.args)
+    close(gramian, expectation(case)[0], 1e-9, 1e-9)
+    assert len(aux["seen"]) == BATCH
+    for x, y, z in zip(leaves(values), leaves(plain_values), leaves(case.losses(case.params, *case.args)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, z)
+        assert not x.requires_grad
+
+
+@pytest.mark.parametrize(("argnums", "order"), [(1, [1]), (-1, [1]), ((0, 1), [0, 1]), ((1, 0), [1, 0])])
+def test_any_arguments_can_be_differentiated(argnums, order):
+    given = (numbers(3, 3), numbers(4, 3, seed=1))
+    losses = lambda w, x: torch.tanh(F.linear(x, w)).mean(1)
+    swapped = lambda chosen: losses(*[chosen[order.index(i)] if i in order else given[i] for i in range(2)])
+    expected, direction = expectation(Case([given[i] for i in order], swapped, ()))
+    gramian, _, pullback = gramian_fn(losses, argnums=argnums)(*given)
+    mine = pullback(WEIGHTS)
+    assert isinstance(mine, tuple) == isinstance(argnums, tuple)
+    agree((gramian, [x.reshape(-1) for x in leaves(mine)]), (expected, direction))
+
+
+def test_nothing_changes_and_the_same_inputs_give_the_same_bits():
+    for kind in KINDS:
+        case = case_of("encoder", kind)
+        before = [x.clone() for x in leaves(case.params)]
+        first, second = found(case), found(case)
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[0], first[0].mT)
+        assert all(map(torch.equal, first[1], second[1]))
+        assert all(map(torch.equal, before, leaves(case.params)))
+        assert not any(x.requires_grad or x.grad is not None for x in leaves(case.params))
+
+
+def test_errors_say_where_and_what_to_do():
+    with pytest.raises(TypeError, match="gramian_fn: losses must be a function, found int"):
+        gramian_fn(3)
+    with pytest.raises(ValueError, match="zero for everybody"):
+        gramian_fn(lambda p: _raise("zero for everybody"))(numbers(2))
+    with pytest.raises(ValueError, match="one per objective"):
+        gramian_fn(lambda p: p, scale=torch.ones(3))(numbers(2))
+    with pytest.raises(ValueError, match="one scalar"):
+        gramian_fn(per_example(lambda p, x: p * x))(numbers(2), numbers(4))
+
+
+def _raise(message):
+    raise ValueError(message)
+
+
+# Transforms
+
+
+def small(kind):
+    return KINDS[kind](mlp((2, 3, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_replicas_equals_a_loop(kind):
+    case = small(kind)
+    weights = weights_for(case)
+
+    def f(factor):
+        params = _pytree.tree_map(lambda x: x * factor, case.params)
+        gramian, _, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
+        return gramian, leaves(pullback(weights))
+
+    together = torch.vmap(f)(torch.tensor([1.0, 0.5], dtype=torch.float64))
+    for i, factor in enumerate((1.0, 0.5)):
+        alone = f(factor)
+        torch.testing.assert_close(together[0][i], alone[0])
+        for x, y in zip(together[1], alone[1], strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_the_gramian_are_those_of_finite_differences(kind):
+    case = small(kind)
+    flat, spec = _pytree.tree_flatten(case.params)
+
+    def f(*flat):
+        gramian, _, pullback = gramian_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
+        return gramian, pullback(weights_for(case))["shared" if kind == "tasks" else "layer0"]
+
+    def number(*flat):
+        gramian, direction = f(*flat)
+        return (gramian * numbers(*gramian.shape, seed=5)).sum() + sum((x**2).sum() for x in leaves(direction))
+
+    points = [x.clone().requires_grad_() for x in flat]
+    assert torch.autograd.gradcheck(number, points)
+    plain_gradient = torch.autograd.grad(number(*points), points)
+    functional = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
+    tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
+    _, forward = torch.func.jvp(number, tuple(flat), tuple(tangents))
+    for x, y in zip(functional, plain_gradient, strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(forward, sum((g * t).sum() for g, t in zip(functional, tangents, strict=True)))
+
+
+def test_derivatives_towards_the_weights_are_the_rows():
+    case = small("by_example")
+    _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
+    rows = torch.func.jacrev(lambda w: pullback(w)["layer0"]["w"])(WEIGHTS)
+    true = rows_of(case.losses, case.params, *case.args)
+    names = [x.shape[1:] for x in true]
+    torch.testing.assert_close(rows.movedim(-1, 0), true[names.index(rows.shape[:-1])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiles_to_one_graph(kind):
+    case = small(kind)
+
+    def f(params, *args):
+        gramian, values, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *args)
+        return gramian, values, pullback(weights_for(case))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
+    for x, y in zip(leaves(compiled), leaves(f(case.params, *case.args)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_uses_without_plain_autograd_take_the_rows(monkeypatch):
+    case = small("plain")
+    monkeypatch.setattr(engine, "_by_taps", lambda *_: pytest.fail("took the road of plain autograd"))
+    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
+    torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])
