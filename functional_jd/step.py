@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_jd.aggregation import Aggregator, aggregate, blank, start, weigh
+from functional_jd.aggregation import Aggregator, aggregate, blank, cross_gramian, start, weigh
 from functional_jd.aggregation import gramian as look_at_gramian
 from functional_jd.aggregation import losses as look_at_losses
 from functional_jd.gramian import gramian_fn
@@ -41,7 +41,8 @@ class StepInfo(NamedTuple):
     Attributes:
         losses: the values before the step, unscaled, in the structure that the losses gave them.
         weights: how much each row counted: float64 `[m]`, or a pytree like the Jacobian.
-        finite: bool with the scale's shape: which rows were finite. The step was skipped unless all are.
+        finite: bool with the scale's shape: which rows were finite; none, if the direction is not. The step was
+            skipped unless all are.
     """
 
     losses: Losses
@@ -75,6 +76,7 @@ def train_state(
     Raises:
         TypeError, ValueError: parameters or losses that are none, as `jacobian_fn` says; a scale that does not fit m.
     """
+    _check("train_state", aggregator, optimizer)
     leaves, _ = floating_leaves(params, "train_state")
     params = tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
     scale = no_scale(device=leaves[0].device) if scale is None else scale
@@ -122,9 +124,11 @@ def step(
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile, and never waits for the
         device.
     """
+    _check("step", aggregator, optimizer)
     differentiate = ENGINES[_chosen(engine, aggregator, state.scale)]
     direction, weights, memory, values, finite = differentiate(state, batch, losses, aggregator)
-    moving = finite.all() & all_finite(direction)
+    sound = all_finite(direction)
+    moving = finite.all() & sound
     params, moments = optimizer.update(direction, state.optimizer, state.params)
     # One after the other, and the direction gone: each is as large as the parameters.
     del direction
@@ -132,7 +136,8 @@ def step(
     moments = select(moving, moments, state.optimizer)
     memory = select(moving, memory, state.aggregator)
     new = TrainState(params, moments, memory, update_scale(state.scale, finite))
-    return new, StepInfo(values, weights, finite)
+    # An overflow of rows is their scales' matter; a direction that is not finite all the same is the rule's alone.
+    return new, StepInfo(values, weights, finite & (sound | ~finite.all()))
 
 
 class _Descent(NamedTuple):
@@ -174,6 +179,23 @@ ENGINES: dict[str, Callable[..., _Descent]] = {
     "weighted": _by_weights,
 }
 """How to come by a direction, by name; `"auto"` chooses."""
+
+
+def _check(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
+    if not isinstance(aggregator, Aggregator):
+        raise TypeError(
+            f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
+        )
+    if aggregator.view is cross_gramian:
+        raise ValueError(
+            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
+            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{where}: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "
+            "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
+        )
 
 
 def _chosen(engine: str, aggregator: Aggregator, scale: ScaleState) -> str:

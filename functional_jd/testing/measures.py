@@ -28,11 +28,16 @@ def reach_of(jacobian: Jacobian, weights: Tree) -> Tensor:
 
 
 def check_close(
-    found: Aggregation, expected: Aggregation, jacobian: Jacobian, message: str, share: float = TOLERANCE
+    found: Aggregation,
+    expected: Aggregation,
+    jacobian: Jacobian,
+    message: str,
+    share: float = TOLERANCE,
+    smallest: float = 0.0,
 ) -> None:
     error = (flat(found.direction) - flat(expected.direction)).abs().max()
     reach = reach_of(jacobian, expected.weights).max()
-    allowed = share * reach + 2.0**-40 * matrix(jacobian).abs().max()
+    allowed = share * reach + 2.0**-40 * matrix(jacobian).abs().max() + smallest
     assert error <= allowed, f"{message}: off by {error:.3g}, with a reach of {reach:.3g}"
 
 
