@@ -170,12 +170,13 @@ def step(
     differentiate = _engine(losses, aggregator, state.scale, sharded)
     (direction, weights, memory), values, finite = differentiate(state, batch, losses, aggregator, group)
     params, moments = optimizer.update(direction, state.optimizer, state.params)
-    moving = finite.all() & all_finite(direction)
+    sound = all_finite(direction)
+    moving = finite.all() & sound
     params = select(moving, params, state.params)
     moments = select(moving, moments, state.optimizer)
     memory = select(moving, memory, state.aggregator)
     new = TrainState(params, moments, memory, update_scale(state.scale, finite))
-    return new, StepInfo(values, weights, finite)
+    return new, StepInfo(values, weights, finite & (sound | ~finite.all()))
 
 
 def _engine(losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sharded: bool) -> Callable[..., Found]:

@@ -159,7 +159,10 @@ def _by_jacobian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction
 def _by_weights(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
     values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
     weights, memory = weigh(aggregator, _without_columns(values), state.aggregator, losses=values)
-    direction, finite = pullback(weights, last=True)
+    # Weights that are not finite are the rule's word, not an overflow: the scale must not back off for them.
+    sound = weights.isfinite().all()
+    direction, finite = pullback(torch.where(sound, weights, 0), last=True)
+    direction = tree_map(lambda leaf: torch.where(sound, leaf, torch.nan), direction)
     return _Descent(direction, weights, memory, values, finite)
 
 

@@ -313,10 +313,11 @@ def test_a_modules_parameters_leave_their_graph_behind():
 @pytest.mark.parametrize("engine", ["jacobian", "weighted"])
 def test_losses_that_a_rule_refuses_change_no_parameter(engine):
     how = {"losses": lambda p, x: p * x, "aggregator": fj.geometric_mean(), "optimizer": fj.sgd(0.1, momentum=0.9)}
-    state = fj.train_state(torch.ones(2), torch.ones(()), **how)
+    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(1024.0), **how)
     after, info = fj.step(state, torch.tensor(-1.0), engine=engine, **how)
     assert info.weights.isnan().all()
     assert not info.finite.any()  # or nobody would see that training stands still
+    assert after.scale.scale == 1024.0  # nothing overflowed
     assert same(after[:3], state[:3])
 
 
