@@ -39,9 +39,8 @@ def modo(rate: float = 0.1, ridge: float = 0.1) -> Aggregator:
         The step is linear in each of the two batches, hence without bias before it is projected. On the same batch
         again and again, with a rate below `2 / max eigenvalue`, the weights converge to the min-norm point of
         `A + ridge I`. Zero, equal or opposite rows are nothing special; one row gets weight 1. A Jacobian that is not
-        finite gives weights and a state that are NaN: carry on with the old state, as `step` does. Not
-        scale-equivariant, as in the
-        paper: `rate` has a unit.
+        finite gives weights and a state that are NaN: carry on with the old state. Not
+        scale-equivariant, as in the paper: `rate` has a unit.
 
     Source:
         Chen, Fernando, Ying & Chen, Three-way trade-off in multi-objective learning, JMLR 25, 2024, equation 2.9a.
