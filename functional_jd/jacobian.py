@@ -6,10 +6,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.graphs import is_linear, nodes
 from functional_jd.objectives import Multitask, PerExample, stacked
 from functional_jd.precision import full_precision
 from functional_jd.pullback import (
+    Linearized,
     Rows,
+    arranged,
     check_scalar,
     count,
     detached,
@@ -35,6 +38,11 @@ MODES = ("auto", "vmap", "loop", "forward")
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows that go on into the trunk, by feature `[m, *z]`."""
+
+
+# From so many rows per parameter on, and so many rows, columns cost less.
+_TALL = 4
+_MANY = 256
 
 
 class Plan(NamedTuple):
@@ -69,7 +77,8 @@ def jacobian_fn(
         scale: a `ScaleState` or tensor, `[]` or `[m]`: row i comes out multiplied by it, because the cotangent is
             scaled. The returned losses are never scaled.
         mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"forward"` column by
-            column, for m far above the number of parameters; `"auto"` tries vmap and falls back to the loop.
+            column, for m far above the number of parameters; `"auto"` chooses by shapes (a loop for few or wide rows on
+            a CPU; groups, so that they fit its cache; columns where m is at least 4 n), and falls back to the loop.
         chunk_size: rows (or columns) differentiated at once; 1 is the loop.
 
     Returns:
@@ -77,7 +86,8 @@ def jacobian_fn(
         leaves `[m, *p]` in the parameters' dtypes; for `multitask` losses `MultitaskJacobian(shared, heads)`. Losses
         come back in the structure that the function gave them. Parameters that no objective depends on have rows of
         zeros. With one scale per objective, a row that overflowed in the heads is NaN in `shared` and left out of the
-        sum that is `heads`: so its own scale backs off, not all.
+        sum that is `heads`: so its own scale backs off, not all. An infinite derivative of one element of a tensor of
+        losses can make its neighbours' rows NaN, as 0 x inf; losses of their own in a pytree, and examples, stay apart.
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
@@ -136,7 +146,7 @@ def _plain(
     else:
         point = linearize(f, leaves, differentiable=plan.differentiable)
         factors = row_scales(plan.scale, count(point.outputs), point.outputs[0], _HERE)
-        rows, (values, aux) = objective_rows(point, factors, plan.mode, plan.chunk_size), point.extra
+        rows, (values, aux) = _reverse(point, leaves, factors, plan), point.extra
     return tree_unflatten(structure, _filled(rows, leaves, count(values))), values, aux
 
 
@@ -193,14 +203,14 @@ def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Pla
         sums: Rows = [None] * len(heads_leaves)
         features: list[list[Tensor | None]] = []
         for factor, gradient in zip(factors.split(1), objective_gradients(above, factors), strict=True):
-            row = [None if g is None else g[None] for g in gradient]
-            mine, theirs = _heads_and_features(row, len(heads_leaves), factor, plan.scale)
+            mine, theirs = _one_row(gradient, len(heads_leaves), factor, plan.scale)
             sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, mine, strict=True)]
-            features.append([None if g is None else g[0] for g in theirs])
-        return sums, stacked_rows(features)
+            features.append(theirs)
+        return sums, stacked_rows(features, len(factors))
 
     # One scalar per task: a loop walks each head once. Together, every row would walk every head.
-    mode = "loop" if plan.mode == "auto" and len(above.outputs) > 1 and not transformed() else plan.mode
+    apart = plan.mode == "auto" and len(above.outputs) > 1 and not transformed()
+    mode = "loop" if apart else arranged(above, len(factors), plan.mode, plan.chunk_size)[0]
     sums, feature_rows = in_mode(mode, together, one_by_one)
     trunk_rows = pull_rows(below, feature_rows, plan.mode, plan.chunk_size)
     gradient = [torch.zeros_like(x) if g is None else g.to(x.dtype) for g, x in zip(sums, heads_leaves, strict=True)]
@@ -227,8 +237,57 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, scale: Tensor
     return [None if row is None else _unscaled_sum(row, None if scale is None else factors) for row in heads], features
 
 
+def _one_row(gradient: Rows, n_heads: int, factor: Tensor, scale: Tensor | None) -> Parted:
+    """The same for a single row, by tensors without a dimension of rows."""
+    if scale is None:
+        # Copies: autograd may hand out one tensor for two parameters.
+        heads = [None if g is None else _wide(g, copy=True) for g in gradient[:n_heads]]
+        return heads, gradient[n_heads:]
+    heads, features = _heads_and_features([None if g is None else g[None] for g in gradient], n_heads, factor, scale)
+    return heads, [None if g is None else g[0] for g in features]
+
+
 def _along(flags: Tensor, rows: Tensor) -> Tensor:
     return flags.reshape(-1, *[1] * (rows.ndim - 1))
+
+
+def _reverse(point: Linearized, leaves: list[Tensor], factors: Tensor, plan: Plan) -> Rows:
+    """By rows; or by columns, where there are so many rows that even going back and forth costs less."""
+    n, m = sum(x.numel() for x in leaves), len(factors)
+    if plan.mode == "auto" and not plan.differentiable and m >= max(_TALL * n, _MANY):
+        graph = nodes(point.outputs)
+        if is_linear(graph):
+            try:
+                return _columns(point, leaves, factors, plan.chunk_size)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                pass  # a node without a second derivative
+    return objective_rows(point, factors, plan.mode, plan.chunk_size)
+
+
+def _columns(point: Linearized, leaves: list[Tensor], factors: Tensor, chunk_size: int | None) -> Rows:
+    """Forward mode without evaluating the losses again: a pullback is linear in the cotangent, and its own pullback
+    pushes tangents forward.
+    """
+    with torch.enable_grad():
+        cotangents = [torch.zeros_like(y).requires_grad_() for y in point.outputs]
+        gradients = point.pullback(cotangents)
+    rows: Rows = []
+    for x, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None or not gradient.requires_grad or not x.numel():
+            rows.append(None)
+            continue
+
+        def push(tangent: Tensor, gradient: Tensor = gradient) -> list[Tensor]:
+            return list(torch.autograd.grad(gradient, cotangents, tangent, retain_graph=True, materialize_grads=True))
+
+        basis = torch.eye(x.numel(), dtype=x.dtype, device=x.device).reshape(x.numel(), *x.shape)
+        with full_precision(leaves):
+            tangents = torch.vmap(push, chunk_size=chunk_size)(basis)
+            columns = torch.cat([t.reshape(len(basis), t.shape[1:].numel()) for t in tangents], dim=1)
+        rows.append((columns.mT * factors[:, None]).contiguous().reshape(len(factors), *x.shape).to(x.dtype))
+    return rows
 
 
 def _forward(
@@ -279,12 +338,16 @@ def _selected(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[Tree
 
 def _unscaled_sum(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Sum rows `[m, *p]`, each divided by its scale, in at least float32."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = _wide(rows)
     if scale is None:
         return wide.sum(0)
     inverse = row_scales(scale, len(rows), rows, _HERE).double().reciprocal().to(wide.dtype)
     with full_precision(rows):
         return torch.tensordot(inverse, wide, dims=1)
+
+
+def _wide(x: Tensor, copy: bool = False) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
 
 
 def _filled(rows: Rows, leaves: list[Tensor], m: int) -> list[Tensor]:

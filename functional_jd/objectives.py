@@ -26,6 +26,8 @@ class PerExample:
         dims = self.dims(batch)
         try:
             return torch.vmap(self.loss, in_dims=(None, *dims), randomness="different")(params, *batch)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             if torch.compiler.is_compiling():
                 raise
@@ -116,7 +118,8 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
 
     Laws:
         The numbers are those of a loop over the examples. `jacobian_fn` takes the gradient of each example alone:
-        m small backward passes at the price of one, not m passes through the batch.
+        m small backward passes at the price of one, not m passes through the batch. Where vmap refuses the loss it is
+        evaluated again, example by example: what it changes in place, instead of returning it, may then move twice.
     """
     _check_callable("per_example", "loss", loss)
     return PerExample(loss, in_dims)

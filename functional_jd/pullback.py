@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from itertools import chain
+from math import ceil
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from functional_jd.graphs import nodes, widest
+from functional_jd.norms import AffineApart
 from functional_jd.precision import full_precision, portable
 from functional_jd.transforms import transformed
 from functional_jd.tree import (
@@ -30,6 +33,15 @@ Rows: TypeAlias = list[Tensor | None]
 
 Result = TypeVar("Result")
 
+# What `"auto"` goes by, measured on CPUs: up to so many rows a loop is never slower;
+_FEW = 3
+# a gradient of so many elements, all rows of a group together, still fits a cache near the core;
+_CACHED = 1 << 19
+# and a group of fewer rows does not pay for what vmap costs.
+_GROUP = 8
+# Gradients of so few elements are stacked by one call sooner than written one by one.
+_SMALL = 1 << 14
+
 
 class Linearized(NamedTuple):
     """A function at a point.
@@ -39,11 +51,13 @@ class Linearized(NamedTuple):
         extra: what it returned second.
         pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input among those of the
             slice; `None` where an input certainly has no part in it. The last call frees what another would need.
+        inputs: where plain autograd's gradients arrive; empty where somebody else recorded the graph.
     """
 
     outputs: list[Tensor]
     extra: Any
     pullback: Callable[..., list[Tensor | None]]
+    inputs: tuple[Tensor, ...] = ()
 
 
 class Tasks(NamedTuple):
@@ -69,7 +83,7 @@ def requires_grad(values: Any) -> bool:
 
 def detached(tree: Tree) -> Tree:
     """A pytree whose tensors are cut off from any graph; what is no tensor stays."""
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
 
 
 def linearize(
@@ -130,16 +144,17 @@ def evaluate(losses: LossFunction, args: tuple[Any, ...], has_aux: bool, where: 
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}."
         )
     values, aux = result if has_aux else (result, ())
-    for index, leaf in enumerate(tree_leaves(values)):
+    leaves = tree_leaves(values)
+    for index, leaf in enumerate(leaves):
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
             found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."
             )
-    if count(values) == 0:
+    if not any(leaf.numel() for leaf in leaves):
         raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
-    return [leaf.float() if leaf.dtype.itemsize < 4 else leaf for leaf in tree_leaves(values)], (values, aux)
+    return [leaf.float() if leaf.dtype.itemsize < 4 else leaf for leaf in leaves], (values, aux)
 
 
 def check_scalar(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
@@ -169,13 +184,18 @@ def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor
 
 
 def in_mode(mode: str, together: Callable[[], Result], one_by_one: Callable[[], Result]) -> Result:
-    """Work with vmap, without it, or (`"auto"`) with vmap and, where that cannot go, without."""
+    """Work with vmap, without it, or (`"auto"`) with vmap and, where that cannot go, without.
+
+    Losses that `together` evaluates are then evaluated again: what they change in place would move twice.
+    """
     if mode == "loop":
         return one_by_one()
     if mode == "vmap" or torch.compiler.is_compiling():
         return together()
     try:
         return together()
+    except torch.OutOfMemoryError:
+        raise
     except Exception:
         # Whatever it was that vmap refused: an error of the losses themselves comes back from the loop.
         return one_by_one()
@@ -188,19 +208,21 @@ def pull_rows(point: Linearized, cotangents: Rows, mode: str, chunk_size: int | 
         return [None] * len(point.pullback([None] * len(cotangents)))
 
     def one_by_one() -> Rows:
-        return stacked_rows([point.pullback([None if c is None else c[i] for c in cotangents]) for i in range(m)])
+        by_row = zip(*[[None] * m if c is None else c.unbind() for c in cotangents], strict=True)
+        return stacked_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
-    mode = "loop" if m == 1 and mode == "auto" else mode
-    return in_mode(mode, lambda: _together(point, cotangents, chunk_size), one_by_one)
+    mode, chunk_size = arranged(point, m, mode, chunk_size)
+    return in_mode(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one)
 
 
 def objective_rows(point: Linearized, factors: Tensor, mode: str, chunk_size: int | None) -> Rows:
     """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
-    mode = "loop" if len(factors) == 1 and mode == "auto" else mode
+    m = len(factors)
+    mode, chunk_size = arranged(point, m, mode, chunk_size)
     return in_mode(
         mode,
-        lambda: _together(point, [*_diagonal(point, factors)], chunk_size),
-        lambda: stacked_rows(list(objective_gradients(point, factors))),
+        lambda: _together(point, [*_diagonal(point, factors)], m, chunk_size),
+        lambda: stacked_rows(objective_gradients(point, factors), m),
     )
 
 
@@ -208,23 +230,44 @@ def objective_gradients(point: Linearized, factors: Tensor) -> Iterator[list[Ten
     """The same rows one by one, each by itself: zeros sent through the outputs of others would cost time, and turn an
     infinity there into NaN.
     """
-    blocks = _diagonal(point, factors)
-    i = 0
-    for owner, output in enumerate(point.outputs):
-        for _ in range(output.numel()):
-            yield point.pullback([block[i] if k == owner else None for k, block in enumerate(blocks)])
-            i += 1
+    for owner, (y, own) in enumerate(
+        zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
+    ):
+        block = (own if y.numel() == 1 else torch.diag(own)).to(y.dtype)
+        for cotangent in block.reshape(y.numel(), *y.shape).unbind():
+            yield point.pullback([cotangent if k == owner else None for k in range(len(point.outputs))])
 
 
-def stacked_rows(gradients: list[list[Tensor | None]]) -> Rows:
-    """Rows by input, from gradients by row."""
-    rows: Rows = []
-    with full_precision(gradients):
-        for column in zip(*gradients, strict=True):
-            like = next((g for g in column if g is not None), None)
-            filled = [torch.zeros_like(like) if g is None else g for g in column] if like is not None else None
-            rows.append(None if filled is None else torch.stack(filled))
-    return rows
+def stacked_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
+    """Rows by input, from m gradients by row."""
+    parts = iter(gradients)
+    first = next(parts)
+    if transformed() or sum(g.numel() for g in first if g is not None) < _SMALL:
+        return _stacked([first, *parts])
+    return _written(enumerate(chain([first], parts)), m)
+
+
+def arranged(point: Linearized, m: int, mode: str, chunk_size: int | None) -> tuple[str, int | None]:
+    """What `"auto"` means here: a loop, or vmap over so many rows at once.
+
+    Rows together save the fixed price of every operation, and cost the cache: on a CPU few rows, or wide ones (images),
+    go one by one, what is between in groups of about the same size. Where the weights are larger than all that passes
+    between the layers, the rows themselves are the work: together, they are written once and never copied.
+    """
+    if mode != "auto":
+        return mode, chunk_size
+    if m == 1 or (m <= _FEW and not transformed()):
+        return "loop", chunk_size
+    if transformed() or not point.inputs or not all(x.is_cpu for x in point.inputs):
+        return "auto", chunk_size
+    between = widest(nodes(point.outputs), point.inputs)
+    if between <= max(x.numel() for x in point.inputs):
+        return "auto", chunk_size
+    at_once = _CACHED // between
+    if at_once < _GROUP:
+        return "loop", chunk_size
+    size = ceil(m / ceil(m / at_once))
+    return "auto", size if chunk_size is None else min(size, chunk_size)
 
 
 def _diagonal(point: Linearized, factors: Tensor) -> list[Tensor]:
@@ -234,7 +277,7 @@ def _diagonal(point: Linearized, factors: Tensor) -> list[Tensor]:
     return [block.reshape(len(factors), *y.shape).to(y.dtype) for block, y in zip(blocks, point.outputs, strict=True)]
 
 
-def _together(point: Linearized, cotangents: Rows, chunk_size: int | None) -> Rows:
+def _together(point: Linearized, cotangents: Rows, m: int, chunk_size: int | None) -> Rows:
     reached: list[bool] = []
 
     def row(*given: Tensor) -> list[Tensor]:
@@ -243,8 +286,40 @@ def _together(point: Linearized, cotangents: Rows, chunk_size: int | None) -> Ro
         reached[:] = [g is not None for g in gradient]
         return [g for g in gradient if g is not None]
 
-    rows = iter(torch.vmap(row, chunk_size=chunk_size)(*[c for c in cotangents if c is not None]))
-    return [next(rows) if yes else None for yes in reached]
+    def rows(group: slice, chunk_size: int | None = None) -> Rows:
+        found = iter(torch.vmap(row, chunk_size=chunk_size)(*[c[group] for c in cotangents if c is not None]))
+        return [next(found) if yes else None for yes in reached]
+
+    if chunk_size is None or chunk_size >= m:
+        return rows(slice(None))
+    if transformed():
+        return rows(slice(None), chunk_size)
+    groups = (slice(i, i + chunk_size) for i in range(0, m, chunk_size))
+    return _written(((group, rows(group)) for group in groups), m)
+
+
+def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
+    rows: Rows = []
+    with full_precision(gradients):
+        for column in zip(*gradients, strict=True):
+            like = next((g for g in column if g is not None), None)
+            filled = [torch.zeros_like(like) if g is None else g for g in column] if like is not None else None
+            rows.append(None if filled is None else torch.stack(filled))
+    return rows
+
+
+def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:
+    """Each part into its place at once, while it is in the cache: so a second Jacobian never exists."""
+    rows: Rows = []
+    for index, (place, part) in enumerate(parts):
+        rows = rows or [None] * len(part)
+        for k, (mine, g) in enumerate(zip(rows, part, strict=True)):
+            if g is not None and mine is None:
+                shape = g.shape if isinstance(place, int) else g.shape[1:]
+                rows[k] = mine = (g.new_zeros if index else g.new_empty)(m, *shape)
+            if mine is not None:
+                mine[place] = 0 if g is None else g
+    return rows
 
 
 def _dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -259,7 +334,7 @@ def _by_func(
     beside: list[Any] = []
 
     def tensors_only(points: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        with _AffineApart() if differentiable else nullcontext():
+        with AffineApart() if differentiable else nullcontext():
             outputs, extra = f(points)
         leaves, structure = tree_flatten(extra)
         beside[:] = [structure, [None if isinstance(x, Tensor) else x for x in leaves]]
@@ -284,77 +359,33 @@ def _by_autograd(
     # Aliases, not the tensors themselves: the gradient must stop here, wherever else the caller uses them.
     with torch.enable_grad():
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
-        with _AffineApart() if differentiable else nullcontext():
+        with AffineApart() if differentiable else nullcontext():
             outputs, extra = f(points)
+    # One tensor for each device is enough to tell whether autocast is on there.
+    devices = list({x.device: x for x in inputs}.values())
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
         pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
         wanted = points[among]
         if not pairs or not wanted:
             return [None] * len(wanted)
+        given = [c for _, c in pairs]
         # The weights of a cotangent may be what somebody differentiates, when nothing else is.
-        create_graph = differentiable or requires_grad([c for _, c in pairs])
-        with full_precision(inputs):
+        create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
+        with full_precision(devices):
             return _dense(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
                     wanted,
-                    [c for _, c in pairs],
+                    given,
                     retain_graph=create_graph or not last,
                     create_graph=create_graph,
                     allow_unused=True,
                 )
             )
 
-    return Linearized(outputs, extra if differentiable else detached(extra), pullback)
+    return Linearized(outputs, extra if differentiable else detached(extra), pullback, tuple(points))
 
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-class _AffineApart(TorchFunctionMode):
-    """Runs norms without weight and bias, which are applied apart.
-
-    Where rows are differentiated together, torch takes the mean and deviation that a norm saved for constants as soon
-    as its weight asks for a gradient: derivatives of the rows would be wrong (functorch#534).
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        norm = _NORMS.get(func)
-        return (func if norm is None else norm)(*args, **(kwargs or {}))
-
-
-def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Tensor:
-    return _affine(nn.functional.layer_norm(input, normalized_shape, eps=eps), weight, bias)
-
-
-def _by_channel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apart(
-        input: Tensor,
-        running_mean: Any = None,
-        running_var: Any = None,
-        weight: Any = None,
-        bias: Any = None,
-        *rest: Any,
-        **options: Any,
-    ) -> Tensor:
-        shape = (-1, *[1] * (input.ndim - 2))
-        parts = [None if part is None else part.reshape(shape) for part in (weight, bias)]
-        return _affine(norm(input, running_mean, running_var, None, None, *rest, **options), *parts)
-
-    return apart
-
-
-def _affine(plain: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = plain if weight is None else plain * weight
-    return (y if bias is None else y + bias).to(plain.dtype)
-
-
-_NORMS: dict[Any, Callable[..., Tensor]] = {
-    nn.functional.layer_norm: _layer_norm,
-    nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
-    nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),
-}

@@ -1,6 +1,9 @@
 """What is going on around a call: torch.func transforms, torch.compile, plain forward mode, inference mode."""
 
+from typing import Any
+
 import torch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 
 def within_functorch() -> bool:
@@ -16,3 +19,12 @@ def transformed() -> bool:
         or torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
         or torch.is_inference_mode_enabled()
     )
+
+
+def level() -> tuple[Any, int]:
+    """How many transforms deep we are: of torch.func, of plain forward mode."""
+    if torch.compiler.is_compiling():  # which traces this way only
+        inner: Any = retrieve_current_functorch_interpreter().level() if within_functorch() else None
+    else:
+        inner = torch._C._functorch.maybe_current_level()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return inner, torch.autograd.forward_ad._current_level  # pyright: ignore[reportPrivateUsage]

@@ -768,3 +768,146 @@ def test_an_error_of_the_losses_comes_back_as_it_was(kind, mode):
     case = kind(mlp()._replace(predict=broken))
     with pytest.raises(KeyError, match="mine"):
         jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+
+
+# How "auto" goes about it: the numbers are those of the loop, whichever way it takes
+
+
+def curve(width=2, m=300):
+    """A curve fit with far more residuals than parameters."""
+    params = {"a": numbers(width), "b": {"v": numbers(width, seed=1), "w": numbers(width, 1, seed=2)}}
+    x = numbers(m, 1, seed=3)
+    return params, x, lambda p, x: torch.tanh(x @ p["w"].mT if "w" in p else x @ p["b"]["w"].mT + p["a"]) @ p["b"]["v"]
+
+
+COUNTED = []
+
+
+class Counted(torch.autograd.Function):
+    """Counts the passes back; `hidden` says whether they can be differentiated."""
+
+    @staticmethod
+    def forward(x, hidden):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.hidden = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        COUNTED.append(gradient.shape)
+        return (gradient.detach() if ctx.hidden else gradient) * 2, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, hidden):
+        return Counted.apply(x, hidden), in_dims[0]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_many_rows_by_columns_are_the_rows(chunk_size, scale):
+    params, x, f = curve()
+    calls = []
+
+    def losses(p, x):
+        calls.append(1)
+        return {"z": f(p, x), "a": [f(p, x)[:7].sum(), p["a"] * 3, x.sum()]}
+
+    factor = None if scale is None else torch.tensor(scale)
+    jacobian, values = jacobian_fn(losses, scale=factor, chunk_size=chunk_size)(params, x)
+    assert len(calls) == 1
+    same(jacobian, [(scale or 1.0) * row for row in rows_of(losses, params, x)])
+    assert values["z"].shape == (300,)
+    assert all(row.is_contiguous() and not row.requires_grad for row in leaves(jacobian))
+
+
+def test_columns_are_taken_only_where_every_backward_pass_is_known_to_be_linear():
+    params, x, f = curve()
+    for hidden in (False, True):
+        losses = lambda p, x, hidden=hidden: f(p | {"a": Counted.apply(p["a"], hidden)}, x)
+        same(jacobian_fn(losses)(params, x)[0], rows_of(losses, params, x))
+    half = {"a": params["a"].half(), "b": params["b"]}
+    losses = lambda p, x: f(p | {"a": p["a"].double()}, x)
+    factors = torch.full((300,), 2.0**8)
+    same(
+        jacobian_fn(losses, scale=factors)(half, x)[0],
+        [2.0**8 * row for row in rows_of(losses, half, x)],
+        rtol=1e-3,
+        atol=1e-9,
+    )
+
+
+def test_columns_of_a_model_without_second_derivatives_fall_back_to_rows():
+    w, x = numbers(2, 2), numbers(300, 3, 2, seed=1)
+    attend = lambda w, x: nn.functional.scaled_dot_product_attention(x @ w, x, x).sum((1, 2))
+    same(jacobian_fn(attend)(w, x)[0], rows_of(attend, w, x))
+
+
+def test_random_draws_of_many_rows_are_those_of_the_values():
+    w, x = numbers(2), numbers(300, 2, seed=1)
+    losses = lambda w, x: nn.functional.dropout(x * w, 0.5).sum(1)
+    torch.manual_seed(3)
+    jacobian, values = jacobian_fn(losses)(w, x)
+    torch.testing.assert_close(jacobian @ w, values)  # linear: only with the same draws
+
+
+@pytest.mark.parametrize("m", [2, 3, 4, 9, 20])
+@pytest.mark.parametrize("kind", ["images", "sequence", "weights"])
+def test_every_arrangement_of_rows_gives_the_numbers_of_the_loop(kind, m):
+    if kind == "images":
+        params, x = {"k": numbers(2, 1, 3, 3), "c": numbers(2, seed=1)}, numbers(2, 1, 190, 190, seed=2)
+        trunk = lambda p, x: torch.tanh(nn.functional.conv2d(x, p["k"], p["c"])).mean((0, 2, 3))
+    elif kind == "sequence":
+        params, x = {"k": numbers(4, 8), "c": numbers(8, 8, seed=1)}, numbers(4, 1024, 4, seed=2)
+        trunk = lambda p, x: (torch.tanh(x @ p["k"]) @ p["c"]).tanh().mean((0, 1))
+    else:
+        params, x = {"k": numbers(4, 300), "c": numbers(300, 200, seed=1)}, numbers(2, 4, seed=2)
+        trunk = lambda p, x: (torch.tanh(x @ p["k"]) @ p["c"]).tanh().mean(0)
+    mixing = numbers(m, len(trunk(params, x)), seed=4)
+    losses = lambda p, x: torch.sin(mixing @ trunk(p, x))
+    same(jacobian_fn(losses)(params, x)[0], jacobian_of(losses, params, x))
+    apart = lambda p, x: {"one": p["c"].reshape(-1)[:1] * 2, "rest": losses(p, x)[1:]}
+    same(jacobian_fn(apart, scale=torch.tensor(4.0))(params, x)[0], [4 * r for r in jacobian_of(apart, params, x)])
+
+
+@given(st.data())
+def test_rows_are_written_where_they_belong_whatever_is_missing(data):
+    """Which of the large leaves a loss reaches is drawn: rows that are not written must be zeros."""
+    m = data.draw(st.integers(1, 6), "rows")
+    reached = data.draw(st.lists(st.sets(st.integers(0, 2)), min_size=m, max_size=m), "leaves by row")
+    params = [numbers(90, 100, seed=i) for i in range(3)]
+
+    def losses(params):
+        return [sum((params[k].sum() * (i + 1) for k in sorted(chosen)), params[0].new_zeros(())) for i, chosen in rows]
+
+    rows = list(enumerate(reached))
+    for mode, chunk_size in (("auto", None), ("loop", None), ("auto", 2)):
+        jacobian, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size)(params)
+        for k, found in enumerate(jacobian):
+            expected = torch.tensor([(i + 1.0) * (k in chosen) for i, chosen in rows], dtype=torch.float64)
+            assert torch.equal(found, expected[:, None, None].expand(m, 90, 100))
+
+
+@pytest.mark.parametrize("make", [lambda f: f, per_example, lambda f: multitask(lambda s, x: s, f)])
+def test_memory_that_runs_out_is_no_reason_to_try_again(make):
+    calls = []
+
+    def losses(w, *rest):
+        calls.append(1)
+        raise torch.OutOfMemoryError("mine")
+
+    params = {"shared": W, "heads": W}
+    for f in (jacobian_fn(make(losses)), make(losses)):
+        calls.clear()
+        with pytest.raises(torch.OutOfMemoryError, match="mine"):
+            f(params, W)
+        assert len(calls) == 1
+
+
+def test_heads_that_share_a_gradient_do_not_share_its_memory():
+    losses = multitask(lambda s: s, lambda h, f: [h["a"] + h["b"] + f.sum(), f.sum() * h["a"]])
+    params = {"shared": W, "heads": {"a": torch.ones(()), "b": torch.ones(())}}
+    heads = jacobian_fn(losses)(params)[0].heads
+    assert heads["a"].data_ptr() != heads["b"].data_ptr()
+    assert (heads["a"], heads["b"]) == (4, 1)
