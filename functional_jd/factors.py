@@ -1,6 +1,7 @@
 """Rows that are not multiplied out: their inner products and weighted sums, leaf by leaf."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 from functional_jd.aggregation import combine
 from functional_jd.taps import Factors
 
-# What fits the cache; and the size from which two small products are faster than a large one.
-_COLUMNS, _WORTH_HALVING = 1 << 14, 128
+# Numbers that fit the cache in float64; and the size from which two small products are faster than a large one.
+_CACHED, _WORTH_HALVING = 1 << 18, 128
+# In multiplications of float64, of which float32 does two at a time: what it takes to write a number and read it again.
+_MOVED = 8
 
 
 class Block(NamedTuple):
@@ -27,40 +30,68 @@ class Block(NamedTuple):
 
 def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
     """The block of a leaf whose rows are the sum of these parts, at the smaller of two prices: of inner products of
-    factors, or of the rows themselves.
+    factors, or of the rows themselves. What is kept for the pullback is the smaller of the two as well.
     """
     factors = [part for part in parts if isinstance(part, Factors)]
     same = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
     if same and len(factors) == len(parts):
-        merged = factors[0] if len(factors) == 1 else _side_by_side(factors)
-        if _is_lean(merged, leaf, m):
-            return Block(_inner_products(merged, m), lambda weights: _weighted_sum(merged, weights, leaf, m))
-        factors = [merged]
+        return _block_of_factors(factors[0] if len(factors) == 1 else _side_by_side(factors), leaf, m)
     rows = [part for part in parts if isinstance(part, Tensor)] + [_rows(f, leaf, m) for f in factors]
     if not rows:
         return Block(leaf.new_zeros(m, m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
     total = sum(rows[1:], start=rows[0])
-    return Block(_squared(total), lambda weights: combine(total, weights).to(leaf.dtype))
+    return Block(_squared(total), lambda weights: _combined(total, weights, leaf))
+
+
+def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
+    if _is_lean(f, leaf, m):
+        gramian = _inner_products(f, m)
+    elif f.left.ndim == 2:
+        gramian = _squared(_rows(f, leaf, m))
+    elif m * leaf.numel() < f.left.numel() + f.right.numel():
+        rows = _rows(f, leaf, m)
+        return Block(_squared(rows), lambda weights: _combined(rows, weights, leaf))
+    else:
+        gramian = reduce(torch.add, [_squared(_products_of_sides(part)) for part in _parts(f, m)])
+    return Block(gramian, lambda weights: _weighted_sum(f, weights, leaf, m))
+
+
+def _combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
+    """The weighted sum, where rows may be narrower than the leaf, or wider."""
+    return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
+
+
+def _parts(f: Factors, m: int) -> Iterator[Factors]:
+    """Factors of some columns of the rows at a time, which fit the cache: large blocks of fresh memory cost more than
+    what is computed in them.
+    """
+    left, right = _wide(f.left), _wide(f.right)
+    longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
+    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // _CACHED)
+    for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):
+        yield Factors(piece, right) if longer is left else Factors(left, piece)
 
 
 def _is_lean(f: Factors, leaf: Tensor, m: int) -> bool:
-    """Whether inner products of factors take fewer multiplications than rows."""
+    """Whether inner products of factors take less time than rows, by multiplications and by numbers moved."""
     positions, groups, i = f.right.shape[1:]
     lookup = f.left.ndim == 2
     o = leaf.shape[0] if lookup else f.left.shape[-1]
-    rows = positions * m * i * (1 if lookup else groups * o) + m * m * i * groups * o
+    rows = positions * m * i * (1 if lookup else groups * o) // 2 + m * (m + _MOVED) * i * groups * o
     if len(f.left) == len(f.right):
-        return (positions * m) ** 2 * groups * (i + (1 if lookup else o)) < rows
+        return (positions * m) ** 2 * groups * (i + (1 if lookup else o) + 2 * _MOVED) < rows
     common, own = (o, i) if len(f.left) < m else (i, o)
-    return groups * positions * (positions * (1 if lookup else common) + (positions + m) * m * own) < rows
+    alike = positions * positions * ((1 if lookup else common) + _MOVED)
+    return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
 
 
 def _inner_products(f: Factors, m: int) -> Tensor:
     """`G_st = sum_pq <left_sp, left_tq> <right_sp, right_tq>`, in float64, whose range fourth powers do not leave."""
     positions = f.right.shape[1]
     if len(f.left) == len(f.right):
-        left, right = _alike(f.left), _alike(f.right)
-        return (left * right).sum(0).reshape(m, positions, m, positions).sum((1, 3))
+        product = _alike(f.left) * _alike(f.right)
+        total = product[0] if len(product) == 1 else product.sum(0)
+        return total if positions == 1 else total.reshape(m, positions, m, positions).sum((1, 3))
     common, own = (f.left, f.right) if len(f.left) < m else (f.right, f.left)
     own = own.double()
     across = torch.einsum("gpq,mqgo->mpgo", _alike(common), own)
@@ -76,9 +107,11 @@ def _alike(side: Tensor) -> Tensor:
 
 
 def _squared(rows: Tensor) -> Tensor:
-    """Inner products of rows `[m, *p]`, lifted to float64 some columns at a time."""
-    blocks = rows.reshape(len(rows), rows.shape[1:].numel()).split(_COLUMNS, dim=1)
-    return torch.stack([_products(block.double()) for block in blocks]).sum(0)
+    """Inner products of rows `[m, *p]`, lifted to float64 some columns at a time: float32 would be twice as fast, but
+    its rounding of 1e-8 makes dependent rows independent to rules, which cut eigenvalues at that of float64.
+    """
+    matrix = rows.reshape(len(rows), rows.shape[1:].numel())
+    return reduce(torch.add, [_products(block.double()) for block in matrix.split(max(1, _CACHED // len(rows)), dim=1)])
 
 
 def _products(rows: Tensor) -> Tensor:
@@ -125,16 +158,14 @@ def _rows(f: Factors, leaf: Tensor, m: int) -> Tensor:
             .index_add(0, (left + offsets).flatten(), flat)
             .unflatten(0, (m, length))
         )
-    left = _wide(left)
+    return _products_of_sides(f).expand(m, -1, -1, -1).reshape(m, *leaf.shape)
+
+
+def _products_of_sides(f: Factors) -> Tensor:
+    """`[m, groups, o, i]`"""
+    left, right = _wide(f.left), _wide(f.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    left, right = left.to(dtype), right.to(dtype)
-    if len(left) == len(right):
-        rows = torch.einsum("mpgo,mpgi->mgoi", left, right)
-    elif len(left) < m:
-        rows = torch.einsum("pgo,mpgi->mgoi", left[0], right)
-    else:
-        rows = torch.einsum("mpgo,pgi->mgoi", left, right[0])
-    return rows.reshape(m, *leaf.shape)
+    return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
 
 
 def _side_by_side(factors: list[Factors]) -> Factors:

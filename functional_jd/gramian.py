@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_jd.aggregation import combine
@@ -30,9 +29,10 @@ from functional_jd.pullback import (
     row_scales,
 )
 from functional_jd.scaling import ScaleState, multiplier
+from functional_jd.tapped import Seen, linearize_tapped, taps_of
 from functional_jd.taps import Tap, Tapping
 from functional_jd.transforms import transformed
-from functional_jd.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.types import Direction, Gramian, Jacobian, LossFunction, MultitaskJacobian, Tree
 
 _HERE = "gramian_fn"
@@ -40,12 +40,15 @@ _HERE = "gramian_fn"
 Found: TypeAlias = tuple[Gramian, Any, Callable[[Tensor], Direction]]
 """The Gramian of the scaled rows, what the losses returned, and the pullback of the scaled rows."""
 
+Maybe: TypeAlias = Found | None
+
 
 class Plan(NamedTuple):
     """How to differentiate: the options of `gramian_fn`."""
 
     has_aux: bool
     scale: Tensor | None
+    functional: bool
 
 
 def gramian_fn(
@@ -71,8 +74,9 @@ def gramian_fn(
     Returns:
         `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
         `[m, m]`; losses as the function gave them; `pullback(weights) -> direction`: weights `[m]`, direction a pytree
-        like params, in their dtypes. For `multitask` losses Gramian and weights are those of the trunk, and
-        `direction["heads"]` is the gradient of the plain sum, whatever the weights.
+        like params, in their dtypes; with `scale`, as after `unscale`, in at least float32. For `multitask` losses
+        Gramian and weights are those of the trunk, and `direction["heads"]` is the gradient of the plain sum, whatever
+        the weights.
         A row that overflowed is a row and a column of the Gramian that are not finite. Where the heads' sum is not
         finite and nobody can tell whose it was, that is all of them.
 
@@ -82,8 +86,9 @@ def gramian_fn(
     Laws:
         The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights that are shared,
         transposed or used several times included, and whatever has no entry in the table of `taps.py`, whose rows are
-        formed leaf by leaf. Linear in the weights. Composes with vmap, grad, jvp and compile, and a derivative of the
-        Gramian is right: under a transform, under compile, or when an input requires grad, it is taken from the rows.
+        formed leaf by leaf. Linear in the weights. Composes with vmap, grad, jvp and compile, as lean as without them:
+        what the table knows is then told by shapes (`tapped.py`), and a derivative of the Gramian is right. What a
+        transform cannot do with taps it does with rows; a compiler cannot ask, and takes taps.
 
     Source:
         Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
@@ -98,16 +103,18 @@ def gramian_fn(
             f"gramian_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
         )
     differentiate = jacobian_fn(losses, argnums=argnums, has_aux=has_aux, scale=scale)
-    plan = Plan(has_aux, None if scale is None else multiplier(scale))
+    factor = None if scale is None else multiplier(scale)
 
     def gramian_and_losses(*args: Any) -> tuple[Gramian, Any, Callable[[Tensor], Direction]]:
-        found = None
-        if not (transformed() or requires_grad((args, plan.scale))):
-            found = _by_taps(losses, argnums, args, plan)
-        gramian, values, pullback = _by_rows(*differentiate(*args)) if found is None else found
-        if plan.scale is None:
+        functional = transformed() or requires_grad((args, factor))
+        found = _by_taps(losses, argnums, args, Plan(has_aux, factor, functional))
+        if found is None:
+            jacobian, values = differentiate(*args)
+            found = _by_rows(jacobian if factor is None else tree_map(_wide, jacobian), values)
+        gramian, values, pullback = found
+        if factor is None:
             return gramian, values, pullback
-        inverse = plan.scale.double().reciprocal()
+        inverse = factor.double().reciprocal()
         rows = inverse.expand(len(gramian))
         return gramian * rows[:, None] * rows, values, lambda weights: pullback(weights.double() * inverse)
 
@@ -122,12 +129,18 @@ def _by_rows(jacobian: Jacobian, values: Any) -> Found:
 
 
 def _by_taps(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any, ...], plan: Plan) -> Found | None:
-    try:
+    def lean() -> Maybe:
         if isinstance(losses, PerExample) and argnums == 0:
-            return _per_example(losses, args[0], args[1:], plan)
+            way = _per_example_functional if plan.functional else _per_example
+            return way(losses, args[0], args[1:], plan)
         if isinstance(losses, Multitask) and argnums == 0:
             return _multitask(losses, args[0], args[1:], plan)
         return _plain(losses, argnums, args, plan)
+
+    if torch.compiler.is_compiling():  # what taps cannot do then, rows cannot do either
+        return lean()
+    try:
+        return lean()
     except Exception:
         # Whatever it was that taps could not do: an error of the losses themselves comes back from the rows.
         return None
@@ -158,8 +171,39 @@ def _per_example(losses: PerExample, params: Tree, batch: tuple[Any, ...], plan:
     with full_precision(leaves):
         # No loss depends on another example: one backward pass from all of them keeps the rows apart.
         gradients = torch.autograd.grad(outputs, _ends(edges, points), [factors], allow_unused=True)
-    gramian, pullback = _together(taps, edges, _dense(gradients), leaves, m)
+    gramian, pullback = _together(taps, edges, _dense(gradients), _like(leaves, plan), m)
     return gramian, detached((values, aux) if plan.has_aux else values), _shaped(pullback, structure)
+
+
+def _per_example_functional(losses: PerExample, params: Tree, batch: tuple[Any, ...], plan: Plan) -> Found:
+    leaves, structure = floating_leaves(params, _HERE)
+    m = losses.count(batch)
+    seen: list[list[Seen]] = []
+    reached: list[bool] = []
+
+    def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
+        def f(points: list[Tensor], tapping: Tapping) -> tuple[list[Tensor], Any]:
+            def tapped(*given: Any) -> Any:
+                with tapping:
+                    return losses.loss(*given)
+
+            return evaluate(tapped, (tree_unflatten(structure, points), *example), plan.has_aux, _HERE)
+
+        tapped = linearize_tapped(f, leaves)
+        check_scalar(tapped.point.outputs, ())
+        extra, sources = tapped.point.extra
+        gradients = tapped.point.pullback([factor.to(tapped.point.outputs[0].dtype)])
+        seen[:], reached[:] = [tapped.seen], [g is not None for g in gradients]
+        return [g for g in gradients if g is not None], sources, extra
+
+    dims = (None, 0, *losses.dims(batch))
+    factors = row_scales(plan.scale, m, leaves[0], _HERE)
+    with sdpa_kernel(SDPBackend.MATH) if leaves[0].is_cpu else nullcontext():
+        gradients, sources, (values, aux) = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
+    rest = iter(gradients)
+    rows = [next(rest) if yes else None for yes in reached]
+    gramian, pullback = _together(taps_of(seen[0], sources), list(range(len(sources))), rows, _like(leaves, plan), m)
+    return gramian, (values, aux) if plan.has_aux else values, _shaped(pullback, structure)
 
 
 def _plain(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any, ...], plan: Plan) -> Found:
@@ -176,10 +220,10 @@ def _plain(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any, 
             given[position] = value
         return evaluate(tapped, tuple(given), plan.has_aux, _HERE)
 
-    point, taps, edges = _linearized(f, leaves)
+    point, taps, edges = _linearized(f, leaves, plan)
     m = count(point.outputs)
-    rows = objective_rows(point, row_scales(plan.scale, m, point.outputs[0], _HERE), "auto", None)
-    gramian, pullback = _together(taps, edges, rows, leaves, m)
+    rows = objective_rows(point, row_scales(plan.scale, m, point.outputs[0], _HERE), _mode(), None)
+    gramian, pullback = _together(taps, edges, rows, _like(leaves, plan), m)
     shaped = _shaped(pullback, structure)
     values, aux = point.extra
     direction = (lambda weights: shaped(weights)[0]) if isinstance(argnums, int) else shaped
@@ -198,7 +242,7 @@ def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Pla
         features = portable(tapped)(tree_unflatten(structure, points))
         return [x for x in tree_leaves(features) if isinstance(x, Tensor) and x.is_floating_point()], features
 
-    point, taps, edges = _linearized(trunk, leaves)
+    point, taps, edges = _linearized(trunk, leaves, plan)
     features, features_structure = tree_flatten(point.extra)
     if any(isinstance(x, Tensor) and x.is_complex() for x in features):
         return None
@@ -209,12 +253,14 @@ def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Pla
         return losses.heads(heads, tree_unflatten(features_structure, filled), *args)
 
     # What the heads say about the features is what tasks on a trunk that does nothing say about their parameters.
+    cut = (lambda outputs: outputs) if plan.functional else detached
     differentiate = jacobian_fn(Multitask(lambda x, *_: x, top), has_aux=plan.has_aux, scale=plan.scale)
-    (between, gradient), values = differentiate({"shared": detached(point.outputs), "heads": heads}, *args)
-    rows = pull_rows(point, between, "auto", None)
-    gramian, pullback = _together(taps, edges, rows, leaves, len(between[0]))
+    (between, gradient), values = differentiate({"shared": cut(point.outputs), "heads": heads}, *args)
+    rows = pull_rows(point, between, _mode(), None)
+    gramian, pullback = _together(taps, edges, rows, _like(leaves, plan), len(between[0]))
     shaped = _shaped(pullback, structure)
-    return _blamed(gramian, gradient), values, lambda weights: {"shared": shaped(weights), "heads": gradient}
+    own = gradient if plan.scale is None else tree_map(_wide, gradient)
+    return _blamed(gramian, gradient), values, lambda weights: {"shared": shaped(weights), "heads": own}
 
 
 def _blamed(gramian: Gramian, heads: Tree) -> Gramian:
@@ -225,9 +271,14 @@ def _blamed(gramian: Gramian, heads: Tree) -> Gramian:
 
 
 def _linearized(
-    f: Callable[[list[Tensor], Tapping], tuple[list[Tensor], Any]], leaves: list[Tensor]
-) -> tuple[Linearized, list[Tap], list[GradientEdge]]:
+    f: Callable[[list[Tensor], Tapping], tuple[list[Tensor], Any]], leaves: list[Tensor], plan: Plan
+) -> tuple[Linearized, list[Tap], list[Any]]:
     """Evaluate `f(points, tapping) -> (outputs, extra)` once, and get the way back to its taps and its points."""
+    if plan.functional:
+        point, seen = linearize_tapped(f, leaves)
+        extra, sources = point.extra
+        taps = taps_of(seen, [x[None] for x in sources])
+        return point._replace(extra=extra), taps, list(range(len(sources)))
     taps: list[Tap] = []
     constants = [x.detach().requires_grad_() for x in leaves]
     points = [x.detach().requires_grad_() for x in leaves]
@@ -246,7 +297,12 @@ def _linearized(
     return Linearized(outputs, detached(extra), pullback), taps, edges
 
 
-def _ends(edges: list[GradientEdge], points: list[Tensor]) -> Any:
+def _mode() -> str:
+    """A compiler tells the gradients that are zero by vmap."""
+    return "vmap" if torch.compiler.is_compiling() else "auto"
+
+
+def _ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
     """What to differentiate; torch's annotation does not know of a mixture."""
     return [*edges, *points]
 
@@ -256,15 +312,15 @@ def _dense(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _together(
-    taps: list[Tap], edges: list[GradientEdge], rows: Rows, leaves: list[Tensor], m: int
+    taps: list[Tap], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int
 ) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
     """The Gramian of all leaves and their pullback, from the rows by edge, and behind them by leaf."""
     by_edge = dict(zip(edges, rows, strict=False))
     blocks: list[Block] = []
     with full_precision(leaves):
         for index, (leaf, direct) in enumerate(zip(leaves, rows[len(edges) :], strict=True)):
-            uses = [tap for tap in taps if tap.leaf == index]
-            formed = [tap.form(gradient) for tap in uses if (gradient := by_edge[tap.edge]) is not None]
+            uses = [(tap, by_edge[tap.edge]) for tap in taps if tap.leaf == index]
+            formed = [tap.form(gradient) for tap, gradient in uses if gradient is not None]
             blocks.append(block_of([*formed, *([] if direct is None else [direct])], leaf, m))
         gramian = torch.stack([block.gramian for block in blocks]).sum(0)
         gramian = (gramian + gramian.mT) / 2  # products of factors round differently on either side
@@ -274,6 +330,15 @@ def _together(
             return [block.pullback(weights) for block in blocks]
 
     return gramian, pullback
+
+
+def _like(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
+    """What the direction is like: what was unscaled is at least float32, without a number of its own."""
+    return leaves if plan.scale is None else [_wide(x.new_empty(())).expand(x.shape) for x in leaves]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _shaped(pullback: Callable[[Tensor], list[Tensor]], structure: Structure) -> Callable[[Tensor], Direction]:

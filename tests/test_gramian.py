@@ -188,6 +188,26 @@ def step_convolved(p, x, w):
     return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
 
 
+def step_normed(p, x, w):
+    return F.layer_norm(x, (3,), p[w][0], p["b"], eps=0.1) + F.rms_norm(x, (3,), p[w][:, 1], eps=0.1)
+
+
+def step_normed_by_channel(p, x, w):
+    x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
+    return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
+
+
+def step_cut(p, x, w):
+    first, rest = p[w].split([1, 2])
+    return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
+
+
+def step_attended(p, x, w):
+    x, heads = x.transpose(0, 1), {"q_proj_weight": p["u"], "k_proj_weight": p[w], "v_proj_weight": p["v"]}
+    fixed = (3, 3, None, p[w].flatten(), None, None, False, 0.0, p["u"], p["b"])
+    return F.multi_head_attention_forward(x, x, x, *fixed, use_separate_proj_weight=True, **heads)[0].transpose(0, 1)
+
+
 def step_hidden(p, x, w):
     """A custom function takes the weight: no mode sees it."""
     return x * Cube.apply(p[w]).mean()
@@ -608,9 +628,32 @@ def test_compiles_to_one_graph(kind):
         torch.testing.assert_close(x, y)
 
 
-def test_uses_without_plain_autograd_take_the_rows(monkeypatch):
+def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
     case = small("plain")
-    monkeypatch.setattr(engine, "_by_taps", lambda *_: pytest.fail("took the road of plain autograd"))
+    monkeypatch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
     asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
     assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
     torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+@pytest.mark.parametrize("known", [True, False], ids=["tapped", "rows"])
+def test_what_was_unscaled_is_at_least_float32(kind, known):
+    # The direction is 2^-26 times small integers: below the range of float16, which the scaled rows do not leave.
+    params, x = {"w": numbers(3, 3, dtype=torch.float16)}, numbers(2, 3, seed=1, dtype=torch.float16)
+
+    def forward(w, x):
+        return (x @ w.mT if known else torch.einsum("oi,...i->...o", w, x)).float()
+
+    tiny = 2.0**-26
+    losses = {
+        "plain": lambda p, x: tiny * forward(p["w"], x).sum(-1),
+        "per_example": per_example(lambda p, x: tiny * forward(p["w"], x).sum()),
+        "multitask": multitask(lambda p, x: forward(p["w"], x), lambda p, h, x: [tiny * row.sum() for row in h]),
+    }[kind]
+    given = {"shared": params, "heads": {}} if kind == "multitask" else params
+    gramian, _, pullback = gramian_fn(losses, scale=torch.tensor(2.0**26))(given, x)
+    direction = leaves(pullback(torch.ones(2, dtype=torch.float64)))[0]
+    assert direction.dtype == torch.float32
+    torch.testing.assert_close(direction, tiny * x.float().sum(0).expand(3, 3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(gramian, 3 * tiny**2 * (x.double() @ x.double().mT), rtol=1e-3, atol=0)

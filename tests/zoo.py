@@ -144,6 +144,38 @@ def scalars() -> Model:
     return Model(params, lambda p, x: torch.sin(x * p["slope"] + p["shift"]), numbers(BATCH, WIDTH, seed=2))
 
 
+def scaled() -> Model:
+    """Factors and summands: broadcast either way, on either side, reshaped, of one dimension or none, used twice."""
+    params = {name: numbers(*shape, seed=i) for i, (name, shape) in enumerate(SCALED.items())}
+
+    def predict(p, x):
+        x = torch.tanh(x * p["row"] + p["shift"]) - p["one"]
+        x = torch.add(p["shift"], torch.mul(p["none"], x))
+        x = torch.sub(x[:, :, None] * p["table"], x.mean(-1)[:, None, None] + p["table"]).sum(1)
+        x = torch.tanh(p["row"] - x.unsqueeze(1) * p["row"][None, :, None]).mean(1)
+        return torch.addmm(p["row"], x, p["table"]) * p["row"].view(1, WIDTH)
+
+    return Model(params, predict, numbers(BATCH, WIDTH, seed=20))
+
+
+SCALED = {"row": (WIDTH,), "shift": (1, WIDTH), "one": (1,), "none": (), "table": (WIDTH, WIDTH)}
+
+
+def packed() -> Model:
+    """Three weights in one, cut, transposed and cut again; some rows twice, some never; and in another dtype."""
+    params = {"w": numbers(9, WIDTH) / 2, "b": numbers(9, seed=1), "idle": numbers(4, WIDTH, seed=2)}
+
+    def predict(p, x):
+        first, second, third = p["w"].chunk(3)
+        shift = p["b"].split([3, 6])
+        x = torch.tanh(nn.functional.linear(x, first, shift[0])) @ second.T
+        x = torch.tanh(nn.functional.linear(torch.tanh(x), p["w"][3:], shift[1])) @ p["w"].mT[:, 3:].mT
+        x = x @ third.to(torch.float64).to(x.dtype) + p["b"][2:5] * x + p["b"].view(3, 3)[1]
+        return nn.functional.linear(x, p["idle"][1:4], p["b"].unflatten(0, (3, 3)).unbind()[2])
+
+    return Model(params, predict, numbers(BATCH, WIDTH, seed=20))
+
+
 def bare() -> Model:
     """The parameters are one tensor."""
     return Model(numbers(5, WIDTH), lambda w, x: torch.tanh(x @ w), numbers(BATCH, 5, seed=1))
@@ -344,6 +376,27 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x, need_weights=self.need_weights)[0]
 
 
+class CrossAttention(nn.Module):
+    """Queries of one kind, keys of another; and values of a third, or of the keys' own."""
+
+    def __init__(self, apart: bool, **sizes: int):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **sizes)
+        self.apart = apart
+
+    def forward(self, x):
+        keys = torch.tanh(x[:, :2])
+        return self.attention(x, keys, keys * 2 if self.apart else keys, need_weights=False)[0]
+
+
+def decoder() -> nn.Module:
+    class Decoder(nn.TransformerDecoderLayer):
+        def forward(self, x):
+            return super().forward(x, torch.sin(x[:, :2]))
+
+    return Decoder(4, 2, 6, dropout=0.0, batch_first=True)
+
+
 def encoder(norm_first: bool) -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, norm_first=norm_first)
 
@@ -411,3 +464,26 @@ MODELS: dict[str, Callable[[], Model]] = {
     "embedding_bag": lambda: of_module(lambda: nn.EmbeddingBag(6, 3), tokens(6), forward=False),
     "prelu": lambda: of_module(norm(lambda: nn.PReLU(4)), CHANNELS),
 }
+
+MORE: dict[str, Callable[[], Model]] = {
+    "scaled": scaled,
+    "packed": packed,
+    "cross_attention": lambda: of_module(lambda: CrossAttention(False), SEQUENCE, forward=False),
+    "attention_apart": lambda: of_module(lambda: CrossAttention(True), SEQUENCE, forward=False),
+    "attention_unpacked": lambda: of_module(lambda: CrossAttention(True, kdim=4, vdim=4), SEQUENCE, forward=False),
+    "attention_biased": lambda: of_module(lambda: CrossAttention(False, add_bias_kv=True), SEQUENCE, forward=False),
+    "decoder": lambda: of_module(decoder, SEQUENCE, forward=False),
+    "prelu_2d": lambda: of_module(conv_norm(lambda: nn.PReLU(4)), IMAGE),
+    "prelu_one": lambda: of_module(norm(lambda: nn.PReLU()), CHANNELS),
+    "group_norm_2d": lambda: of_module(conv_norm(lambda: nn.GroupNorm(2, 4)), IMAGE),
+    "layer_norm_2d": lambda: of_module(conv_norm(lambda: nn.LayerNorm([4, 2, 2])), IMAGE),
+    "batch_norm_2d_eval": lambda: of_module(lambda: conv_norm(lambda: nn.BatchNorm2d(4))().eval(), IMAGE),
+    "instance_norm_eval": lambda: of_module(
+        lambda: conv_norm(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True))().eval(), IMAGE
+    ),
+    "weight_norm": lambda: of_module(norm(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), CHANNELS),
+    "spectral_norm": lambda: of_module(
+        lambda: norm(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))().eval(), CHANNELS
+    ),
+}
+"""For the Gramian engine: layers that differ to it, and not to rows."""

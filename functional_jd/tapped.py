@@ -1,0 +1,183 @@
+"""Taps where transforms are active, a compiler traces, or somebody differentiates what comes out.
+
+Nobody knows there where a tensor lies in memory, and a compiler takes no exception for an answer: shapes decide.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
+
+from functional_jd.parts import FLAT, MATRIX, WHOLE, Factors, Part
+from functional_jd.precision import full_precision
+from functional_jd.pullback import Cotangent, Linearized, Rows, linearize
+from functional_jd.taps import Form, Layer, Tap, Tapping, source_of
+from functional_jd.transforms import level
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_traced_grad: Any = _autograd_grad
+
+
+class Seen(NamedTuple):
+    """One recognised use of a leaf.
+
+    Attributes:
+        op: which of the ops that were seen.
+        part: what of the leaf.
+        form: how to form its rows.
+        options: arguments of the op that are no tensors.
+    """
+
+    op: int
+    part: Part
+    form: Form
+    options: dict[str, Any]
+
+
+class Tapped(NamedTuple):
+    """A function at a point, whose pullback ends at what came out of the ops seen, and behind that at the leaves.
+
+    Attributes:
+        point: with what went into those ops behind the rest of `extra`: `(extra, sources)`.
+        seen: the uses.
+    """
+
+    point: Linearized
+    seen: list[Seen]
+
+
+class FunctionalTapping(Tapping):
+    """Writes down the tensors themselves, into lists made by others: a compiler forgets what a mode keeps."""
+
+    def __init__(
+        self,
+        leaves: list[Tensor],
+        constants: list[Tensor],
+        seen: list[Seen],
+        ends: list[tuple[Tensor, Tensor]],
+    ):
+        super().__init__(leaves, constants, [], examples=False)
+        self.seen, self.ends = seen, ends
+        self.copies: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unflatten:  # which a compiler cannot follow from here
+            func = torch.unflatten
+        if getattr(func, "__name__", "") in _IN_PLACE or "out" in (kwargs or {}):
+            for x in self.copies:  # which one it was, or a view of which, nobody knows
+                self.known.pop(id(x), None)
+        before = len(self.ends)
+        output = super().__torch_function__(func, types, args, kwargs)
+        # A copy goes on, in case that the losses change it in place; a compiler drops it again.
+        return output.clone() if len(self.ends) > before and output is self.ends[-1][1] else output
+
+    def part(self, x: Any) -> Part | None:
+        found = self.known.get(id(x))
+        return None if found is None else found[0]
+
+    def know(self, x: Tensor, part: Part) -> None:
+        self.known[id(x)] = (part, x, 0)
+
+    def follow(self, part: Part, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        way = _way(func, args, part.constant, output)
+        if way is None or level() != self.level or not output.requires_grad or output is args[0]:
+            return
+        view = func(part.constant, *args[1:], **kwargs)
+        distance, step = way
+        if func in _COPIES:
+            self.copies.append(output)
+        self.know(output, Part(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made))))
+
+    def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, Part]) -> bool:
+        return not layer.keeps and super().fits(layer, given, uses)
+
+    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, Part], output: Tensor) -> None:
+        if not output.requires_grad:
+            return  # torch.no_grad, within the losses
+        options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        for name, part in uses.items():
+            shape = {"shape": tuple(part.constant.shape)}
+            self.seen.append(Seen(len(self.ends), part, layer.forms[name], options | shape))
+        self.ends.append((given[source_of(uses)].clone(), output))
+
+
+def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
+    """How far an op leads away from a leaf, and how rows find back."""
+    if not isinstance(output, Tensor) or output.device != base.device:
+        return None
+    if func in _TRANSPOSES and base.ndim == 2 and (len(args) == 1 or (len(args) == 3 and args[1] % 2 != args[2] % 2)):
+        return MATRIX, _flipped
+    if func in _COPIES and output.shape == base.shape and output.is_floating_point():
+        return WHOLE, lambda made: made
+    if func in _SHAPES:
+        return FLAT, lambda rows: rows.reshape(len(rows), *base.shape)
+    return None
+
+
+def _flipped(made: Any) -> Any:
+    return Factors(made.right, made.left) if isinstance(made, Factors) else made.mT
+
+
+def linearize_tapped(f: Callable[[list[Tensor], Tapping], tuple[list[Tensor], Any]], leaves: list[Tensor]) -> Tapped:
+    """Evaluate `f(points, tapping) -> (outputs, extra)` once, and get the way back to its taps and its points.
+
+    The tensors that the pullback needs are those within the transform: they leave it by the side, as in `torch.func`.
+    """
+    seen: list[Seen] = []
+    ends: list[tuple[Tensor, Tensor]] = []
+    inside: list[list[Tensor]] = []
+
+    def tapped(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        points, constants = inputs[: len(leaves)], inputs[len(leaves) :]
+        outputs, extra = f(points, FunctionalTapping(points, constants, seen, ends))
+        inside[:] = [outputs, [*[output for _, output in ends], *points]]
+        return outputs, (extra, [source for source, _ in ends])
+
+    point = linearize(tapped, [*leaves, *leaves], differentiable=True)
+    outputs, inputs = inside
+
+    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
+        filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
+        with full_precision(leaves):
+            return _gradients(outputs, inputs, filled)[among]
+
+    return Tapped(Linearized(point.outputs, point.extra, pullback), seen)
+
+
+def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:
+    """`None` where a gradient is certainly zero."""
+    if torch.compiler.is_compiling():
+        # Which traces no other function for gradients. It gives zeros in place of None: to be told from gradients by
+        # this, that what does not vary with the cotangent is zero.
+        found = _traced_grad(outputs, inputs, cotangent, retain_graph=True, create_graph=True)
+        depth = level()[0]
+        return [g if _functorch._unwrap_batched(g, depth)[1] is not None else None for g in found]
+    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if y.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    given: Any = [[y for y, _ in pairs], inputs, [c for _, c in pairs]]
+    found = torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+
+
+def taps_of(seen: list[Seen], sources: list[Tensor]) -> list[Tap]:
+    """Taps whose edges are numbers of ops; sources `[m or 1, *x]`."""
+    return [Tap(use.part.leaf, use.op, _form(use, sources[use.op])) for use in seen]
+
+
+def _form(use: Seen, source: Tensor) -> Callable[[Tensor], Any]:
+    return lambda gradient: use.part.back(use.form(source, gradient, use.options))
+
+
+def _of(words: str) -> set[Any]:
+    return {getattr(home, word, None) for home in (torch, Tensor) for word in words.split()} - {None}
+
+
+_TRANSPOSES = _of("t transpose swapaxes swapdims") | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
+_COPIES = _of("to half bfloat16 float double contiguous")
+_SHAPES = _of("view unsqueeze squeeze")  # always views, unlike a reshape
+_IN_PLACE = frozenset(name for name in dir(Tensor) if name.endswith("_") and name[0] != "_") | frozenset(
+    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"]
+)
