@@ -3,6 +3,7 @@
 import torch
 
 from functional_jd import random
+from functional_jd.adapters import from_torch, from_transformation
 from functional_jd.aggregation import (
     Aggregation,
     Aggregator,
@@ -54,19 +55,21 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.clipping import clip_by_norm, clip_by_value, global_norm
 from functional_jd.custom import custom, float32_island
+from functional_jd.diagnostics import Diagnosis, describe, diagnose
+from functional_jd.fit import fit
 from functional_jd.gramian import gramian_fn
 from functional_jd.jacobian import jacobian_fn
+from functional_jd.naming import objective_names
 from functional_jd.objectives import multitask, per_example
-from functional_jd.optimizers import Optimizer, adamw, from_torch, from_transformation, sgd
+from functional_jd.optimizers import Optimizer, adamw, sgd
 from functional_jd.policy import Policy, policy
 from functional_jd.precision import autocast
+from functional_jd.scaler_dict import scale_state_from_dict, scale_state_to_dict
 from functional_jd.scaling import (
     ScaleState,
     no_scale,
     scale,
     scale_state,
-    scale_state_from_dict,
-    scale_state_to_dict,
     select,
     unscale,
     update_scale,
@@ -87,6 +90,7 @@ __all__ = [
     "Aggregation",
     "Aggregator",
     "Carried",
+    "Diagnosis",
     "MultitaskJacobian",
     "Optimizer",
     "Policy",
@@ -110,12 +114,15 @@ __all__ = [
     "cross_gramian",
     "custom",
     "db_mtl",
+    "describe",
+    "diagnose",
     "dualproj",
     "dwa",
     "end_epoch",
     "excess_mtl",
     "fairgrad",
     "famo",
+    "fit",
     "float32_island",
     "from_torch",
     "from_transformation",
@@ -139,6 +146,7 @@ __all__ = [
     "multitask",
     "nash_mtl",
     "no_scale",
+    "objective_names",
     "pbi",
     "pcd",
     "pcgrad",

@@ -1,22 +1,26 @@
 """Aggregation: a rule looks at the Jacobian and says how much each row counts; `aggregate` adds the rows up."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.precision import full_precision
+from functional_jd.summary import outline, shown
 from functional_jd.tree import row_count, tree_leaves, tree_map
 from functional_jd.types import Carried, Direction, Gramian, Jacobian, Losses, MultitaskJacobian, Tree, Weights
 
 View = Any
 """What a rule looks at: a tensor, or for `whole` the Jacobian itself."""
 
-# Columns that are lifted to float64 at once: a multiple of what fits the cache, so that no second Jacobian is made.
-_COLUMNS = 1 << 16
+# Numbers that are lifted to float64 at once: what fits the cache, so that no second Jacobian is made; and the number of
+# rows from which two small products are faster than a large one, of which half is known.
+_CACHED, _WORTH_HALVING = 1 << 18, 128
 
 
+@shown(outline)
 class Aggregator(NamedTuple):
     """An aggregation rule: three functions; its hyper-parameters live in their closures.
 
@@ -33,6 +37,7 @@ class Aggregator(NamedTuple):
     update: Callable[[View, Tree], tuple[Weights, Tree]]
 
 
+@shown(outline)
 class Aggregation(NamedTuple):
     """What `aggregate` returns.
 
@@ -72,8 +77,8 @@ def aggregate(
 
     Raises:
         TypeError: a leaf is no floating-point tensor of rows.
-        ValueError: no rows, leaves or Jacobians that disagree on m, or `others` or `losses` missing that the rule
-            needs.
+        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; or `others` or `losses` missing
+            that the rule needs.
 
     Laws:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
@@ -85,6 +90,11 @@ def aggregate(
                 f"aggregate: all Jacobians need the same number of rows, found {m} and "
                 f"{row_count(_rows(other), 'aggregate')}. Compute them with the same losses on independent batches."
             )
+    if losses is not None and (found := sum(leaf.numel() for leaf in tree_leaves(losses))) != m:
+        raise ValueError(
+            f"aggregate: expected one loss per row, {m} in all, found {found}. Hand over the losses that the Jacobian "
+            "came with."
+        )
     weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
     return Aggregation(combine(jacobian, weights), weights, state)
 
@@ -122,20 +132,47 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     """
     if isinstance(jacobian, MultitaskJacobian):
         return {"shared": combine(jacobian.shared, weights), "heads": jacobian.heads}
+    m = row_count(jacobian, "combine")
     with full_precision(jacobian):
-        if isinstance(weights, Tensor) and weights.ndim == 1:
+        if isinstance(weights, Tensor) and weights.ndim < 2:
+            if weights.shape != (m,):
+                raise ValueError(
+                    f"combine: expected one weight per row, [{m}], found {list(weights.shape)}. "
+                    "Does the rule, or its preference, belong to another number of objectives?"
+                )
             return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
         return tree_map(_counted_sum, jacobian, weights)
 
 
 def blank(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The view of a rule that looks at nothing but the number of rows: float64 zeros `[m]`."""
+    """The view of a rule that looks at nothing but the number of rows: float64 zeros `[m]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: not looked at.
+        losses: not looked at.
+
+    Returns:
+        float64 `[m]`.
+    """
     leaf = tree_leaves(_rows(jacobian))[0]
     return torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
 
 
 def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The view of a rule that looks at the losses: float64 `[m]`, in leaf order."""
+    """The view of a rule that looks at the losses: float64 `[m]`, in leaf order.
+
+    Args:
+        jacobian: not looked at.
+        others: not looked at.
+        losses: the m values: a tensor, or a pytree of tensors.
+
+    Returns:
+        float64 `[m]`.
+
+    Raises:
+        ValueError: there are no losses.
+    """
     if losses is None:
         raise ValueError(
             "aggregate: this rule looks at the losses, found none. "
@@ -154,12 +191,32 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
         jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
         others: not looked at.
         losses: not looked at.
+
+    Returns:
+        float64 `[m, m]`.
+
+    Raises:
+        TypeError, ValueError: leaves that are no rows, or disagree on m.
     """
-    return cross_gramian(jacobian, jacobian)
+    row_count(_rows(jacobian), "gramian")
+    with full_precision(jacobian):
+        return reduce(torch.add, [_squared(_matrix(leaf)) for leaf in tree_leaves(_rows(jacobian))])
 
 
 def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`."""
+    """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: the first of them is the same for the other batch.
+        losses: not looked at.
+
+    Returns:
+        float64 `[m, m]`; row i belongs to `jacobian`, column j to the other.
+
+    Raises:
+        TypeError, ValueError: no other; leaves that are no rows, or disagree on m.
+    """
     if not others:
         raise ValueError(
             "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
@@ -168,16 +225,32 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     row_count(_rows(jacobian), "gramian")
     with full_precision(jacobian):
         pairs = zip(tree_leaves(_rows(jacobian)), tree_leaves(_rows(others[0])), strict=True)
-        return torch.stack([_leaf_gramian(left, right) for left, right in pairs]).sum(0)
+        return reduce(torch.add, [_crossed(_matrix(left), _matrix(right)) for left, right in pairs])
 
 
 def whole(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
-    """The view of a rule that looks at the Jacobian itself: the pytree with leaves `[m, *p]`."""
+    """The view of a rule that looks at the Jacobian itself: the pytree with leaves `[m, *p]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
+        others: not looked at.
+        losses: not looked at.
+
+    Returns:
+        The Jacobian; of a `MultitaskJacobian`, `shared`.
+    """
     return _rows(jacobian)
 
 
 def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Aggregator:
     """A rule that remembers nothing: `weigh(view) -> weights`.
+
+    Args:
+        view: what it looks at: `blank`, `losses`, `gramian`, `cross_gramian` or `whole`.
+        weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian to count entry by entry.
+
+    Returns:
+        An `Aggregator` whose state is `()`.
 
     Example:
         >>> def shy(temperature=1.0):
@@ -229,7 +302,7 @@ def _rows(jacobian: Jacobian) -> Tree:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
 
 
 def _counted_sum(leaf: Tensor, weights: Tensor | Carried) -> Tensor:
@@ -250,7 +323,26 @@ def _matrix(leaf: Tensor) -> Tensor:
     return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], leaf.shape[1:].numel())
 
 
-def _leaf_gramian(left: Tensor, right: Tensor) -> Tensor:
-    blocks = [block.double() for block in _matrix(left).split(_COLUMNS, dim=1)]
-    others = blocks if left is right else [block.double() for block in _matrix(right).split(_COLUMNS, dim=1)]
-    return torch.stack([a @ b.mT for a, b in zip(blocks, others, strict=True)]).sum(0)
+def _squared(rows: Tensor) -> Tensor:
+    """Inner products of rows `[m, n]`, lifted to float64 some columns at a time."""
+    return reduce(torch.add, [_products(block.double()) for block in _blocks(rows)])
+
+
+def _products(rows: Tensor) -> Tensor:
+    """`rows @ rows.mT`, where what lies beside the diagonal is computed once."""
+    if len(rows) < _WORTH_HALVING:
+        return rows @ rows.mT
+    upper, lower = rows.tensor_split(2)
+    beside = upper @ lower.mT
+    return torch.cat(
+        [torch.cat([_products(upper), beside], 1), torch.cat([beside.mT, _products(lower)], 1)],
+    )
+
+
+def _crossed(left: Tensor, right: Tensor) -> Tensor:
+    pairs = zip(_blocks(left), _blocks(right), strict=True)
+    return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(max(1, _CACHED // len(rows)), dim=1)

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from functional_jd.aggregation import Aggregation, Aggregator, aggregate, blank, combine, gramian, weigh
+from functional_jd.aggregation import Aggregator, aggregate, combine, gramian, weigh
 from functional_jd.aggregation import losses as look_at_losses
 from functional_jd.jacobian import jacobian_fn
 from functional_jd.objectives import PerExample
 from functional_jd.optimizers import Optimizer
 from functional_jd.precision import full_precision
-from functional_jd.scaling import ScaleState, select, unscale, update_scale
-from functional_jd.step import StepInfo, TrainState
+from functional_jd.scaling import ScaleState, unscale
+from functional_jd.step import Descent, StepInfo, TrainState, check, finish, is_blind, weighed
 from functional_jd.step import train_state as start_alone
 from functional_jd.tree import all_finite, floating_leaves, tree_map
 from functional_jd.types import Direction, Jacobian, Losses, LossFunction, MultitaskJacobian, Params, Tree
@@ -23,9 +23,6 @@ from functional_jd.weighted import weighted_fn
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; `None` is all processes."""
-
-Found = tuple[Aggregation, Losses, Tensor]
-"""What an engine finds: the aggregation, the mean losses, and what all replicas hold finite."""
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -85,6 +82,9 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
         tree: pytree of tensors, with the same structure, shapes and dtypes on all replicas.
         group: the replicas, as for `mean_jacobian`.
 
+    Returns:
+        A pytree like `tree`, the same bits on every replica.
+
     Raises:
         ValueError, RuntimeError: as `mean_jacobian` says.
     """
@@ -103,21 +103,29 @@ def train_state(
     """Start training on several replicas: `functional_jd.train_state`, the same on all of them.
 
     Args:
-        params: the first replica's count.
+        params: pytree of floating-point tensors, of which the first replica's count.
         batch: this replica's own. The rule starts with what it sees in the mean over the replicas.
         losses: as for `functional_jd.train_state`; so are `aggregator`, `optimizer` and `scale`.
         group: the replicas, as for `mean_jacobian`.
 
+    Returns:
+        `TrainState(params, optimizer, aggregator, scale)`, the same bits on every replica.
+
     Raises:
         TypeError, ValueError, RuntimeError: as `functional_jd.train_state` and `step` say.
     """
+    check("train_state", aggregator, optimizer)
     params = replicate(params, group)
+
+    def init(values: Tensor) -> Tree:
+        return aggregator.init(_pooled(losses, values, group))
 
     def view(jacobian: Jacobian, *others: Jacobian, **values: Losses) -> Any:
         seen = [_pooled(losses, rows, group) for rows in (jacobian, *others)]
         return aggregator.view(*seen, losses=_pooled(losses, values["losses"], group))
 
-    together = aggregator._replace(view=view)
+    # What blind rules look at is as easily pooled when it was looked at: no rows are needed.
+    together = aggregator._replace(init=init) if is_blind(aggregator) else aggregator._replace(view=view)
     state = start_alone(params, *batch, losses=losses, aggregator=together, optimizer=optimizer, scale=scale)
     return replicate(state, group)
 
@@ -167,20 +175,13 @@ def step(
         From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
         that draw random numbers draw each replica's own.
     """
+    check("step", aggregator, optimizer)
     differentiate = _engine(losses, aggregator, state.scale, sharded)
-    (direction, weights, memory), values, finite = differentiate(state, batch, losses, aggregator, group)
-    params, moments = optimizer.update(direction, state.optimizer, state.params)
-    sound = all_finite(direction)
-    moving = finite.all() & sound
-    params = select(moving, params, state.params)
-    moments = select(moving, moments, state.optimizer)
-    memory = select(moving, memory, state.aggregator)
-    new = TrainState(params, moments, memory, update_scale(state.scale, finite))
-    return new, StepInfo(values, weights, finite & (sound | ~finite.all()))
+    return finish(state, optimizer, differentiate(state, batch, losses, aggregator, group))
 
 
-def _engine(losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sharded: bool) -> Callable[..., Found]:
-    blind = aggregator.view in (blank, look_at_losses)
+def _engine(losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sharded: bool) -> Callable[..., Descent]:
+    blind = is_blind(aggregator)
     if blind and not scale.scale.ndim:
         return _by_weights
     if sharded and not blind and aggregator.view is not gramian:
@@ -198,7 +199,7 @@ def _engine(losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sha
 
 def _by_weights(
     state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> Found:
+) -> Descent:
     values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
     values = _pooled(losses, values, group)
     rows = look_at_losses(None, losses=values)
@@ -207,22 +208,27 @@ def _by_weights(
     if isinstance(losses, PerExample):
         _, replicas, rank = _known(group)
         add, mine = _sum, weights.reshape(replicas, -1)[rank]
-    direction, finite = pullback(mine, last=True)
-    return Aggregation(add(direction, group), weights, memory), values, agree(finite, group)
+    # Weights that are not finite are the rule's word, not an overflow: the scale must not back off for them.
+    sound = all_finite(weights)
+    direction, finite = pullback(torch.where(sound, mine, 0), last=True)
+    direction = add(direction, group)
+    return Descent(direction, weights, memory, values, agree(finite, group), sound & all_finite(direction))
 
 
 def _by_jacobian(
     state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> Found:
+) -> Descent:
     jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, finite = unscale(state.scale, jacobian)
     jacobian, values = _pooled(losses, jacobian, group), _pooled(losses, values, group)
-    return aggregate(aggregator, jacobian, state.aggregator, losses=values), values, agree(finite, group)
+    direction, weights, memory = aggregate(aggregator, jacobian, state.aggregator, losses=values)
+    sound = all_finite(weighed(direction, jacobian))
+    return Descent(direction, weights, memory, values, agree(finite, group), sound)
 
 
 def _by_shards(
     state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> Found:
+) -> Descent:
     jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, finite = unscale(state.scale, jacobian)
     values = _mean(values, group)
@@ -234,9 +240,10 @@ def _by_shards(
         aggregator = aggregator._replace(view=lambda *seen, losses: _sum(gramian(*seen), group))  # noqa: ARG005
     weights, memory = weigh(aggregator, shard, state.aggregator, losses=values)
     direction = tree_map(lambda p, part: _gathered(part, p, group), like, combine(shard, weights))
+    sound = all_finite(direction)
     if split:
         direction = {"shared": direction, "heads": _mean(jacobian.heads, group)}
-    return Aggregation(direction, weights, memory), values, agree(finite, group)
+    return Descent(direction, weights, memory, values, agree(finite, group), sound)
 
 
 def _pooled(losses: LossFunction, tree: Tree, group: Group) -> Tree:

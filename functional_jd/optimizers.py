@@ -1,33 +1,37 @@
-"""Optimizers as pairs of pure functions: `sgd`, `adamw`, and adapters for `torch.optim` and optax-style libraries."""
+"""Optimizers as pairs of pure functions: `sgd` and `adamw`."""
 
-import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
-from functional_jd.transforms import transformed, within_functorch
-from functional_jd.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
+from functional_jd.summary import outline, shown
+from functional_jd.transforms import transformed
+from functional_jd.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.types import Direction, Params, Tree
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 """A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""
 
 
+@shown(outline)
 class Optimizer(NamedTuple):
     """Two pure functions; the hyper-parameters live in their closures.
 
     Attributes:
         init: `init(params) -> state`, a pytree of tensors whose structure never changes.
-        update: `update(direction, state, params) -> (params, state)`: one step against the direction.
+        update: `update(direction, state, params) -> (params, state)`: one step against the direction. It may know the
+            keyword `moving=None`, bool `[]`, as that of `adamw` does: where that is false, it returns what it was
+            given, whatever the direction. `step` leaves the choice to it: cheaper than to choose afterwards.
     """
 
     init: Callable[[Params], Tree]
     update: Callable[[Direction, Tree, Params], tuple[Params, Tree]]
 
 
+@shown(outline)
 class SgdState(NamedTuple):
     """What `sgd` remembers.
 
@@ -40,18 +44,7 @@ class SgdState(NamedTuple):
     velocity: Tree
 
 
-class TorchState(NamedTuple):
-    """What `from_torch` remembers.
-
-    Attributes:
-        started: bool `[]`, whether a step was taken.
-        entries: one dict of tensors per leaf of params, as `torch.optim.Optimizer.state` holds it.
-    """
-
-    started: Tensor
-    entries: Tree
-
-
+@shown(outline)
 class AdamwState(NamedTuple):
     """What `adamw` remembers.
 
@@ -102,7 +95,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         return SgdState(_no_steps(params, "sgd"), tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(direction: Direction, state: SgdState, params: Params) -> tuple[Params, SgdState]:
-        rate, velocity, direction = _rate(lr, state.steps), state.velocity, _rounded(direction, params)
+        rate, velocity, direction = _rate(lr, state.steps), state.velocity, rounded(direction, params)
         if weight_decay:
             direction = tree_map(lambda d, p: d.add(p, alpha=weight_decay), direction, params)
         if momentum:
@@ -159,173 +152,62 @@ def adamw(
         steps = _no_steps(params, "adamw")
         return AdamwState(steps, tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
-    def update(direction: Direction, state: AdamwState, params: Params) -> tuple[Params, AdamwState]:
+    def update(
+        direction: Direction, state: AdamwState, params: Params, *, moving: Tensor | None = None
+    ) -> tuple[Params, AdamwState]:
         rate = _rate(lr, state.steps)
-        if _undisturbed(rate, direction, state, params):
-            return _fused(direction, state, params, rate, betas, eps, weight_decay)
-        direction, steps = _rounded(direction, params), state.steps + 1
+        leaves, structure = floating_leaves(params, "adamw")
+        columns = [leaves, *(leaves_like(structure, tree) for tree in (direction, state.first, state.second))]
+        if _undisturbed([*chain(*columns), state.steps, rate]):
+            settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
+            return _fused(columns, structure, state.steps, rate, moving, settings)
+        steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
         step_size = rate / (1 - b1 ** steps.double())
         correction = (1 - b2 ** steps.double()).sqrt()
-        first = tree_map(lambda m, d: torch.lerp(_wide(m), _wide(d), 1 - b1), state.first, direction)
-        second = tree_map(
-            lambda v, d: (_wide(v) * b2).addcmul(_wide(d), _wide(d), value=1 - b2), state.second, direction
-        )
 
-        def moved(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            d = _wide(d.to(p.dtype))
+            m = torch.lerp(_wide(m), d, 1 - b1)
+            v = (_wide(v) * b2).addcmul(d, d, value=1 - b2)
             decayed = _wide(p) * _like(1 - rate * weight_decay, m)
-            return (decayed - _like(step_size, m) * (m / (_root(v) / _like(correction, v) + eps))).to(p.dtype)
+            return decayed - _like(step_size, m) * (m / (_root(v) / _like(correction, v) + eps)), m, v
 
-        def narrow(tree: Tree) -> Tree:
-            return tree_map(lambda p, x: x.to(p.dtype), params, tree)
-
-        return tree_map(moved, params, first, second), AdamwState(steps, narrow(first), narrow(second))
+        rows = [(moved(p, *rest), (p, *rest[1:])) for p, *rest in zip(*columns, strict=True)]
+        chosen = [[_kept(moving, x.to(old[0].dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]
+        params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
+        return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
     return Optimizer(init, update)
 
 
 def _fused(
-    direction: Direction, state: AdamwState, params: Params, rate: Any, betas: Any, eps: float, weight_decay: float
+    columns: list[list[Tensor]], structure: Structure, steps: Tensor, rate: Any, moving: Tensor | None, settings: Any
 ) -> tuple[Params, AdamwState]:
-    """The formulas of `adamw` in one kernel, in place on copies: a fifth of the time."""
-    params = tree_map(torch.clone, params)
-    direction = _rounded(direction, params)
-    direction = tree_map(lambda d, p: d if d.stride() == p.stride() else _copied(d, p), direction, params)
-    first, second = (tree_map(_copied, tree, params) for tree in (state.first, state.second))
-    ps, ds, ms, vs = (tree_leaves(tree) for tree in (params, direction, first, second))
-    steps = [state.steps.to(p.device, torch.float32) for p in ps]
-    rate = rate.float() if isinstance(rate, Tensor) and rate.is_cuda else rate  # what the kernel there reads
-    rest: Any = {"beta1": betas[0], "beta2": betas[1], "lr": rate, "weight_decay": weight_decay, "eps": eps}
-    with torch.no_grad():
-        torch_adamw(ps, ds, ms, vs, [], steps, fused=True, amsgrad=False, maximize=False, **rest)
-    return params, AdamwState(state.steps + 1, first, second)
+    """The formulas of `adamw` in one kernel, in place on copies: a fifth of the time.
 
-
-def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
-    """Any class of `torch.optim` as a pair of pure functions, step by step what the class does.
-
-    Torch makes the state in the first step, which may differ from all others (momentum with dampening). So that the
-    structure never changes and nothing is read back from the device, `update` takes both a first and a later step on
-    copies and picks one by `where`: it costs two steps of the class. `sgd` and `adamw` cost one.
-
-    Args:
-        cls: a class such as `torch.optim.Adam`; all its tensors that change must be in its `state`.
-        hyper: its keyword arguments, for all leaves alike. On an accelerator, `capturable=True` keeps the step count
-            there, for the classes that know the word.
-
-    Returns:
-        An `Optimizer` with `TorchState`. What it returns does not require grad.
-
-    Raises:
-        TypeError: the class needs a closure (LBFGS), or it keeps something other than tensors, or changes its groups.
-        ValueError: called under a `torch.func` transform.
-
-    Laws:
-        Pure. Refuses vmap, grad and jvp, since `torch.optim` works in place; compiles with a graph break.
-
-    Example:
-        >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
+    The kernel that `torch.optim` calls too, with its flag for overflow, which keeps everything as it was.
     """
-    name = cls.__name__
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"from_torch: expected a class that steps along a given direction, found {name}, which evaluates the "
-            "losses in its step. Take one without a closure, such as torch.optim.Adam."
-        )
-
-    def init(params: Params) -> TorchState:
-        leaves, _ = floating_leaves(params, "from_torch")
-        optimizer = _loaded(cls, hyper, leaves, [torch.zeros_like(leaf) for leaf in leaves], [{} for _ in leaves])
-        before = [_settings(group) for group in optimizer.param_groups]
-        optimizer.step()
-        entries = _entries(optimizer)
-        strangers = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
-        if before != [_settings(group) for group in optimizer.param_groups]:
-            strangers.add("param_groups")
-        if strangers or len(optimizer.state) > len(leaves):
-            raise TypeError(
-                f"from_torch: all that {name} remembers must be tensors in its state, one dict per parameter, found "
-                f"other things in {sorted(strangers) or 'its state'}. Take another class, or write init and update."
-            )
-        return TorchState(torch.zeros((), dtype=torch.bool, device=leaves[0].device), tuple(entries))
-
-    def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
-        leaves, structure = floating_leaves(params, "from_torch")
-        towards = tree_leaves(_rounded(direction, params))
-        outcomes: list[Any] = []
-        for entries in ([{} for _ in leaves], state.entries):
-            optimizer = _loaded(cls, hyper, leaves, towards, entries)
-            optimizer.step()
-            outcomes.append((optimizer.param_groups[0]["params"], tuple(_entries(optimizer))))
-
-        def pick(first: Tensor, later: Tensor) -> Tensor:
-            return torch.where(state.started.to(later.device), later, first)
-
-        moved, entries = tree_map(pick, *outcomes)
-        return tree_unflatten(structure, moved), TorchState(torch.ones_like(state.started), entries)
-
-    eager: Any = torch.compiler.disable(update, reason="torch.optim makes its state while it runs")
-    return Optimizer(init, eager)
-
-
-def from_transformation(transformation: Any) -> Optimizer:
-    """Any optax-style pair of pure functions, such as TorchOpt's, as an `Optimizer`.
-
-    `updates, state = transformation.update(direction, state, params=params)`, `params + updates`.
-
-    Args:
-        transformation: has `init(params) -> state` and `update(updates, state, params) -> (updates, state)`; where
-            `update` knows the word `inplace`, it is False. An update that is `None` leaves its parameter.
-
-    Returns:
-        An `Optimizer` with the state of the transformation.
-
-    Raises:
-        TypeError: there is no `init` or no `update`.
-
-    Laws:
-        Pure, and composes with vmap, grad, jvp and compile, as far as the transformation does.
-
-    Example:
-        >>> optimizer = from_transformation(torchopt.adam(lr=1e-3))
-    """
-    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
-        raise TypeError(
-            "from_transformation: expected an object with functions init and update, found "
-            f"{type(transformation).__name__}. Classes of torch.optim go into from_torch."
-        )
-    keywords = inspect.signature(transformation.update).parameters
-    options = {"inplace": False} if "inplace" in keywords else {}
-
-    def update(direction: Direction, state: Tree, params: Params) -> tuple[Params, Tree]:
-        updates, state = transformation.update(direction, state, params=params, **options)
-        return tree_map(lambda p, u: p if u is None else (p + u).to(p.dtype), params, updates), state
-
-    return Optimizer(transformation.init, update)
-
-
-def _loaded(cls: Any, hyper: dict[str, Any], params: list[Tensor], direction: list[Tensor], entries: Any) -> Any:
-    """An instance of the class that holds copies of everything."""
-    if within_functorch():
-        raise ValueError(
-            "from_torch: expected no transform, since torch.optim works in place, found one of torch.func (vmap, grad, "
-            "jvp, ...). Take sgd, adamw or from_transformation, which compose with all of them."
-        )
-    copies = [leaf.detach().clone() for leaf in params]
-    optimizer = cls(copies, **hyper)
-    for copy, towards, entry in zip(copies, direction, entries, strict=True):
-        copy.grad = _copied(towards.detach(), copy)
-        optimizer.state[copy] = {key: _copied(value.detach(), copy) for key, value in entry.items()}
-    return optimizer
-
-
-def _entries(optimizer: Any) -> list[dict[str, Any]]:
-    return [dict(optimizer.state[leaf]) for leaf in optimizer.param_groups[0]["params"]]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: repr(value) for key, value in group.items() if key != "params"}
+    leaves, direction, *averages = columns
+    params = [p.clone() for p in leaves]
+    direction = [_beside(d.to(p.dtype), p) for d, p in zip(direction, params, strict=True)]
+    first, second = ([copied(x, p) for x, p in zip(average, params, strict=True)] for average in averages)
+    groups: dict[Any, list[int]] = {}
+    for index, p in enumerate(params):
+        groups.setdefault((p.device, p.dtype), []).append(index)
+    taken = steps + 1
+    for (device, _), members in groups.items():
+        parts = [[column[i] for i in members] for column in (params, direction, first, second)]
+        count = taken.to(device, torch.float32)
+        lr = rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else rate
+        kept = None if moving is None else (~moving).to(device, torch.float32)
+        with torch.no_grad():
+            kernel: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
+            kernel(*parts, [], [count] * len(members), lr=lr, amsgrad=False, maximize=False, found_inf=kept, **settings)
+    state = AdamwState(
+        taken if moving is None else steps + moving, tree_unflatten(structure, first), tree_unflatten(structure, second)
+    )
+    return tree_unflatten(structure, params), state
 
 
 def _check(where: str, **values: Any) -> None:
@@ -347,14 +229,13 @@ def _rate(lr: LearningRate, steps: Tensor) -> Any:
     return rate.double() if isinstance(rate, Tensor) else rate
 
 
-def _undisturbed(*trees: Tree) -> bool:
+def _undisturbed(values: list[Any]) -> bool:
     """Whether nothing but the values is asked for, on a device that has fused kernels."""
     if transformed():
         return False
-    leaves: list[Any] = [leaf for leaf in tree_leaves(trees) if not isinstance(leaf, float | int)]
-    return all(leaf.device.type in ("cpu", "cuda") for leaf in leaves) and not (
-        torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    )
+    leaves = [x for x in values if isinstance(x, Tensor)]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    return not recorded and all(x.is_cpu or x.is_cuda for x in leaves)
 
 
 def _like(factor: Any, leaf: Tensor) -> Any:
@@ -362,20 +243,24 @@ def _like(factor: Any, leaf: Tensor) -> Any:
     return factor.to(leaf.device, leaf.dtype) if isinstance(factor, Tensor) else factor
 
 
-def _rounded(direction: Direction, params: Params) -> Direction:
+def rounded(direction: Direction, params: Params) -> Direction:
     """The direction in the dtypes of params, so that they and the state keep theirs."""
     return tree_map(lambda p, d: d.to(p.dtype), params, direction)
 
 
-def _copied(leaf: Tensor, like: Tensor) -> Tensor:
+def copied(leaf: Tensor, like: Tensor) -> Tensor:
     """A copy that lies in memory as `like` does, where the shapes agree: fused kernels trust in that."""
-    if leaf.shape != like.shape:
+    if leaf.shape != like.shape or leaf.stride() == like.stride():
         return leaf.clone()
     return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
+def _beside(leaf: Tensor, like: Tensor) -> Tensor:
+    return leaf if leaf.stride() == like.stride() else copied(leaf, like)
+
+
 def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
 
 
 def _against(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:
@@ -383,6 +268,10 @@ def _against(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:
         return leaf.add(direction, alpha=-rate)
     wide = _wide(leaf)
     return (wide - _like(rate, wide) * _wide(direction)).to(leaf.dtype)
+
+
+def _kept(moving: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    return new if moving is None else torch.where(moving, new, old)
 
 
 def _root(square: Tensor) -> Tensor:

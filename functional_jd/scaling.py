@@ -9,12 +9,14 @@ A state holds one scale `[]` for all objectives, or one per objective `[m]`: gra
 two that serves both in float16.
 """
 
-from collections.abc import Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from functional_jd.summary import one_line, shown
+from functional_jd.transforms import transformed
 from functional_jd.tree import tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.types import MultitaskJacobian, Tree
 
@@ -22,16 +24,8 @@ from functional_jd.types import MultitaskJacobian, Tree
 _FLOOR = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
 
-# The entries of GradScaler.state_dict(), in its order: our name and dtype for each.
-_ENTRIES = {
-    "scale": ("scale", torch.float32),
-    "growth_factor": ("growth_factor", torch.float64),
-    "backoff_factor": ("backoff_factor", torch.float64),
-    "growth_interval": ("growth_interval", torch.int32),
-    "_growth_tracker": ("growth_tracker", torch.int32),
-}
 
-
+@shown(one_line)
 class ScaleState(NamedTuple):
     """The five entries of `GradScaler.state_dict()`, each a tensor `[]`, or `[m]` for one scale per objective.
 
@@ -195,21 +189,21 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     """
     split = isinstance(tree, MultitaskJacobian)
     rows, heads = (tree.shared, tree.heads) if split else (tree, ())
-    inverse = (1 / multiplier(state).double()).float()
+    inverse = multiplier(state).double().reciprocal().float()
     leaves, structure = _floating(rows, "unscale", inverse)
+    others, other_structure = _floating(heads, "unscale")
 
     one = inverse.new_ones(())
-    finite = torch.isfinite(inverse)
-    for leaf in leaves:
-        finite = finite & _bounded(leaf, inverse)
-    for leaf in _floating(heads, "unscale")[0]:
-        finite = finite & _bounded(leaf, one)
-
+    finite = _bounded(leaves, inverse)
+    if others:
+        finite = finite & _bounded(others, one)
     inverse = torch.where(finite, inverse, 0.0)
-    rows = tree_unflatten(structure, [_times(leaf, inverse, finite) for leaf in leaves])
+    rows = tree_unflatten(structure, _times(leaves, inverse, finite))
     if not split:
         return rows, finite
-    return MultitaskJacobian(rows, tree_map(lambda leaf: _times(leaf, one, finite.any()), heads)), finite
+    anywhere = finite.any()
+    heads = _times(others, anywhere.to(one.dtype), anywhere)
+    return MultitaskJacobian(rows, tree_unflatten(other_structure, heads)), finite
 
 
 def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
@@ -241,10 +235,11 @@ def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
         )
     successes = state.growth_tracker + 1
     due = successes == state.growth_interval
-    grown = (state.scale.double() * state.growth_factor).float()
-    smaller = (state.scale.double() * state.backoff_factor).float()
+    exact = state.scale.double()
+    grown = (exact * state.growth_factor).float()
+    smaller = (exact * state.backoff_factor).float()
     return ScaleState(
-        scale=torch.where(finite, torch.where(due & torch.isfinite(grown), grown, state.scale), smaller),
+        scale=torch.where(finite, torch.where(due & (grown.abs() < torch.inf), grown, state.scale), smaller),
         growth_tracker=torch.where(finite & ~due, successes, 0),
         growth_factor=state.growth_factor,
         backoff_factor=state.backoff_factor,
@@ -277,67 +272,14 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
             f"select: new and old need the same structure, found {structure} and {other_structure}. "
             "A state that is None at first needs its init before the step."
         )
-    for name, leaf, other in zip(tree_names(new), leaves, others, strict=True):
-        if not isinstance(leaf, Tensor) or _kind(leaf) != _kind(other):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if not (_is_tensor(leaf) and _is_tensor(other) and leaf.dtype == other.dtype and leaf.shape == other.shape):
             raise TypeError(
                 f"select: every leaf must be a tensor, of one shape and dtype in new and old, found {_kind(leaf)} and "
-                f"{_kind(other)} in {name!r}. A step must keep the shapes and dtypes of its state."
+                f"{_kind(other)} in {tree_names(new)[index]!r}. A step must keep the shapes and dtypes of its state."
             )
-    everywhere = finite.all()
+    everywhere = finite.all() if finite.ndim else finite
     return tree_unflatten(structure, [torch.where(everywhere, *pair) for pair in zip(leaves, others, strict=True)])
-
-
-def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
-    """The state as `torch.amp.GradScaler.state_dict()` gives it: plain numbers, or lists of m. A host round trip.
-
-    Law: `scale_state_from_dict(scale_state_to_dict(state))` is the state, to the bit.
-    """
-    return {key: getattr(state, field).tolist() for key, (field, _) in _ENTRIES.items()}
-
-
-def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | str | None = None) -> ScaleState:
-    """The state that `torch.amp.GradScaler.state_dict()` or `scale_state_to_dict` wrote.
-
-    Args:
-        entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
-            a list of m numbers for one scale per objective. A number beside lists serves all m.
-        device: where the five tensors lie.
-
-    Raises:
-        ValueError: a missing or unknown key, something that is no number, or lists of different lengths.
-
-    Differs: from `GradScaler.load_state_dict`, which has loaded half of the entries when it finds one missing.
-    """
-    if not entries:
-        raise ValueError(
-            "scale_state_from_dict: found an empty dict, as a disabled GradScaler writes it. Use no_scale() instead."
-        )
-    if odd := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
-        raise ValueError(
-            f"scale_state_from_dict: expected the keys {list(_ENTRIES)}, found missing or unknown {odd}. "
-            "Hand over GradScaler.state_dict() as it is."
-        )
-    lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
-    if len(lengths) > 1 or 0 in lengths:
-        raise ValueError(
-            f"scale_state_from_dict: every list needs m numbers, one per objective, found {dict(entries)}. Add them."
-        )
-    tensors: dict[str, Tensor] = {}
-    for key, (field, dtype) in _ENTRIES.items():
-        _require_numbers(key, entries[key], dtype)
-        tensors[field] = torch.tensor(entries[key], dtype=dtype, device=device).expand(tuple(lengths)).contiguous()
-    return ScaleState(**tensors)
-
-
-def _require_numbers(key: str, entry: Any, dtype: torch.dtype) -> None:
-    for number in entry if isinstance(entry, list) else [entry]:
-        whole = isinstance(number, int) and not isinstance(number, bool) and abs(number) < 2**31
-        if not (whole or (dtype.is_floating_point and isinstance(number, float))):
-            expected = "a float" if dtype.is_floating_point else "an integer that fits int32"
-            raise ValueError(
-                f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
-                "Write plain Python numbers, as GradScaler.state_dict() does."
-            )
 
 
 def _kind(value: Any) -> str:
@@ -347,16 +289,17 @@ def _kind(value: Any) -> str:
 def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
     """The leaves and structure of a pytree of floating-point tensors; a factor `[m]` asks for m rows in each."""
     leaves, structure = tree_flatten(tree)
-    for name, leaf in zip(tree_names(tree), leaves, strict=True):
-        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for index, leaf in enumerate(leaves):
+        if not (_is_tensor(leaf) and leaf.is_floating_point()):
             raise TypeError(
-                f"{where}: every leaf must be a floating-point tensor, found {_kind(leaf)} in {name!r}. "
-                "Keep counters and settings out of what is scaled."
+                f"{where}: every leaf must be a floating-point tensor, found {_kind(leaf)} in "
+                f"{tree_names(tree)[index]!r}. Keep counters and settings out of what is scaled."
             )
         if factor is not None and factor.ndim and leaf.shape[:1] != factor.shape:
             raise ValueError(
                 f"{where}: m = {len(factor)} scales need rows [m, *p] or, to scale, m losses in all, found "
-                f"{_kind(leaf)} in {name!r}. Did the number of objectives change, or should one scale serve all?"
+                f"{_kind(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change, or should one "
+                "scale serve all?"
             )
     return leaves, structure
 
@@ -368,8 +311,12 @@ def _require_flag(finite: Any, where: str) -> None:
         )
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
 
 
 def _beside(factor: Tensor, leaf: Tensor) -> Tensor:
@@ -377,23 +324,31 @@ def _beside(factor: Tensor, leaf: Tensor) -> Tensor:
     return factor.reshape(factor.shape + (1,) * (leaf.ndim - 1)) if factor.ndim else factor
 
 
-def _bounded(leaf: Tensor, inverse: Tensor) -> Tensor:
-    """Whether the leaf (its rows, for `[m]`) times the inverse is finite.
+def _bounded(leaves: list[Tensor], inverse: Tensor) -> Tensor:
+    """Whether the leaves (their rows, for `[m]`) times the inverse are finite, and the inverse is.
 
-    Rounding is monotone: the product overflows somewhere exactly when that of the largest magnitude does. And a maximum
-    keeps NaN. So two reductions, which write nothing, say it all, about ten times faster than `isfinite(leaf).all()`.
+    Rounding is monotone: a product overflows somewhere exactly when that of the largest magnitude does. And a maximum
+    keeps NaN. So one reduction by leaf, which writes nothing, says it all, ten times faster than `isfinite`.
     """
-    if leaf.numel() == 0:
-        return torch.ones_like(inverse, dtype=torch.bool)
-    fixed = leaf.detach().unsqueeze(-1)
-    across = tuple(range(inverse.ndim, fixed.ndim))
-    largest = torch.maximum(fixed.amax(across), -fixed.amin(across))
-    return _wide(largest) * inverse < torch.inf
+    ends: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves:
+        if leaf.numel():
+            fixed = leaf.detach()
+            found = fixed.reshape(len(fixed), -1).aminmax(dim=1) if inverse.ndim else fixed.aminmax()
+            ends.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).extend(found)
+    flags = [((torch.stack(found).to(dtype) * inverse).abs() < torch.inf).all(0) for dtype, found in ends.items()]
+    return reduce(torch.logical_and, flags, inverse.isfinite()) if len(flags) != 1 else flags[0]
 
 
-def _times(leaf: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
-    """The leaf times a factor, and zeros where not finite; cleared first, so that no derivative is 0 * inf.
+def _times(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> list[Tensor]:
+    """The leaves times a factor, and zeros where not finite; cleared first, so that no derivative is 0 * inf.
 
-    In place on the cleared copy: a second buffer of a Jacobian's size costs more than all the arithmetic.
+    In place on the cleared copies: a second buffer of a Jacobian's size costs more than all the arithmetic.
     """
-    return _wide(torch.where(_beside(finite, leaf), leaf, 0.0)).mul_(_beside(factor, leaf))
+    if transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in (factor, *leaves))):
+        return [_wide(torch.where(_beside(finite, x), x, 0.0)).mul_(_beside(factor, x)) for x in leaves]
+    # Where the values are all that is asked for, the factor zero clears the rest: six times faster on a CPU than
+    # `where`. Adding -0 changes no value, and adding 0 changes -0 only: to the bit, the same zeros.
+    signed = torch.where(finite, -0.0, 0.0)
+    cleared = [_wide(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for x in leaves]
+    return [x.mul_(_beside(factor, x)).add_(_beside(signed, x)) for x in cleared]

@@ -9,16 +9,31 @@ from torch import Tensor, nn
 from functional_jd.aggregation import Aggregator, aggregate, blank, cross_gramian, start, weigh
 from functional_jd.aggregation import gramian as look_at_gramian
 from functional_jd.aggregation import losses as look_at_losses
+from functional_jd.cost import gramian_is_cheaper
 from functional_jd.gramian import gramian_fn
 from functional_jd.jacobian import jacobian_fn
+from functional_jd.naming import step_table
 from functional_jd.optimizers import Optimizer
 from functional_jd.precision import full_precision
 from functional_jd.scaling import ScaleState, no_scale, select, unscale, update_scale
+from functional_jd.summary import outline, shown
+from functional_jd.transforms import transformed
 from functional_jd.tree import all_finite, floating_leaves, tree_map
-from functional_jd.types import Direction, Losses, LossFunction, Params, Tree, Weights
+from functional_jd.types import (
+    Direction,
+    Gramian,
+    Jacobian,
+    Losses,
+    LossFunction,
+    MultitaskJacobian,
+    Params,
+    Tree,
+    Weights,
+)
 from functional_jd.weighted import weighted_fn
 
 
+@shown(outline)
 class TrainState(NamedTuple):
     """All that training carries from step to step: a pytree of tensors.
 
@@ -35,6 +50,7 @@ class TrainState(NamedTuple):
     scale: ScaleState
 
 
+@shown(step_table)
 class StepInfo(NamedTuple):
     """What people look at after a step.
 
@@ -63,8 +79,8 @@ def train_state(
     Args:
         params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
             `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs.
-        batch: one batch, to learn what the rule looks at. Its losses are computed once, and its Jacobian where the
-            rule looks at more.
+        batch: one batch, to learn what the rule looks at. Its losses are computed once, and their Gramian or their
+            Jacobian where the rule looks at that.
         losses: `losses(params, *batch)`, as for `jacobian_fn`.
         aggregator: the rule.
         optimizer: a pair `(init, update)`.
@@ -76,17 +92,21 @@ def train_state(
     Raises:
         TypeError, ValueError: parameters or losses that are none, as `jacobian_fn` says; a scale that does not fit m.
     """
-    _check("train_state", aggregator, optimizer)
+    check("train_state", aggregator, optimizer)
     leaves, _ = floating_leaves(params, "train_state")
     params = tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
     scale = no_scale(device=leaves[0].device) if scale is None else scale
-    if _chosen("auto", aggregator, scale) == "weighted":
+    if is_blind(aggregator):
         values, _ = weighted_fn(losses, scale=scale)(params, *batch)
-        rows = _without_columns(values)
+        memory = start(aggregator, _without_columns(values), losses=values)
+    elif aggregator.view is look_at_gramian:
+        products, *_ = _products(params, batch, losses, scale)
+        with full_precision(products):
+            memory = aggregator.init(products)
     else:
         jacobian, values = jacobian_fn(losses, scale=scale)(params, *batch)
-        rows, _ = unscale(scale, jacobian)
-    return TrainState(params, optimizer.init(params), start(aggregator, rows, losses=values), scale)
+        memory = start(aggregator, unscale(scale, jacobian)[0], losses=values)
+    return TrainState(params, optimizer.init(params), memory, scale)
 
 
 def step(
@@ -108,7 +128,8 @@ def step(
         engine: `"jacobian"` computes all rows; `"gramian"`, for rules whose view is `gramian`, only their inner
             products, and never holds `[m, n]` where it can avoid it; `"weighted"`, for rules whose view is `blank` or
             `losses`, takes one backward pass with the weights as cotangent. `"auto"` takes the weighted one where the
-            rule allows and one scale serves all objectives, else the Jacobian.
+            rule allows and one scale serves all objectives; the Gramian where the rule allows and `cost.py` says that
+            it is cheaper; else the Jacobian.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite))`.
@@ -124,59 +145,81 @@ def step(
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile, and never waits for the
         device.
     """
-    _check("step", aggregator, optimizer)
-    differentiate = ENGINES[_chosen(engine, aggregator, state.scale)]
-    direction, weights, memory, values, finite = differentiate(state, batch, losses, aggregator)
-    sound = all_finite(direction)
-    moving = finite.all() & sound
-    params, moments = optimizer.update(direction, state.optimizer, state.params)
-    # One after the other, and the direction gone: each is as large as the parameters.
-    del direction
-    params = select(moving, params, state.params)
-    moments = select(moving, moments, state.optimizer)
-    memory = select(moving, memory, state.aggregator)
-    new = TrainState(params, moments, memory, update_scale(state.scale, finite))
-    # An overflow of rows is their scales' matter; a direction that is not finite all the same is the rule's alone.
-    return new, StepInfo(values, weights, finite & (sound | ~finite.all()))
+    check("step", aggregator, optimizer)
+    differentiate = ENGINES[_chosen(engine, state, batch, losses, aggregator)]
+    return finish(state, optimizer, differentiate(state, batch, losses, aggregator))
 
 
-class _Descent(NamedTuple):
-    """What an engine finds: all that the optimizer and the next step need."""
+class Descent(NamedTuple):
+    """What an engine finds: all that the optimizer and the next step need.
+
+    Attributes:
+        direction: a pytree like params.
+        weights: how much each row counted.
+        memory: what the rule remembers.
+        losses: the values, unscaled.
+        finite: bool with the scale's shape: which rows did not overflow.
+        sound: bool `[]`: whether the weights, and with them the direction, are finite. If not, that is the rule's word,
+            or a sum that overflowed: no other scale would mend it.
+    """
 
     direction: Direction
     weights: Weights
     memory: Tree
     losses: Losses
     finite: Tensor
+    sound: Tensor
 
 
-def _by_jacobian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
+def finish(state: TrainState, optimizer: Optimizer, found: Descent) -> tuple[TrainState, StepInfo]:
+    """Take the step, or skip it: what remains when the direction is known."""
+    direction, weights, memory, values, finite, sound = found
+    everywhere = finite.all()
+    moving = everywhere & sound
+    words = {"moving": moving} if _chooses(optimizer) else {}
+    params, moments = optimizer.update(direction, state.optimizer, state.params, **words)
+    # One after the other, and the direction gone: each is as large as the parameters.
+    del direction, found
+    if not words:
+        params = select(moving, params, state.params)
+        moments = select(moving, moments, state.optimizer)
+    memory = select(moving, memory, state.aggregator)
+    new = TrainState(params, moments, memory, update_scale(state.scale, finite))
+    # An overflow of rows is their scales' matter; a direction that is not finite all the same is the rule's alone.
+    return new, StepInfo(values, weights, finite & (sound | ~everywhere))
+
+
+def _chooses(optimizer: Optimizer) -> bool:
+    """Whether the update itself keeps what a skipped step keeps, where the compiler would not do as well."""
+    return not transformed() and "moving" in (getattr(optimizer.update, "__kwdefaults__", None) or {})
+
+
+def _by_jacobian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> Descent:
     jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, finite = unscale(state.scale, jacobian)
-    return _Descent(*aggregate(aggregator, jacobian, state.aggregator, losses=values), values, finite)
+    direction, weights, memory = aggregate(aggregator, jacobian, state.aggregator, losses=values)
+    return Descent(direction, weights, memory, values, finite, all_finite(weighed(direction, jacobian)))
 
 
-def _by_weights(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
+def _by_weights(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> Descent:
     values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
     weights, memory = weigh(aggregator, _without_columns(values), state.aggregator, losses=values)
     # Weights that are not finite are the rule's word, not an overflow: the scale must not back off for them.
     sound = weights.isfinite().all()
     direction, finite = pullback(torch.where(sound, weights, 0), last=True)
-    direction = tree_map(lambda leaf: torch.where(sound, leaf, torch.nan), direction)
-    return _Descent(direction, weights, memory, values, finite)
+    return Descent(direction, weights, memory, values, finite, sound)
 
 
-def _by_gramian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> _Descent:
-    products, values, pullback = gramian_fn(losses, scale=state.scale)(state.params, *batch)
-    rows = products.diagonal().isfinite()
-    # As with unscaled rows, the rule never sees what is not finite; the direction does.
-    products = torch.where(rows[:, None] & rows, products, 0)
+def _by_gramian(state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator) -> Descent:
+    products, rows, values, pullback = _products(state.params, batch, losses, state.scale)
     with full_precision(products):
         weights, memory = aggregator.update(products, state.aggregator)
-    return _Descent(pullback(weights), weights, memory, values, rows if state.scale.scale.ndim else rows.all())
+    direction = pullback(weights)
+    finite = rows if state.scale.scale.ndim else rows.all()
+    return Descent(direction, weights, memory, values, finite, all_finite(direction))
 
 
-ENGINES: dict[str, Callable[..., _Descent]] = {
+ENGINES: dict[str, Callable[..., Descent]] = {
     "jacobian": _by_jacobian,
     "gramian": _by_gramian,
     "weighted": _by_weights,
@@ -184,7 +227,17 @@ ENGINES: dict[str, Callable[..., _Descent]] = {
 """How to come by a direction, by name; `"auto"` chooses."""
 
 
-def _check(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
+def weighed(direction: Direction, jacobian: Jacobian) -> Direction:
+    """The part of a direction that the weights made; the heads' was finite, or is zero, as `unscale` left it."""
+    return direction["shared"] if isinstance(jacobian, MultitaskJacobian) else direction
+
+
+def is_blind(aggregator: Aggregator) -> bool:
+    """Whether a rule looks at no row."""
+    return aggregator.view in (blank, look_at_losses)
+
+
+def check(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
     if not isinstance(aggregator, Aggregator):
         raise TypeError(
             f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
@@ -201,11 +254,19 @@ def _check(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
         )
 
 
-def _chosen(engine: str, aggregator: Aggregator, scale: ScaleState) -> str:
-    blind = aggregator.view in (blank, look_at_losses)
+def _chosen(
+    engine: str, state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator
+) -> str:
+    blind = is_blind(aggregator)
     if engine == "auto":
         # One pass has one scale: whoever asks for one per objective asks for rows.
-        return "weighted" if blind and not scale.scale.ndim else "jacobian"
+        if blind and not state.scale.scale.ndim:
+            return "weighted"
+        # Under a transform the Gramian engine may take rows too.
+        if aggregator.view is look_at_gramian and not transformed():
+            m = len(state.scale.scale) if state.scale.scale.ndim else None
+            return "gramian" if gramian_is_cheaper(losses, state.params, batch, m) else "jacobian"
+        return "jacobian"
     if engine not in ENGINES:
         raise ValueError(
             f"step: engine must be one of auto, {', '.join(ENGINES)}, found {engine!r}. "
@@ -222,6 +283,16 @@ def _chosen(engine: str, aggregator: Aggregator, scale: ScaleState) -> str:
             f"{getattr(aggregator.view, '__name__', aggregator.view)!r}. Use engine='auto' or 'jacobian'."
         )
     return engine
+
+
+def _products(
+    params: Params, batch: tuple[Any, ...], losses: LossFunction, scale: ScaleState
+) -> tuple[Gramian, Tensor, Losses, Callable[[Tensor], Direction]]:
+    """The Gramian without rows that overflowed, which rows did not, the losses, and the way back."""
+    products, values, pullback = gramian_fn(losses, scale=scale)(params, *batch)
+    rows = products.diagonal().isfinite()
+    # As with unscaled rows, the rule never sees what is not finite; the direction does.
+    return torch.where(rows[:, None] & rows, products, 0), rows, values, pullback
 
 
 def _without_columns(values: Losses) -> Tensor:

@@ -16,6 +16,8 @@ from functional_jd.types import Tree
 
 NAMESPACE = "functional_jd"
 
+_TENSORS = {Tensor}
+
 Structure = Any
 """What `tree_flatten` took off, and `tree_unflatten` puts on again."""
 
@@ -25,8 +27,8 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     if torch.compiler.is_compiling():
         return _traced_flatten(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    strangers = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor)} & torch_pytree.SUPPORTED_NODES.keys()
-    if not strangers:
+    kinds = set(map(type, leaves))
+    if kinds == _TENSORS or not (strangers := kinds & torch_pytree.SUPPORTED_NODES.keys()):
         return leaves, (structure, None)  # pyright: ignore[reportReturnType]
     for container in strangers:
         _adopt(container)
@@ -42,6 +44,13 @@ def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
+def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
+    """The leaves of a pytree that must have this structure (dicts match by key)."""
+    spec, empty = structure
+    leaves = spec.flatten_up_to(tree)
+    return leaves if empty is None else [leaf for leaf, hole in zip(leaves, empty, strict=True) if not hole]
+
+
 def tree_leaves(tree: Tree) -> list[Tensor]:
     """The leaves of a pytree."""
     return tree_flatten(tree)[0]
@@ -55,8 +64,9 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
             return {} if _is_empty_dict(leaf) else f(leaf, *others)
 
         return optree.tree_map(or_empty, tree, *rest, is_leaf=_is_empty_dict, namespace=NAMESPACE)
-    tree_flatten(tree)
-    return optree.tree_map(f, tree, *rest, namespace=NAMESPACE)
+    leaves, structure = tree_flatten(tree)
+    others = [leaves_like(structure, other) for other in rest]
+    return optree.tree_unflatten(structure[0], map(f, leaves, *others))
 
 
 def tree_names(tree: Tree) -> list[str]:
@@ -71,9 +81,8 @@ def all_finite(tree: Tree) -> Tensor:
 
     By the largest and the smallest value, which keep NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
     """
-    leaves = [leaf.detach() for leaf in tree_leaves(tree)]
-    ends = [torch.maximum(leaf.amax(), -leaf.amin()).isfinite() for leaf in leaves if leaf.numel()]
-    return torch.stack(ends).all() if ends else torch.ones((), dtype=torch.bool)
+    ends = [end for leaf in tree_leaves(tree) if leaf.numel() for end in torch.aminmax(leaf.detach())]
+    return (torch.stack(ends).abs() < torch.inf).all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def row_count(jacobian: Tree, where: str) -> int:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from functional_jd.summary import outline, shown
+
 Tree: TypeAlias = Any
 """A pytree of tensors: nested dicts, lists, tuples, NamedTuples, registered dataclasses, or one tensor."""
 
@@ -30,6 +32,7 @@ LossFunction: TypeAlias = Callable[..., Any]
 """`losses(params, *args) -> Losses`."""
 
 
+@shown(outline)
 class MultitaskJacobian(NamedTuple):
     """The Jacobian of `multitask` losses: the trunk by objective, the heads already summed and unscaled.
 

@@ -283,3 +283,27 @@ def test_mistakes_are_named_with_their_cure(mistake):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_weights_and_losses_of_another_m_are_named():
+    jacobian = random_tree(m=3)
+    with pytest.raises(ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Does the rule"):
+        combine(jacobian, torch.ones(2))
+    with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[4\]"):
+        aggregate(stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
+    with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[\]"):
+        combine(jacobian, torch.ones(()))
+    with pytest.raises(ValueError, match=r"aggregate: expected one loss per row, 3 in all, found 2\. Hand over"):
+        aggregate(stateless(losses, torch.ones_like), jacobian, losses=[torch.ones(()), torch.ones(1)])
+
+
+@given(st.sampled_from([1, 2, 127, 128, 131, 300]), st.integers(0, 2**32 - 1))
+def test_the_gramian_of_many_rows_is_the_product_and_symmetric(m, seed):
+    rows = torch.randint(-4, 5, (m, 3, 2100 if m > 128 else 5), generator=torch.Generator().manual_seed(seed)).float()
+    flat = rows.reshape(m, -1).numpy().astype("int64")
+    found = gramian({"a": rows, "b": rows[:, 0]})
+    expected = flat @ flat.T + rows[:, 0].numpy().astype("int64") @ rows[:, 0].numpy().astype("int64").T
+    assert torch.equal(found, torch.from_numpy(expected).double())
+    torch.testing.assert_close(
+        cross_gramian({"a": rows}, {"a": 2 * rows}), 2 * torch.from_numpy(flat @ flat.T).double()
+    )

@@ -112,6 +112,22 @@ def test_what_is_no_floating_point_tensor_or_flag_is_named():
         distributed.agree(torch.ones(2))
 
 
+def test_rules_and_optimizers_are_checked_before_anything_is_sent():
+    params, x = {"w": torch.ones(3)}, torch.ones(3)
+    how = {"losses": line, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, x, **how)
+    for wrong, words in (
+        ({"aggregator": fj.upgrad}, "aggregator must be a rule, found function"),
+        ({"aggregator": fj.modo()}, "expected a rule that is content with one batch"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer must be a pair .*found SGD"),
+    ):
+        kind = ValueError if "content" in words else TypeError
+        with pytest.raises(kind, match=f"step: {words}"):
+            distributed.step(state, x, **(how | wrong))
+        with pytest.raises(kind, match=f"train_state: {words}"):
+            distributed.train_state(params, x, **(how | wrong))
+
+
 def test_what_cannot_be_sharded_is_refused_before_anything_is_sent():
     params, x = {"w": torch.ones(3)}, torch.ones(3)
     how = {"losses": line, "aggregator": fj.trimmed_mean(0), "optimizer": fj.sgd(0.1)}

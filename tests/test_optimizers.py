@@ -1,5 +1,6 @@
 """The optimizers: what torch.optim and TorchOpt compute, step by step, but pure and under every transform."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.optimizers import Optimizer, adamw, from_torch, from_transformation, sgd
+from functional_jd.adapters import from_torch, from_transformation
+from functional_jd.optimizers import Optimizer, adamw, sgd
 from functional_jd.tree import tree_flatten, tree_leaves, tree_map
 
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -82,6 +84,26 @@ ALL = [
     pytest.param(from_torch(torch.optim.Adam, lr=0.1, fused=True), id="from_torch-Adam-fused"),
     pytest.param(from_transformation(torchopt.adam(0.1)), id="from_transformation-adam"),
 ]
+
+
+@given(
+    seed=seeds,
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    road=st.sampled_from([lambda optimizer: optimizer, differentiated]),
+    flags=st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_adamw_stands_where_it_is_told_not_to_move(seed, dtype, road, flags):
+    optimizer = adamw(0.1)
+    state, params = optimizer.init(tree(seed, dtype)), tree(seed, dtype)
+    left, kept = state, params
+    for step, flag in enumerate(flags):
+        direction = tree(seed + step + 1, dtype)
+        spoiled = direction if flag else tree_map(lambda d: torch.full_like(d, torch.nan), direction)
+        update = partial(optimizer.update, moving=torch.tensor(flag))
+        params, state = road(optimizer._replace(update=update)).update(spoiled, state, params)
+        if flag:
+            kept, left = road(optimizer).update(direction, left, kept)
+    assert_close((params, state), (kept, left), rtol=0, atol=0)
 
 
 # --- What torch computes

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functional_jd.scaler_dict import scale_state_from_dict, scale_state_to_dict
 from functional_jd.scaling import (
     ScaleState,
     multiplier,
     no_scale,
     scale,
     scale_state,
-    scale_state_from_dict,
-    scale_state_to_dict,
     select,
     unscale,
     update_scale,

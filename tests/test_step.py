@@ -1,5 +1,6 @@
 """The step: equal to the picture, pure, skipped when not finite, the same under every transform."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.aggregation import scalarized
+from functional_jd.aggregation import scalarized, start
 
 
 def two_tasks(norm=nn.Identity, dtype=torch.float32):
@@ -493,6 +494,111 @@ def test_the_gramian_engine_composes():
     torch._dynamo.reset()
     compiled = torch.compile(lambda *args: gramian_step(*args), fullgraph=True, backend="aot_eager")
     close(compiled(state, *batch), alone, rtol=1e-4, atol=1e-6)
+
+
+def wide_losses(kind, n=1 << 18):
+    """Objectives on one matrix of n numbers, and four of each kind unless it is the batch that counts."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        params, x = {"w": torch.randn(256, n // 256) / 16}, torch.randn(4, 256)
+    loss = lambda p, x: torch.tanh(x @ p["w"]).square().mean(-1)
+    if kind == "multitask":
+        heads = lambda h, z, x: list(z * h["v"])
+        return {"shared": params, "heads": {"v": torch.arange(1.0, 5.0)}}, fj.multitask(loss, heads), (x,)
+    return params, fj.per_example(loss) if kind == "per_example" else loss, (x,)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The names of the engines that were taken, in order."""
+    taken = []
+
+    def noted(name, engine):
+        return lambda *args: taken.append(name) or engine(*args)
+
+    table = sys.modules["functional_jd.step"].ENGINES
+    for name, engine in list(table.items()):
+        monkeypatch.setitem(table, name, noted(name, engine))
+    return taken
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind, shape):
+    for n, expected in ((1 << 18, "gramian"), (1 << 17, "jacobian")):
+        params, losses, batch = wide_losses(kind, n)
+        how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+        chosen, info = fj.step(state, *batch, **how)
+        forced, other = fj.step(state, *batch, engine="jacobian", **how)
+        assert engines == [expected, "jacobian"]
+        close((chosen, info), (forced, other), rtol=1e-4, atol=1e-5)
+        assert not same(chosen.params, state.params)
+        bad = [x.index_fill(0, torch.tensor([1]), float("inf")) for x in batch]
+        (after, flags), (_, others) = (fj.step(state, *bad, engine=e, **how) for e in ("auto", "jacobian"))
+        assert torch.equal(flags.finite, others.finite)
+        assert same(after[:3], state[:3])
+        engines.clear()
+
+
+def test_auto_takes_rows_where_the_rule_or_the_dtype_asks_for_them(engines):
+    params, losses, batch = wide_losses("per_example")
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, *batch, **how)
+    low = state._replace(params=tree_map(lambda p: p.bfloat16(), params))
+    fj.step(low, *(x.bfloat16() for x in batch), **how)
+    torch.func.jvp(lambda p: fj.step(state._replace(params=p), *batch, **how)[0].params, (params,), (params,))
+    whole = how | {"aggregator": fj.trimmed_mean(1)}
+    fj.step(fj.train_state(params, *batch, **whole), *batch, **whole)
+    assert engines == ["jacobian"] * 3
+    fj.step(state, *batch, **(how | {"aggregator": fj.mean()}))
+    assert engines[3:] == ["weighted"]
+
+
+class Largest(TorchDispatchMode):
+    """The number of bytes behind the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.size = max([self.size, *made])
+        return result
+
+
+@pytest.mark.parametrize("kind", ["per_example", "multitask"])
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.nash_mtl, partial(fj.cr_mogm, fj.mgda())])
+def test_a_rule_that_looks_at_the_gramian_starts_and_steps_without_a_jacobian(rule, kind):
+    params, losses, batch = wide_losses(kind)
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.adamw(1e-3)}
+    with Largest() as made:
+        state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+        fj.step(state, *batch, **how)
+    assert made.size <= 4 << 18  # what the parameters take
+    jacobian, values = fj.jacobian_fn(losses)(params, *batch)
+    close(state.aggregator, start(how["aggregator"], jacobian, losses=values), rtol=1e-5, atol=1e-8)
+
+
+def test_an_update_that_knows_the_word_chooses_as_select_does():
+    params, features, top, batch = two_tasks()
+    words = []
+
+    def knowing(direction, state, params, *, moving=None):
+        words.append(moving)
+        return fj.adamw(1e-2).update(direction, state, params, moving=moving)
+
+    how = method(params, features, top, optimizer=fj.Optimizer(fj.adamw(1e-2).init, knowing))
+    plain = how | {"optimizer": fj.Optimizer(fj.adamw(1e-2).init, lambda d, s, p: fj.adamw(1e-2).update(d, s, p))}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    for k in (1.0, float("nan"), float("inf"), 2.0):
+        bent = [x * k for x in batch]
+        ours, theirs = fj.step(state, *bent, **how), fj.step(state, *bent, **plain)
+        assert same(ours, theirs)
+        state = ours[0]
+    assert [bool(word) for word in words] == [True, False, False, True]
 
 
 def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
