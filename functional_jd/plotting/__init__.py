@@ -1,0 +1,35 @@
+"""Pictures of what the objectives do to one another, on matplotlib. Needs the extra `plot`."""
+
+from importlib.util import find_spec
+
+if find_spec("matplotlib") is None:
+    raise ImportError(
+        'functional_jd.plotting: needs matplotlib, found none. Install it: pip install "functional_jd[plot]".'
+    )
+
+from functional_jd.plotting.cone import cone
+from functional_jd.plotting.front import front, nondominated
+from functional_jd.plotting.heatmap import heatmap
+from functional_jd.plotting.history import conflicts, history, losses, scales, weights
+from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
+from functional_jd.plotting.trajectories import trajectories
+
+__all__ = [
+    "PROBLEMS",
+    "Path",
+    "Problem",
+    "cone",
+    "conflicts",
+    "descend",
+    "fonseca_fleming",
+    "front",
+    "heatmap",
+    "history",
+    "losses",
+    "nondominated",
+    "quadratics",
+    "scales",
+    "trajectories",
+    "two_valleys",
+    "weights",
+]

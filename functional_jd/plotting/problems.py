@@ -1,0 +1,216 @@
+"""Problems of two objectives on the plane, where the Pareto set is known, and how a rule fares on them."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation import Aggregator, aggregate, start
+from functional_jd.jacobian import jacobian_fn
+from functional_jd.optimizers import Optimizer, adamw, sgd
+from functional_jd.types import Tree
+
+
+class Problem(NamedTuple):
+    """Two losses of a point on the plane.
+
+    Attributes:
+        losses: `losses(point [2]) -> [2]`.
+        pareto: `[k, 2]`, points of the Pareto set, in order along it.
+        window: `[2, 2]`, the lower left and the upper right corner of what is worth seeing.
+        starts: `[s, 2]`, where to begin.
+        optimizer: one that gets along with it.
+        steps: as many as it takes to arrive.
+    """
+
+    losses: Callable[[Tensor], Tensor]
+    pareto: Tensor
+    window: Tensor
+    starts: Tensor
+    optimizer: Optimizer
+    steps: int
+
+
+class Path(NamedTuple):
+    """Where a rule went.
+
+    Attributes:
+        points: `[steps + 1, s, 2]`, the first of them the starts.
+        losses: `[steps + 1, s, 2]`.
+    """
+
+    points: Tensor
+    losses: Tensor
+
+
+def descend(
+    problem: Problem,
+    rule: Aggregator,
+    *,
+    optimizer: Optimizer | None = None,
+    steps: int | None = None,
+    starts: Tensor | None = None,
+) -> Path:
+    """Follow a rule from all starts at once.
+
+    Args:
+        problem: two losses on the plane.
+        rule: those that compare batches see the same Jacobian twice: here, nothing is drawn at random.
+        optimizer: must compose with vmap; `None` takes the problem's.
+        steps: `None` takes the problem's.
+        starts: `[s, 2]`; `None` takes the problem's.
+
+    Returns:
+        `Path(points, losses)`, float64.
+
+    Raises:
+        ValueError: starts that are no points on the plane.
+
+    Laws:
+        Pure: the same arguments give the same path. No start knows of the others.
+    """
+    optimizer = problem.optimizer if optimizer is None else optimizer
+    points = (problem.starts if starts is None else starts).double()
+    if points.ndim != 2 or points.shape[1] != 2:
+        raise ValueError(
+            f"descend: expected starts [s, 2], points on the plane, found shape {list(points.shape)}. "
+            "A single start is torch.tensor([[x, y]])."
+        )
+    differentiate = jacobian_fn(problem.losses)
+
+    def begin(point: Tensor) -> tuple[Tree, Tree]:
+        jacobian, losses = differentiate(point)
+        return optimizer.init(point), start(rule, jacobian, jacobian, losses=losses)
+
+    def advance(point: Tensor, moments: Tree, memory: Tree) -> tuple[Any, ...]:
+        jacobian, losses = differentiate(point)
+        direction, _, memory = aggregate(rule, jacobian, memory, jacobian, losses=losses)
+        return *optimizer.update(direction, moments, point), memory, losses
+
+    moments, memory = torch.vmap(begin)(points)
+    path, values = [points], []
+    for _ in range(problem.steps if steps is None else steps):
+        points, moments, memory, losses = torch.vmap(advance)(points, moments, memory)
+        path.append(points)
+        values.append(losses)
+    return Path(torch.stack(path), torch.stack([*values, torch.vmap(problem.losses)(points)]))
+
+
+def quadratics(condition: float = 10.0) -> Problem:
+    """Two convex bowls, steep in different directions: the Pareto set is a bent line between their bottoms.
+
+    `losses_i = (x - c_i)' A_i (x - c_i) / 2` with `A_0 = diag(1, condition)`, `A_1 = diag(condition, 1)`; at the Pareto
+    points `((1 - t) A_0 + t A_1) x = (1 - t) A_0 c_0 + t A_1 c_1` for t in [0, 1].
+
+    Args:
+        condition: how much steeper each bowl is across than along; at least 1.
+
+    Raises:
+        ValueError: a condition below 1.
+    """
+    if not condition >= 1:
+        raise ValueError(f"quadratics: condition must be at least 1, found {condition}. 1 is a round bowl.")
+    steepness = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
+    bottoms = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
+
+    def losses(point: Tensor) -> Tensor:
+        return (steepness.to(point) * (point - bottoms.to(point)).square()).sum(-1) / 2
+
+    # Close together at both ends, where the line turns.
+    t = torch.linspace(0, 1, 201, dtype=torch.float64).mul(math.pi).cos().mul(-0.5).add(0.5).unsqueeze(-1)
+    mixed = torch.stack([1 - t, t]) * steepness.unsqueeze(1)
+    pareto = (mixed * bottoms.unsqueeze(1)).sum(0) / mixed.sum(0)
+    starts = [[-1.6, 1.5], [1.7, 1.4], [1.7, -1.5], [-1.8, -1.4], [-0.4, 1.7]]
+    return _problem(losses, pareto, [[-2.2, -2.0], [2.2, 2.0]], starts, sgd(0.3 / condition), 300)
+
+
+def two_valleys() -> Problem:
+    """Two valleys, each so narrow that one gradient drowns the other, that lead to a basin where the losses trade off.
+
+    With `p = tanh(y / 2)^+`, `q = tanh(-y / 2)^+`: `losses_i = p v_i + q b_i`, valleys
+    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`; the first loss a tenth.
+
+    Pareto points lie at `x = 7 (2 t - 1)`, where t is the share of the first basin, and at the y near -8 where
+    `q (t b_0 + (1 - t) b_1)` is least.
+
+    Source:
+        Liu et al., Conflict-averse gradient descent, NeurIPS 2021, appendix; with the factor a tenth of Navon et al.,
+        Multi-task learning as a bargaining game, ICML 2022, appendix.
+    """
+
+    def losses(point: Tensor) -> Tensor:
+        x, y = point
+        bend = torch.tanh(-y)
+        arms = torch.stack([(-x - 7) / 2 - bend, (-x + 3) / 2 + bend + 2])
+        valleys = arms.abs().clamp(min=5e-6).log() + 6
+        basins = _basins(x, y)
+        both = (y / 2).tanh().clamp(min=0) * valleys + (-y / 2).tanh().clamp(min=0) * basins
+        return both * both.new_tensor([0.1, 1.0])
+
+    t = torch.linspace(0, 1, 101, dtype=torch.float64)
+    x = 7 * (2 * t - 1)
+
+    def slope(y: Tensor) -> Tensor:
+        """Of `q (t b_0 + (1 - t) b_1)` along y."""
+        rise = (-y / 2).tanh()
+        depth = (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
+        return rise * 0.02 * (y + 8) - (1 - rise.square()) * depth / 2
+
+    y = _root(slope, torch.full_like(x, -12.0), torch.full_like(x, -6.0))
+    starts = [[-8.5, 7.5], [0.0, 0.0], [9.0, 9.0], [-7.5, -0.5], [9.0, -1.0]]
+    window = [[-10.5, -10.5], [10.5, 10.5]]
+    return _problem(losses, torch.stack([x, y], 1), window, starts, adamw(0.05, weight_decay=0.0), 800)
+
+
+def fonseca_fleming() -> Problem:
+    """Two smooth pits whose front is not convex: a mean of the losses is least at one end of it, never between.
+
+    `losses_i = 1 - exp(-|x -+ c|^2)` with `c = (1, 1) / sqrt(2)`; the Pareto set is the segment from c to -c.
+
+    Source:
+        Fonseca & Fleming, An overview of evolutionary algorithms in multiobjective optimization, Evolutionary
+        Computation 3, 1995, with two variables.
+    """
+    corner = math.sqrt(0.5)
+
+    def losses(point: Tensor) -> Tensor:
+        return -torch.expm1(-torch.stack([(point - corner).square().sum(), (point + corner).square().sum()]))
+
+    line = torch.linspace(corner, -corner, 101, dtype=torch.float64)
+    starts = [[-0.7, 1.3], [1.5, 0.1], [0.4, -1.3], [-1.5, 0.2], [0.9, 1.4]]
+    return _problem(losses, torch.stack([line, line], 1), [[-1.9, -1.9], [1.9, 1.9]], starts, sgd(0.1), 200)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "quadratics": quadratics,
+    "two valleys": two_valleys,
+    "Fonseca and Fleming": fonseca_fleming,
+}
+"""The three problems by name, for pictures of all of them."""
+
+
+def _problem(
+    losses: Callable[[Tensor], Tensor],
+    pareto: Tensor,
+    window: list[list[float]],
+    starts: list[list[float]],
+    optimizer: Optimizer,
+    steps: int,
+) -> Problem:
+    corners, points = torch.tensor(window, dtype=torch.float64), torch.tensor(starts, dtype=torch.float64)
+    return Problem(losses, pareto, corners, points, optimizer, steps)
+
+
+def _basins(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.stack([x - 7, x + 7]).square() + 0.1 * (y + 8).square()) / 10 - 20
+
+
+def _root(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Where an increasing function, elementwise, is zero: by halves, to the last digit."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = f(middle) > 0
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return (low + high) / 2

@@ -1,0 +1,589 @@
+"""What the pictures draw: artists' data against numbers from elsewhere, in light and in dark."""
+
+import contextlib
+import math
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+import functional_jd as jd
+from functional_jd import plotting
+from functional_jd.plotting import looks
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
+from matplotlib.path import Path as Outline
+
+from functional_jd.plotting.cone import _faces
+
+CONFLICTED = torch.tensor([[3.0, 1.0], [-2.0, 1.0]], dtype=torch.float64)
+SPATIAL = torch.tensor([[2.0, 0.3, 0.2], [-1.0, 1.5, 0.1], [0.1, -0.8, 1.8]], dtype=torch.float64)
+RULES = {"mean": jd.mean(), "upgrad": jd.upgrad(), "mgda": jd.mgda()}
+THEMES = ("default", "dark_background")
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_left():
+    yield
+    plt.close("all")
+
+
+def _infos(steps=12, skipped=(4,), m=2):
+    """A history by hand: losses under the names `a`, `b`, ..., and steps at which the last row overflowed."""
+    names = "abcdefgh"[:m]
+    return [
+        jd.StepInfo(
+            losses={name: torch.tensor((i + 1) * 0.9**k) for i, name in enumerate(names)},
+            weights=torch.tensor([1.0 + i + k for i in range(m)], dtype=torch.float64),
+            finite=torch.tensor([k not in skipped or i < m - 1 for i in range(m)]),
+        )
+        for k in range(steps)
+    ]
+
+
+def _states(steps=12):
+    return [jd.scale_state(2.0 ** (16 - k // 5), shape=(2,)) for k in range(steps)]
+
+
+def _short_path(problem):
+    return {"mean": plotting.descend(problem, jd.mean(), steps=3)}
+
+
+QUADRATICS = plotting.quadratics()
+PICTURES = {
+    "cone": lambda ax: plotting.cone(CONFLICTED, RULES, ax),
+    "cone in space": lambda ax: plotting.cone(SPATIAL, RULES, ax),
+    "cosines": lambda ax: plotting.heatmap(torch.tensor([[1.0, -0.5], [-0.5, 1.0]]), ["left", "right"], ax),
+    "gramian": lambda ax: plotting.heatmap(SPATIAL @ SPATIAL.T, None, ax, kind="gramian"),
+    "losses": lambda ax: plotting.losses(_infos(), ax),
+    "weights": lambda ax: plotting.weights(_infos(), ax),
+    "scales": lambda ax: plotting.scales(_states(), _infos(), ax),
+    "conflicts": lambda ax: plotting.conflicts([0.0, torch.tensor(0.5), 1.0], ax),
+    "trajectories": lambda ax: plotting.trajectories(QUADRATICS, _short_path(QUADRATICS), ax),
+    "front": lambda ax: plotting.front({"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax),
+}
+
+
+def _lines(ax):
+    return {line.get_label(): line for line in ax.get_lines()}
+
+
+def _labels(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_reads_in_every_theme_and_leaves_the_rest_alone(name, theme, capsys):
+    with plt.style.context(theme):
+        before, random_state = dict(plt.rcParams), torch.random.get_rng_state()
+        ax = PICTURES[name](None)
+        assert dict(plt.rcParams) == before
+        assert name == "front" or torch.equal(torch.random.get_rng_state(), random_state)
+        assert len(plt.get_fignums()) == 1
+        ax.figure.canvas.draw()
+        background = np.array(to_rgb(ax.get_facecolor()))
+        words = [*ax.texts, ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
+        legend = ax.get_legend()
+        if legend is not None:
+            words += legend.get_texts()
+            beside, data, sheet = legend.get_window_extent(), ax.patch.get_window_extent(), ax.figure.bbox
+            assert beside.x0 >= data.x1 - (30 if ax.name == "3d" else 0)
+            assert sheet.x0 <= beside.x0 < beside.x1 <= sheet.x1
+        if name not in ("cosines", "gramian"):  # there, what is written stands on the cells
+            assert all(np.abs(np.array(to_rgb(word.get_color())) - background).min() > 0.8 for word in words)
+        assert all(8 <= word.get_fontsize() <= 14 for word in words)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_on_the_axes_given(name):
+    kind = {"projection": "3d"} if name == "cone in space" else {}
+    figure, given_axes = plt.subplots(subplot_kw=kind)
+    assert PICTURES[name](given_axes) is given_axes
+    assert plt.get_fignums() == [figure.number]
+
+
+def _luminance(color):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+
+def test_every_colour_stands_out_on_white_and_on_black():
+    for color in looks.PALETTE:
+        light = _luminance(color)
+        assert min(1.05 / (light + 0.05), (light + 0.05) / 0.05) > 2.2
+    seen = {(style["color"], style["linestyle"]) for style in map(looks.look, range(28))}
+    assert len(seen) == 28
+    assert len({looks.look(index)["marker"] for index in range(7)}) == 7
+
+
+# The cone
+
+
+def _projection(rows, row):
+    """The nearest point of the dual cone, by its multipliers: `row + rows' v` with `v >= 0`."""
+    return row + rows.T @ nnls(rows.T, -row)[0]
+
+
+@pytest.mark.parametrize("rows", [CONFLICTED, SPATIAL, CONFLICTED[:1], SPATIAL[:2]], ids=lambda rows: str(rows.shape))
+def test_rules_and_projections_end_where_they_should(rows):
+    ax = plotting.cone(rows, RULES)
+    matrix = rows.numpy()
+
+    def ends(line):
+        return np.stack(line.get_data_3d() if rows.shape[1] == 3 else line.get_data(), 1)
+
+    for name, rule in RULES.items():
+        begin, tip = ends(_lines(ax)[name])
+        assert not begin.any()
+        np.testing.assert_allclose(tip, jd.aggregate(rule, rows).direction, rtol=1e-12)
+    np.testing.assert_allclose(ends(_lines(ax)["mean"])[1], matrix.mean(0))
+    projections = [_projection(matrix, row) for row in matrix]
+    np.testing.assert_allclose(ends(_lines(ax)["upgrad"])[1], np.mean(projections, 0), atol=1e-12)
+    dotted = [ends(line) for line in ax.get_lines() if line.get_linestyle() == ":"]
+    moved = [(row, to) for row, to in zip(matrix, projections, strict=True) if not np.allclose(row, to)]
+    np.testing.assert_allclose(dotted, np.array(moved).reshape(np.shape(dotted)), atol=1e-12)
+    assert _labels(ax) == ["dual cone", *(["projections"] if moved else []), *RULES]
+
+
+def test_rows_are_arrows_with_names():
+    ax = plotting.cone(CONFLICTED, names=["left", "right"])
+    arrows = [text for text in ax.texts if text.arrow_patch is not None]
+    np.testing.assert_array_equal([arrow.xy for arrow in arrows], CONFLICTED)
+    assert [text.get_text() for text in ax.texts if text.get_text()] == ["left", "right"]
+    named = plotting.cone(CONFLICTED, losses={"b": torch.tensor(1.0), "a": torch.tensor(2.0)})
+    assert [text.get_text() for text in named.texts if text.get_text()] == ["a", "b"]
+    assert ax.get_aspect() == 1
+    for low, high, column in zip(*np.transpose([ax.get_xlim(), ax.get_ylim()]), CONFLICTED.T, strict=True):
+        assert low < column.min() <= column.max() < high
+
+
+rows_on_the_plane = st.lists(st.tuples(*[st.integers(-4, 4)] * 2), min_size=1, max_size=4)
+
+
+@given(rows_on_the_plane, st.floats(0, 2 * math.pi))
+def test_the_shade_is_the_dual_cone(rows, angle):
+    rows, direction = np.array(rows, float), np.array([math.cos(angle), math.sin(angle)])
+    heights = rows[rows.any(1)] @ direction
+    assume((np.abs(heights) > 1e-2).all())
+    with contextlib.closing(_Figure()) as figure:
+        (shade,) = plotting.cone(torch.tensor(rows), ax=figure.ax).patches
+        assert Outline(shade.get_xy()).contains_point(0.5 * direction) == (heights > 0).all()
+        half = np.abs([figure.ax.get_xlim(), figure.ax.get_ylim()]).max()
+        assert Outline(shade.get_xy()).contains_point(half * direction) == (heights > 0).all()  # to the frame
+
+
+class _Figure:
+    def __init__(self):
+        self.figure, self.ax = plt.subplots()
+
+    def close(self):
+        plt.close(self.figure)
+
+
+def test_the_faces_in_space_are_bounded_by_the_rays_of_the_dual_cone():
+    matrix = SPATIAL.numpy()
+    corners = _faces(matrix, 2.0)
+    assert len(corners) == 3
+    rays = [np.cross(matrix[i], matrix[j]) for i, j in ((0, 1), (1, 2), (2, 0))]
+    rays = [ray * np.sign(matrix[(k + 2) % 3] @ ray) / np.linalg.norm(ray) for k, ray in enumerate(rays)]
+    for row, face in zip(matrix, corners, strict=True):
+        np.testing.assert_allclose(face @ row, 0, atol=1e-12)
+        assert (face @ matrix.T).min() > -1e-12
+        length = np.linalg.norm(face, axis=1).max()
+        beside = [ray for ray in rays if abs(ray @ row) < 1e-12]
+        assert len(beside) == 2
+        for ray in beside:
+            assert np.linalg.norm(face - length * ray, axis=1).min() < 1e-2 * length
+
+
+def test_a_view_that_was_chosen_stays():
+    def space(**view):
+        return plt.subplots(subplot_kw={"projection": "3d", **view})[1]
+
+    kept, turned = plotting.cone(SPATIAL, ax=space(elev=10, azim=20)), plotting.cone(SPATIAL, ax=space())
+    assert (kept.elev, kept.azim) == (10, 20)
+    assert (turned.elev, turned.azim) != (30, -60)
+
+
+def test_few_long_rows_are_drawn_in_their_span():
+    generator = torch.Generator().manual_seed(0)
+    tree = {"w": torch.randn(3, 4, 5, generator=generator), "b": torch.randn(3, generator=generator)}
+    flat = torch.cat([tree["b"].unsqueeze(1), tree["w"].flatten(1)], 1).double()
+    ax = plotting.cone(tree, {"mgda": jd.mgda()})
+    tip = np.stack(_lines(ax)["mgda"].get_data_3d(), 1)[1]
+    direction = jd.aggregate(jd.mgda(), tree).direction
+    expected = torch.cat([direction["b"].unsqueeze(0), direction["w"].flatten()]).double()
+    assert np.linalg.norm(tip) == pytest.approx(expected.norm().item(), rel=1e-5)
+    pair = plotting.cone([leaf[:2] for leaf in tree.values()])
+    arrows = np.array([text.xy for text in pair.texts if text.arrow_patch is not None])
+    np.testing.assert_allclose(arrows @ arrows.T, flat[:2] @ flat[:2].T, rtol=1e-6)
+    assert arrows[0, 0] > 0 == pytest.approx(arrows[0, 1])
+    alone = plotting.cone([torch.tensor([[3.0, 0.0, 0.0, 4.0]])])
+    np.testing.assert_allclose([t.xy for t in alone.texts if t.arrow_patch is not None], [[5, 0]], atol=1e-12)
+
+
+def test_unit_keeps_where_things_point():
+    rows = CONFLICTED * torch.tensor([[1e-8], [1e5]])
+    ax = plotting.cone(rows, RULES, unit=True)
+    for name, rule in RULES.items():
+        direction = jd.aggregate(rule, rows).direction
+        np.testing.assert_allclose(_lines(ax)[name].get_xydata()[1], direction / direction.norm(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 2), torch.zeros(2, 3), torch.tensor([[0.0, 0.0], [1.0, 0.0]])])
+def test_rows_of_zeros_are_drawn(rows):
+    plotting.cone(rows, RULES).figure.canvas.draw()
+
+
+def test_rules_that_look_at_more_than_the_gramian_are_drawn():
+    rules = {"graddrop": jd.graddrop(jd.random.key(0)), "modo": jd.modo(), "imtl_l": jd.imtl_l()}
+    ax = plotting.cone(CONFLICTED, rules, losses=torch.tensor([1.0, 2.0]))
+    assert set(rules) <= set(_lines(ax))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ((torch.ones(4, 4),), {}, "at most three rows, found 4 rows of 4 entries"),
+        ((torch.tensor([[1.0, math.nan]]),), {}, "found others in the Jacobian"),
+        ((CONFLICTED,), {"names": ["one"]}, "cone: expected one name"),
+        ((CONFLICTED[:0],), {}, "cone: needs at least one row"),
+    ],
+)
+def test_the_cone_says_what_is_wrong(arguments, settings, message):
+    with pytest.raises(ValueError, match=message):
+        plotting.cone(*arguments, **settings)
+
+
+def test_axes_of_the_wrong_dimension_are_named():
+    with pytest.raises(ValueError, match=r'3 dimensions need axes of as many.*"projection": "3d"'):
+        plotting.cone(SPATIAL, ax=plt.subplots()[1])
+    with pytest.raises(ValueError, match="2 dimensions need"):
+        plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw={"projection": "3d"})[1])
+
+
+# The heat map
+
+
+@given(st.lists(st.integers(-9, 9), min_size=9, max_size=9), st.sampled_from(["cosines", "gramian"]))
+def test_cells_hold_the_matrix_in_colours_of_its_signs(entries, kind):
+    matrix = torch.tensor(entries, dtype=torch.float64).reshape(3, 3) / 9
+    with contextlib.closing(_Figure()) as figure:
+        ax = plotting.heatmap(matrix, ["a", "b", "c"], figure.ax, kind=kind)
+        (image,) = ax.get_images()
+        np.testing.assert_array_equal(image.get_array(), matrix)
+        red, blue = image.to_rgba(matrix.numpy())[..., 0], image.to_rgba(matrix.numpy())[..., 2]
+        np.testing.assert_array_equal(np.sign(np.round(blue - red, 6)), np.sign(matrix.numpy()))
+        written = np.array([float(text.get_text()) for text in ax.texts]).reshape(3, 3)
+        np.testing.assert_allclose(written, matrix, atol=0.006)
+        assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b", "c"]
+
+
+def test_a_gramian_of_very_different_rows_shows_all_of_them():
+    rows = torch.tensor([[1e3, 0.0], [1e-1, 1e-1]], dtype=torch.float64)
+    ax = plotting.heatmap(rows @ rows.T, kind="gramian")
+    (image,) = ax.get_images()
+    assert image.norm(0.0) == 0.5
+    assert 0.52 < image.norm(0.02) < image.norm(100.0) < image.norm(1e6) == 1
+    assert [text.get_text() for text in ax.texts] == ["1e6", "100", "100", "0.02"]
+    small = plotting.heatmap(torch.tensor([[1.0, -1.5e-3], [-1.5e-3, -0.0]]), kind="gramian")
+    assert [text.get_text() for text in small.texts] == ["1", "-0.0015", "-0.0015", "0"]
+
+
+def test_what_is_not_finite_is_grey_and_large_maps_are_not_written():
+    ax = plotting.heatmap(torch.tensor([[1.0, math.nan], [math.nan, math.inf]]))
+    assert [text.get_text() for text in ax.texts] == ["1.00", "nan", "nan", "inf"]
+    assert ax.get_images()[0].get_array().mask.sum() == 3
+    assert not plotting.heatmap(torch.eye(13)).texts
+    plotting.heatmap(torch.zeros(50, 50), kind="gramian").figure.canvas.draw()
+
+
+def test_the_heat_map_says_what_is_wrong():
+    with pytest.raises(ValueError, match=r"heatmap: expected a matrix of pairs \[m, m\], found shape \[2, 3\]"):
+        plotting.heatmap(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="heatmap: expected one name for each of 2"):
+        plotting.heatmap(torch.eye(2), ["one"])
+    with pytest.raises(ValueError, match="kind must be 'cosines' or 'gramian', found 'log'"):
+        plotting.heatmap(torch.eye(2), kind="log")
+    assert not plt.get_fignums()
+
+
+# The history
+
+
+def test_a_training_shows_its_losses_and_where_it_was_skipped():
+    def fit(params, target):
+        return {"near": (params - target).square().mean(), "far": (params + target).square().mean()}
+
+    parts = {"losses": fit, "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(torch.ones(3), torch.ones(3), scale=jd.scale_state(growth_interval=2), **parts)
+    infos, states = [], []
+    for k in range(6):
+        states.append(state.scale)
+        state, info = jd.step(state, torch.full((3,), math.inf if k == 2 else 0.5), **parts)
+        infos.append(info)
+    ax = plotting.losses(infos)
+    for name in ("near", "far"):
+        drawn = _lines(ax)[name].get_ydata()
+        expected = [info.losses[name].item() for info in infos]
+        assert np.isnan(drawn[2])
+        np.testing.assert_allclose(np.delete(drawn, 2), np.delete(expected, 2), rtol=1e-6)
+    assert list(_lines(ax)["skipped"].get_xdata()) == [2]
+    assert _labels(ax) == ["far", "near", "skipped"]
+    ax = plotting.scales(states, infos)
+    np.testing.assert_array_equal(_lines(ax)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 16, 16, 17]))
+    assert ax.get_yscale() == "log"
+
+
+def test_weights_and_scales_have_a_line_per_objective():
+    ax = plotting.weights(_infos())
+    np.testing.assert_array_equal(_lines(ax)["b"].get_ydata(), np.arange(12) + 2)
+    ax = plotting.scales(_states(), names=["one", "two"])
+    np.testing.assert_array_equal(_lines(ax)["two"].get_ydata(), 2.0 ** (16 - np.arange(12) // 5))
+    assert _labels(plotting.scales(_states(), _infos())) == ["a", "b", "skipped"]
+
+
+def test_losses_in_one_tensor_are_numbered_and_many_are_drawn_alike():
+    few = [jd.StepInfo(torch.tensor([1.0, 2.0]), torch.ones(2), torch.tensor(True)) for _ in range(3)]
+    assert _labels(plotting.losses(few)) == ["objective 0", "objective 1"]
+    table = torch.rand(5, 31, generator=torch.Generator().manual_seed(0))
+    many = [jd.StepInfo(row, torch.ones(31), torch.tensor(True)) for row in table]
+    ax = plotting.losses(many)
+    assert _labels(ax) == ["one objective", "median of 31"]
+    np.testing.assert_allclose(_lines(ax)["median of 31"].get_ydata(), table.median(1).values)
+
+
+def test_the_axis_of_losses_is_logarithmic_where_that_helps():
+    assert plotting.losses(_infos(3)).get_yscale() == "linear"
+    assert plotting.losses(_infos(60)).get_yscale() == "log"
+    assert plotting.losses(_infos(60), log=False).get_yscale() == "linear"
+
+
+def test_conflicts_are_shares_of_diagnoses():
+    gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
+    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
+    np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
+
+
+def test_the_history_puts_all_pictures_above_each_other():
+    drawn = plotting.history(_infos(), _states(), [0.5] * 12)
+    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale", "pairs in conflict (%)"]
+    assert [ax.get_xlabel() for ax in drawn] == ["", "", "", "step"]
+    entrywise = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
+    assert [ax.get_ylabel() for ax in plotting.history(entrywise)] == ["loss"]
+    axes = plt.subplots(2, 1)[1]
+    assert plotting.history(_infos(), ax=axes) == list(axes)
+    with pytest.raises(ValueError, match="one of the axes per picture, 2 in all, found 3"):
+        plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
+    with pytest.raises(ValueError, match="expected weights"):
+        plotting.weights(entrywise)
+
+
+@pytest.mark.parametrize("draw", [plotting.losses, plotting.weights, plotting.scales, plotting.history])
+def test_histories_say_what_is_wrong(draw):
+    with pytest.raises(TypeError, match="expected a list of records, one per step, found StepInfo"):
+        draw(_infos()[0])
+    with pytest.raises(ValueError, match="at least one step, found an empty list"):
+        draw([])
+    with pytest.raises(TypeError, match=r"expected records of type .*, found int"):
+        draw([1])
+    if draw is not plotting.scales:
+        with pytest.raises(ValueError, match="the same objectives at every step"):
+            draw([*_infos(m=2), *_infos(m=3)])
+
+
+# Problems and trajectories
+
+
+def _published(x, y):
+    """The toy of CAGrad, written with scalars, first loss a tenth."""
+    f1 = math.log(max(abs(0.5 * (-x - 7) - math.tanh(-y)), 0.000005)) + 6
+    f2 = math.log(max(abs(0.5 * (-x + 3) + math.tanh(-y) + 2), 0.000005)) + 6
+    c1, c2 = max(math.tanh(0.5 * y), 0), max(math.tanh(-0.5 * y), 0)
+    g1 = ((-x + 7) ** 2 + 0.1 * (-y - 8) ** 2) / 10 - 20
+    g2 = ((-x - 7) ** 2 + 0.1 * (-y - 8) ** 2) / 10 - 20
+    return 0.1 * (f1 * c1 + g1 * c2), f2 * c1 + g2 * c2
+
+
+def _fonseca(x, y):
+    c = 1 / math.sqrt(2)
+    return 1 - math.exp(-((x - c) ** 2) - (y - c) ** 2), 1 - math.exp(-((x + c) ** 2) - (y + c) ** 2)
+
+
+def _bowls(x, y):
+    return 0.5 * ((x + 1) ** 2 + 10 * (y + 0.6) ** 2), 0.5 * (10 * (x - 1) ** 2 + (y - 0.6) ** 2)
+
+
+PUBLISHED = {"quadratics": _bowls, "two valleys": _published, "Fonseca and Fleming": _fonseca}
+
+
+BUILT = {name: build() for name, build in plotting.PROBLEMS.items()}
+
+
+@pytest.mark.parametrize("name", plotting.PROBLEMS)
+@given(x=st.floats(-10, 10), y=st.floats(-10, 10))
+def test_losses_are_those_published(name, x, y):
+    losses = BUILT[name].losses(torch.tensor([x, y], dtype=torch.float64))
+    np.testing.assert_allclose(losses, PUBLISHED[name](x, y), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", plotting.PROBLEMS.values(), ids=plotting.PROBLEMS)
+def test_the_pareto_set_is_what_brute_force_finds(build):
+    problem = build()
+    (left, bottom), (right, top) = problem.window.tolist()
+    mesh = torch.cartesian_prod(torch.linspace(left, right, 141), torch.linspace(bottom, top, 141)).double()
+    values, front = torch.vmap(problem.losses)(mesh), torch.vmap(problem.losses)(problem.pareto)
+    assert plotting.nondominated(front).all()
+    assert not (values[:, None] < front - 1e-12).all(-1).any()
+    # And whatever is on the mesh, some point of the front beats it, up to how far apart these points are.
+    span = front.amax(0) - front.amin(0)
+    excess = ((front - values[:, None]) / span).amax(-1).amin(1)
+    assert excess.max() < (front.diff(dim=0).abs() / span).max() < 0.1
+    shortest = jd.aggregate(jd.mgda(), torch.vmap(torch.func.jacrev(problem.losses))(problem.pareto)[50]).direction
+    assert shortest.norm() < 1e-9
+
+
+@given(st.floats(1, 100))
+def test_the_pareto_set_of_quadratics_is_stationary(condition):
+    problem = plotting.quadratics(condition)
+    jacobian = torch.vmap(torch.func.jacrev(problem.losses))(problem.pareto)
+    crossed = jacobian[:, 0, 0] * jacobian[:, 1, 1] - jacobian[:, 0, 1] * jacobian[:, 1, 0]
+    assert crossed.abs().max() < 1e-10 * condition**2
+    assert ((jacobian[:, 0] * jacobian[:, 1]).sum(-1) <= 1e-10 * condition).all()
+
+
+@pytest.mark.parametrize("build", plotting.PROBLEMS.values(), ids=plotting.PROBLEMS)
+def test_losses_compose(build):
+    problem = build()
+    points, push = problem.starts, torch.ones(2, dtype=torch.float64)
+    rows = torch.vmap(torch.func.jacrev(problem.losses))(points)
+    _, tangents = torch.vmap(lambda point: torch.func.jvp(problem.losses, (point,), (push,)))(points)
+    torch.testing.assert_close(rows.sum(-1), tangents)
+    compiled = torch.compile(problem.losses, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(points[0]), problem.losses(points[0]))
+
+
+def test_descent_is_the_loop_that_one_would_write():
+    problem = plotting.quadratics()
+    path = plotting.descend(problem, jd.mean(), optimizer=jd.sgd(0.02, momentum=0.5), steps=20)
+    assert path.points.shape == path.losses.shape == (21, 5, 2)
+    for number, begin in enumerate(problem.starts):
+        point = begin.clone().requires_grad_()
+        optimizer = torch.optim.SGD([point], lr=0.02, momentum=0.5)
+        for k in range(21):
+            losses = torch.stack(_bowls(*point))
+            torch.testing.assert_close(path.points[k, number], point.detach())
+            torch.testing.assert_close(path.losses[k, number], losses.detach())
+            optimizer.zero_grad()
+            losses.mean().backward()
+            optimizer.step()
+
+
+def test_no_start_knows_of_the_others_and_every_kind_of_rule_runs():
+    problem, key = plotting.fonseca_fleming(), jd.random.key(3)
+    rules = [jd.upgrad(), jd.pcgrad(key), jd.graddrop(key), jd.nash_mtl(), jd.modo(), jd.famo(), jd.db_mtl()]
+    for rule in rules:
+        together = plotting.descend(problem, rule, steps=3)
+        alone = plotting.descend(problem, rule, steps=3, starts=problem.starts[2:3])
+        torch.testing.assert_close(together.points[:, 2:3], alone.points)
+        torch.testing.assert_close(together.losses, torch.vmap(torch.vmap(problem.losses))(together.points))
+
+
+def test_upgrad_arrives_at_the_pareto_set():
+    problem = plotting.quadratics()
+    path = plotting.descend(problem, jd.upgrad(), optimizer=jd.sgd(0.05), steps=150)
+    assert torch.cdist(path.points[-1], problem.pareto).amin(1).max() < 0.03
+
+
+def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
+    problem = plotting.quadratics()
+    path = plotting.descend(problem, jd.mean(), steps=4)
+    ax = plotting.trajectories(problem, {"mean": path})
+    drawn = [line.get_xydata() for line in ax.get_lines() if line.get_color() == looks.PALETTE[0]]
+    np.testing.assert_array_equal(drawn, path.points.swapaxes(0, 1))
+    np.testing.assert_array_equal(_lines(ax)["Pareto set"].get_xydata(), problem.pareto)
+    np.testing.assert_array_equal(_lines(ax)["start"].get_xydata(), problem.starts)
+    assert _labels(ax) == ["Pareto set", "start", "mean", "loss 0", "loss 1"]
+    assert ax.get_aspect() == 1
+    for index, contours in enumerate(ax.collections):
+        level = contours.levels[3]
+        for x, y in contours.get_paths()[3].vertices[::50]:
+            assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
+
+
+def test_rules_are_followed_with_the_problems_own_settings():
+    problem = plotting.quadratics()._replace(steps=2)
+    ax = plotting.trajectories(problem, {"mgda": jd.mgda()})
+    expected = plotting.descend(problem, jd.mgda()).points[:, 0]
+    np.testing.assert_array_equal(_lines(ax)["mgda"].get_xydata(), expected)
+
+
+def test_problems_and_paths_say_what_is_wrong():
+    problem = plotting.quadratics()
+    with pytest.raises(ValueError, match=r"quadratics: condition must be at least 1, found 0\.5"):
+        plotting.quadratics(0.5)
+    with pytest.raises(ValueError, match=r"descend: expected starts \[s, 2\].*found shape \[2\]"):
+        plotting.descend(problem, jd.mean(), starts=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"trajectories: expected points .*found shape \[3, 2\] in 'mine'"):
+        plotting.trajectories(problem, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))})
+
+
+# The front
+
+clouds = st.integers(1, 3).flatmap(
+    lambda m: st.lists(st.lists(st.integers(0, 4), min_size=m, max_size=m), min_size=1, max_size=8)
+)
+
+
+@given(clouds)
+def test_nondominated_is_what_nobody_beats(points):
+    def beats(p, q):
+        return all(a <= b for a, b in zip(p, q, strict=True)) and p != q
+
+    expected = [not any(beats(other, point) for other in points) for point in points]
+    assert plotting.nondominated(torch.tensor(points, dtype=torch.float64)).tolist() == expected
+
+
+def test_nondominated_composes_and_leaves_out_what_is_not_finite():
+    points = torch.rand(3, 20, 2, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([plotting.nondominated(cloud) for cloud in points])
+    torch.testing.assert_close(torch.vmap(plotting.nondominated)(points), expected)
+    torch.testing.assert_close(torch.compile(plotting.nondominated, fullgraph=True, backend="eager")(points), expected)
+    broken = torch.tensor([[0.0, math.nan], [-math.inf, 1.0], [1.0, 1.0]])
+    assert plotting.nondominated(broken[[0, 2]]).tolist() == [False, True]
+    assert plotting.nondominated(broken)[:2].tolist() == [False, False]
+
+
+def test_the_front_has_full_markers_and_the_rest_hollow_ones():
+    points = {"one": torch.tensor([[0.0, 3.0], [2.0, 2.0]]), "two": torch.tensor([[1.0, 1.0], [3.0, 0.0], [3.0, 1.0]])}
+    ax = plotting.front(points, ["left", "right"])
+    lines = _lines(ax)
+    np.testing.assert_array_equal(lines["one"].get_xydata(), [[0, 3]])
+    np.testing.assert_array_equal(lines["two"].get_xydata(), [[1, 1], [3, 0]])
+    np.testing.assert_array_equal(lines["front of the points"].get_xydata(), [[0, 3], [1, 1], [3, 0]])
+    hollow = [line.get_xydata().tolist() for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
+    assert hollow == [[[2, 2]], [[3, 1]]]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("left", "right")
+    known = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    alone = plotting.front(points["one"], known=known)
+    np.testing.assert_array_equal(_lines(alone)["true front"].get_xydata(), known)
+    assert _labels(alone) == ["true front", "front of the points", "on the front"]
+
+
+def test_the_front_says_what_is_wrong():
+    with pytest.raises(ValueError, match=r"front: expected points \[k, 2\].*found shape \[4, 3\] in 'mine'"):
+        plotting.front({"mine": torch.zeros(4, 3)})
+    with pytest.raises(ValueError, match="front: expected at least one point"):
+        plotting.front({})
+    with pytest.raises(ValueError, match="front: expected one name for each of 2"):
+        plotting.front(torch.zeros(4, 2), ["one"])
+    assert not plt.get_fignums()
