@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: demo test bench lint types check clean
+.PHONY: demo test bench notebooks lint types check clean
 
 demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -11,8 +11,11 @@ demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
 test: .venv/.test  ## all tests
 	@$(BIN)/python -m pytest -n 2 -q
 
-bench: .venv/.bench  ## our times beside the goal and the peer's; writes bench.json
-	@$(BIN)/python tests/benchmarks --json bench.json
+bench: .venv/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
+	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
+
+notebooks: .venv/.test  ## run the notebooks and store what they show
+	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb
 
 lint: .venv/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -2,10 +2,11 @@
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Side = Callable[[int], Any]
@@ -28,6 +29,9 @@ class Case(NamedTuple):
     size: str
     goal: float | None
     build: Callable[[], Contest]
+    device: str = "cpu"
+    quick: bool = True  # whether `--quick` keeps it
+    against: str = "JD"
 
 
 class Measurement(NamedTuple):
@@ -43,12 +47,13 @@ class Measurement(NamedTuple):
     reached: bool | None = None
     difference: float | None = None
     rounds: int = 0
+    against: str = "JD"
 
 
 # A sample is at least this long, so that the clock is no part of it.
 _SAMPLE = 1e-3
 # What takes seconds still gets so many rounds: without them there are no quartiles.
-_FEWEST = 3
+FEWEST = 3
 # A warm-up that takes longer is not repeated to learn how long a call takes.
 _SLOW = 0.5
 
@@ -62,12 +67,17 @@ def measure(case: Case, seconds: float, rounds: int) -> Measurement:
     warm_up = perf_counter() - start
     difference = compare(*answers) if compare and peer else None
     if warm_up > _SLOW:
-        return _row(case, _interleaved(sides, [1] * len(sides), min(rounds, _FEWEST)), difference)
-    once = [_sample(side, 1, 1) for side in sides]
+        return _row(case, in_turns(sides, [1] * len(sides), min(rounds, FEWEST), case.device), difference)
+    calls, rounds = plan(sides, seconds, rounds, case.device)
+    return _row(case, in_turns(sides, calls, rounds, case.device), difference)
+
+
+def plan(sides: Sequence[Side], seconds: float, rounds: int, device: str) -> tuple[list[int], int]:
+    """How many calls make a sample of each side, and how many rounds of samples take about so many seconds."""
+    once = [_sample(side, 1, 1, device) for side in sides]
     calls = [max(1, int(_SAMPLE / t)) for t in once]
     length = sum(t * n for t, n in zip(once, calls, strict=True))
-    rounds = min(rounds, max(_FEWEST, int(seconds / length)))
-    return _row(case, _interleaved(sides, calls, rounds), difference)
+    return calls, min(rounds, max(FEWEST, int(seconds / length)))
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -83,7 +93,8 @@ def apart(ours: Tensor, peer: Tensor) -> float:
 
 def _row(case: Case, times: list[list[float]], difference: float | None) -> Measurement:
     medians = [statistics.median(column) for column in times]
-    row = Measurement(case.table, case.name, case.size, medians[0], goal=case.goal, rounds=len(times[0]))
+    fixed = {"goal": case.goal, "rounds": len(times[0]), "against": case.against}
+    row = Measurement(case.table, case.name, case.size, medians[0], **fixed)
     if len(times) == 1:
         return row
     ratio = quartiles([ours / peer for ours, peer in zip(*times, strict=True)])
@@ -91,21 +102,36 @@ def _row(case: Case, times: list[list[float]], difference: float | None) -> Meas
     return row._replace(peer=medians[1], ratio=ratio, reached=reached, difference=difference)
 
 
-def _interleaved(sides: list[Side], calls: list[int], rounds: int) -> list[list[float]]:
+def in_turns(sides: Sequence[Side], calls: list[int], rounds: int, device: str = "cpu") -> list[list[float]]:
+    """Seconds per call, for each side a list: one sample per round."""
     times: list[list[float]] = [[] for _ in sides]
     gc.collect()
     gc.disable()
     try:
         for index in range(rounds):
             for side, n, column in zip(sides, calls, times, strict=True):
-                column.append(_sample(side, index, n))
+                column.append(_sample(side, index, n, device))
     finally:
         gc.enable()
     return times
 
 
-def _sample(side: Side, index: int, calls: int) -> float:
+def _sample(side: Side, index: int, calls: int, device: str) -> float:
+    if device == "cuda":
+        return _sample_by_events(side, index, calls)
     start = perf_counter()
     for _ in range(calls):
         side(index)
     return (perf_counter() - start) / calls
+
+
+def _sample_by_events(side: Side, index: int, calls: int) -> float:
+    """What the device's own clock says, from the first kernel to the last; the queue is empty before and after."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        side(index)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls

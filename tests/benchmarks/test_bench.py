@@ -1,6 +1,7 @@
 """The bench itself: both sides take turns, the figures are what the clock says, and it runs from end to end."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,24 +73,39 @@ def test_quartiles_are_those_of_numpy(values):
     assert quartiles(values) == pytest.approx(np.quantile(values, [0.25, 0.5, 0.75]))
 
 
+@pytest.mark.slow
 def test_quick_mode_runs_from_end_to_end(tmp_path):
     pytest.importorskip("torchjd")
     file = tmp_path / "bench.json"
-    command = [sys.executable, Path(__file__).parent, "--quick", "--rounds", "2", "--json", file, "--rows", "2", "3"]
-    command += ["--rules", "upgrad", "sdmgrad", "trimmed_mean", "step"]
+    command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--rounds", "2", "--json", file]
+    command += ["--pictures", tmp_path / "pictures", "--backend", "eager", "--device", "cpu", "--rows", "2", "3"]
+    command += ["--only", "MLP", "with m", "upgrad", "trimmed_mean"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(file.read_text())["measurements"]
+    record = json.loads(file.read_text())
+    rows = record["measurements"]
     sizes = {(row["table"], row["name"], row["size"]) for row in rows}
-    assert {("weights", "upgrad", "m=2"), ("batches", "sdmgrad", "m=3")} < sizes
+    assert {("weights", "upgrad", "m=2"), ("batches", "upgrad", "m=3")} < sizes
     assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
-    assert {row["name"] for row in rows if row["table"] == "steps"} >= {"step, bfloat16", "step, float16"}
-    lines = [line for line in done.stdout.partition("ours, peer:")[0].splitlines() if "=" in line]
-    for row, line in zip(rows, lines, strict=True):
+    assert {row["name"] for row in rows if row["table"] == "steps"} >= {"MLP, bfloat16", "MLP, float16"}
+    for row in rows:
         low, middle, high = row["ratio"]
         assert 0 < low <= middle <= high
         assert row["difference"] is None or row["difference"] < 0.05  # the peer's tolerances, and bfloat16
-        assert line.startswith(row["name"])
+        [line] = [line for line in done.stdout.partition("Sides:")[0].splitlines() if _opens(line, row)]
         figures = f"{row['ours'] * 1e6:.1f}", f"{row['peer'] * 1e6:.1f}", f"{middle:.3f}"
         assert {row["size"], *figures} < set(line.split())
         assert ("reached" in line, "MISSED" in line) == (row["reached"] is True, row["reached"] is False)
+    races = {(race["table"], race["name"], race["size"]): race for race in record["races"]}
+    assert {"tasks", "examples", "compiled", "growth"} == {table for table, _, _ in races}
+    assert all(not race["refused"] for race in races.values()), {case: race["refused"] for case, race in races.items()}
+    assert races["tasks", "MLP", "T=8"]["seconds"].keys() == {"fb", "limit", "JD", "jacobian", "gramian", "auto"}
+    assert all(min(race["memory"].values()) > 0 for race in races.values())
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"ratio.png", "growth.png", "memory.png"}
+    judged = re.findall(r" (reached|MISSED)$", done.stdout.partition("to reach")[2], re.MULTILINE)
+    judged.pop()  # "so many goals reached"
+    assert [verdict == "reached" for verdict in judged] == [goal["reached"] for goal in record["goals"]]
+
+
+def _opens(line, row):
+    return line.startswith(row["name"]) and row["size"] in line and f"{row['ours'] * 1e6:.1f}" in line.split()

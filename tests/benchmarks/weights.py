@@ -95,21 +95,21 @@ _GOALS: dict[str, Callable[[int], float | None]] = {
 }
 
 
-def weight_cases(rules: Sequence[str], rows: Sequence[int]) -> list[Case]:
+def weight_cases(rows: Sequence[int]) -> list[Case]:
     """Each rule at each number of rows, one problem per call."""
     return [
         Case("weights", name, f"m={m}", _GOALS.get(name, lambda m: None)(m), lambda name=name, m=m: _single(name, m))
-        for name in rules
+        for name in RULES
         for m in rows
         if m >= RULES[name].fewest
     ]
 
 
-def batch_cases(rules: Sequence[str], rows: Sequence[int]) -> list[Case]:
+def batch_cases(rows: Sequence[int]) -> list[Case]:
     """64 problems per call: ours by vmap; the peer by vmap where that runs, else one after the other."""
     return [
         Case("batches", name, f"m={m}", 0.2 if name == "upgrad" else None, lambda name=name, m=m: _batch(name, m))
-        for name in rules
+        for name in RULES
         for m in rows
         if RULES[name].fewest <= m <= BATCHED_ROWS
     ]

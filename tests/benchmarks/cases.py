@@ -1,0 +1,91 @@
+"""The cases of `tasks`, `examples` and `growth`: one aggregated direction, eager."""
+
+from collections.abc import Callable
+
+from models import TOYS, TRUNKS, Trunk, dense, examples, tasks
+from races import Goal, Race, Side
+from sides import of_examples, of_tasks
+
+Sides = dict[str, Side]
+
+# Beyond so many examples the peer's engine that holds all rows takes gigabytes and minutes.
+_MOST_ROWS = {"MLP": 64, "conv": 64, "transformer": 16}
+_BATCH = {"tiny MLP": 16, "MLP": 64, "wide MLP": 128, "conv": 32, "transformer": 32}
+
+_TASKS: dict[str, dict[int, tuple[Goal, ...]]] = {
+    "tiny MLP": {2: (Goal("JD", 1.1),)},
+    "MLP": {2: (), 8: (Goal("JD", 0.4),), 32: (Goal("JD", 0.4),)},
+    "wide MLP": {2: (), 8: (Goal("JD", 0.15), Goal("JD", 0.15, "memory"), Goal("fb", 2.5, "memory"))},
+    "conv": {n: (Goal("JD", 0.9),) for n in (2, 8, 32)},
+    "transformer": {n: (Goal("JD", 0.9),) for n in (2, 8, 32)},
+}
+_EXAMPLES: dict[str, dict[int, tuple[Goal, ...]]] = {
+    "MLP": {
+        16: (Goal("Engine", 0.15), Goal("fb", 2.0)),
+        64: (Goal("Engine", 0.06), Goal("fb", 2.0), Goal("fb", 3.0, "memory")),
+        256: (Goal("Engine", 0.03),),
+    },
+    "conv": {m: (Goal("Engine", goal),) for m, goal in ((16, 0.5), (64, 0.75), (256, 0.9))},
+    "transformer": {
+        16: (Goal("Engine", 0.5), Goal("fb", 2.0)),
+        64: (Goal("Engine", 0.75),),
+        256: (Goal("Engine", 0.9),),
+    },
+}
+_QUICK = {("tiny MLP", 2), ("MLP", 8), ("conv", 8), ("transformer", 8), ("MLP", 64), ("conv", 16), ("transformer", 16)}
+
+# Two points make a slope.
+_QUICK_POINTS = 2
+
+
+def task_races(toy: bool = False, device: str = "cpu") -> list[Race]:
+    """Several tasks on a trunk: ours against `mtl_backward` and `jac_to_grad`."""
+    trunks = TOYS if toy else TRUNKS
+    return [
+        Race("tasks", name, f"T={n}", _of_tasks(trunks[name], n, _batch(name, toy), device), goals, device, quick)
+        for name, sizes in _TASKS.items()
+        for n, goals in sizes.items()
+        for quick in [(name, n) in _QUICK]
+    ]
+
+
+def example_races(toy: bool = False, device: str = "cpu") -> list[Race]:
+    """One objective per example: ours against the peer's Engine."""
+    trunks = TOYS if toy else TRUNKS
+    return [
+        Race("examples", name, f"m={m}", _of_examples(trunks, name, m, device), goals, device, (name, m) in _QUICK)
+        for name, sizes in _EXAMPLES.items()
+        for m, goals in sizes.items()
+    ]
+
+
+def growth_races(toy: bool = False, device: str = "cpu") -> list[Race]:
+    """How the cost of several tasks on an MLP grows with one quantity while the others stay."""
+    width, batch, n = (4, 4, 2) if toy else (256, 64, 8)
+    counts, widths, batches = (2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 1024), (16, 64, 256, 1024)
+    if toy:
+        counts, widths, batches = (2,), (4,), (2,)
+    square = lambda width: lambda: dense(width, width, width, width)
+    sweeps = {
+        "m": [(k, _of_tasks(square(width), k, batch, device)) for k in counts],
+        # The parameters of three such layers, which the curve is drawn over.
+        "n": [(3 * w * (w + 1), _of_tasks(square(w), n, batch, device)) for w in widths],
+        "batch": [(b, _of_tasks(square(width), n, b, device)) for b in batches],
+    }
+    return [
+        Race("growth", f"with {what}", f"{what}={x}", build, (), device, quick=index < _QUICK_POINTS)
+        for what, sweep in sweeps.items()
+        for index, (x, build) in enumerate(sweep)
+    ]
+
+
+def _batch(name: str, toy: bool) -> int:
+    return 4 if toy else _BATCH[name]
+
+
+def _of_tasks(trunk: Callable[[], Trunk], n: int, batch: int, device: str) -> Callable[[], Sides]:
+    return lambda: of_tasks(tasks(trunk, n, batch, device))
+
+
+def _of_examples(trunks: dict[str, Callable[[], Trunk]], name: str, m: int, device: str) -> Callable[[], Sides]:
+    return lambda: of_examples(examples(trunks[name], m, device), rows=m <= _MOST_ROWS[name])
