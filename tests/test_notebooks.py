@@ -1,0 +1,66 @@
+"""Every notebook runs from top to bottom, and is stored with what it shows."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import notebooks
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+PICTURE = "image/png"
+
+
+def kinds(notebook):
+    """By cell, what a reader sees below it: printed text (True) and pictures (how many)."""
+    shown = []
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        shown.append((bool(outputs), sum(PICTURE in output.get("data", {}) for output in outputs)))
+    return shown
+
+
+def texts(notebook):
+    """All text that a notebook stores beside its code."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            yield output.get("text", "")
+            yield from (text for kind, text in output.get("data", {}).items() if kind != PICTURE)
+
+
+def stored(path):
+    return nbformat.read(path, as_version=4)
+
+
+def test_all_of_them_are_there():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_and_shows_what_is_stored(path):
+    fresh = notebooks.run(path)
+    assert kinds(fresh) == kinds(stored(path))
+    for cell in fresh.cells:
+        for output in cell.get("outputs", []):
+            # A bar of tqdm is all that may go to stderr: a warning would look like a fault to the reader.
+            assert output.get("name") != "stderr" or re.search(r"\d+/\d+|\d+step", output.text), output.text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_begins_with_what_is_seen_and_ends_with_what_to_try(path):
+    cells = stored(path).cells
+    assert cells[0].cell_type == cells[-1].cell_type == "markdown"
+    assert cells[0].source.startswith("# ")
+    assert "you will see" in cells[0].source.lower()
+    assert "to try" in cells[-1].source.lower()
+    assert sum(count for _, count in kinds(stored(path))) >= 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nothing_of_the_machine_is_stored(path):
+    assert path.stat().st_size < 2e6
+    for text in texts(stored(path)):
+        assert not re.search(r"/(home|root|tmp|usr|work|Users)/|Traceback|Warning", text), text
