@@ -81,7 +81,8 @@ __version__ = "0.1.0"
 
 gramian = look_at_gramian  # the function, not the file of the same name, which importing the engine put here
 
-# So that torch.load(weights_only=True) takes checkpoints of the states.
+# So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
+# state of the next rule.
 torch.serialization.add_safe_globals(
     [record for record in tuple.__subclasses__() if record.__module__.split(".")[0] == __name__]
 )

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.precision import full_precision
+from functional_jd.rows import as_matrix, crossed, squared, wide
 from functional_jd.summary import outline, shown
 from functional_jd.tree import row_count, tree_leaves, tree_map
 from functional_jd.types import Carried, Direction, Gramian, Jacobian, Losses, MultitaskJacobian, Tree, Weights
 
 View = Any
 """What a rule looks at: a tensor, or for `whole` the Jacobian itself."""
-
-# Numbers that are lifted to float64 at once: what fits the cache, so that no second Jacobian is made; and the number of
-# rows from which two small products are faster than a large one, of which half is known.
-_CACHED, _WORTH_HALVING = 1 << 18, 128
 
 
 @shown(outline)
@@ -173,12 +170,7 @@ def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tens
     Raises:
         ValueError: there are no losses.
     """
-    if losses is None:
-        raise ValueError(
-            "aggregate: this rule looks at the losses, found none. "
-            "Hand them over: aggregate(rule, jacobian, losses=losses)."
-        )
-    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+    return _values(losses)
 
 
 def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gramian:
@@ -200,7 +192,7 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
     """
     row_count(_rows(jacobian), "gramian")
     with full_precision(jacobian):
-        return reduce(torch.add, [_squared(_matrix(leaf)) for leaf in tree_leaves(_rows(jacobian))])
+        return reduce(torch.add, [squared(as_matrix(leaf)) for leaf in tree_leaves(_rows(jacobian))])
 
 
 def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
@@ -222,10 +214,10 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
             "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
-    row_count(_rows(jacobian), "gramian")
+    row_count(_rows(jacobian), "cross_gramian")
     with full_precision(jacobian):
         pairs = zip(tree_leaves(_rows(jacobian)), tree_leaves(_rows(others[0])), strict=True)
-        return reduce(torch.add, [_crossed(_matrix(left), _matrix(right)) for left, right in pairs])
+        return reduce(torch.add, [crossed(as_matrix(left), as_matrix(right)) for left, right in pairs])
 
 
 def whole(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
@@ -240,6 +232,11 @@ def whole(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacob
         The Jacobian; of a `MultitaskJacobian`, `shared`.
     """
     return _rows(jacobian)
+
+
+def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
+    """The view of a rule that looks at `whole` and at `losses`."""
+    return whole(jacobian), _values(losses)
 
 
 def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Aggregator:
@@ -287,8 +284,8 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
 
     def scalar(values: Tensor) -> Tensor:
         number = s(values)
-        if not isinstance(number, Tensor) or number.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
-            found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(number, Tensor) or number.ndim:
+            found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
             raise ValueError(
                 f"scalarized: s must give one scalar tensor, found {found}. Reduce it, for instance with .sum()."
             )
@@ -297,52 +294,27 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
     return stateless(losses, torch.func.grad(scalar))
 
 
+def _values(losses: Losses) -> Tensor:
+    if losses is None:
+        raise ValueError(
+            "aggregate: this rule looks at the losses, found none. "
+            "Hand them over: aggregate(rule, jacobian, losses=losses)."
+        )
+    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+
+
 def _rows(jacobian: Jacobian) -> Tree:
     return jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
 
 
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
-
-
 def _counted_sum(leaf: Tensor, weights: Tensor | Carried) -> Tensor:
     if isinstance(weights, Carried):
-        return (_counted_sum(_wide(leaf), weights.weights) + weights.rest).to(leaf.dtype)
+        return (_counted_sum(wide(leaf), weights.weights) + weights.rest).to(leaf.dtype)
     if weights.shape[1:].numel() == 1:
         return _weighted_sum(leaf, weights.reshape(len(weights)))
-    return (_wide(leaf) * weights).sum(0).to(leaf.dtype)
+    return (wide(leaf) * weights).sum(0).to(leaf.dtype)
 
 
 def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
-    wide = _matrix(_wide(leaf))
-    return (weights.to(wide.dtype) @ wide).reshape(leaf.shape[1:]).to(leaf.dtype)
-
-
-def _matrix(leaf: Tensor) -> Tensor:
-    """`[m, n]`; what is that already stays untouched: torch 2.13 cannot compile forward mode through a reshape."""
-    return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], leaf.shape[1:].numel())
-
-
-def _squared(rows: Tensor) -> Tensor:
-    """Inner products of rows `[m, n]`, lifted to float64 some columns at a time."""
-    return reduce(torch.add, [_products(block.double()) for block in _blocks(rows)])
-
-
-def _products(rows: Tensor) -> Tensor:
-    """`rows @ rows.mT`, where what lies beside the diagonal is computed once."""
-    if len(rows) < _WORTH_HALVING:
-        return rows @ rows.mT
-    upper, lower = rows.tensor_split(2)
-    beside = upper @ lower.mT
-    return torch.cat(
-        [torch.cat([_products(upper), beside], 1), torch.cat([beside.mT, _products(lower)], 1)],
-    )
-
-
-def _crossed(left: Tensor, right: Tensor) -> Tensor:
-    pairs = zip(_blocks(left), _blocks(right), strict=True)
-    return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
-
-
-def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(max(1, _CACHED // len(rows)), dim=1)
+    matrix = as_matrix(wide(leaf))
+    return (weights.to(matrix.dtype) @ matrix).reshape(leaf.shape[1:]).to(leaf.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.rows import wide
 from functional_jd.tree import floating_leaves, tree_map, tree_unflatten
 from functional_jd.types import Direction
 
@@ -108,7 +109,7 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     _require_bound(limit, "clip_by_value", "limit")
     leaves, structure = floating_leaves(direction, "clip_by_value")
     bound: Any = limit
-    return tree_unflatten(structure, [_wide(leaf).clamp(-bound, bound).to(leaf.dtype) for leaf in leaves])
+    return tree_unflatten(structure, [wide(leaf).clamp(-bound, bound).to(leaf.dtype) for leaf in leaves])
 
 
 def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,3 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
 def _require_bound(bound: Any, where: str, name: str) -> None:
     if not isinstance(bound, Tensor) and not bound >= 0:
         raise ValueError(f"{where}: {name} must be a number >= 0, found {bound}. math.inf clips nothing.")
-
-
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))

@@ -14,6 +14,7 @@ from functional_jd.jacobian import jacobian_fn
 from functional_jd.objectives import PerExample
 from functional_jd.optimizers import Optimizer
 from functional_jd.precision import full_precision
+from functional_jd.rows import as_matrix, wide
 from functional_jd.scaling import ScaleState, unscale
 from functional_jd.step import Descent, StepInfo, TrainState, check, finish, is_blind, weighed
 from functional_jd.step import train_state as start_alone
@@ -260,13 +261,13 @@ def _sum(tree: Tree, group: Group) -> Tree:
 def _mean(tree: Tree, group: Group) -> Tree:
     """Divided before it is added up, so that no sum of finite values overflows."""
     replicas = _known(group)[1]
-    return tree_map(lambda leaf: _sum(_wide(leaf) / replicas, group).to(leaf.dtype), tree)
+    return tree_map(lambda leaf: _sum(wide(leaf) / replicas, group).to(leaf.dtype), tree)
 
 
 def _shard(leaf: Tensor, group: Group) -> Tensor:
     """One share of the columns of the mean, `[m, k]`, per replica: a leaf `[m, *p]` in R parts, padded at the end."""
     replicas = _known(group)[1]
-    matrix = _wide(leaf).reshape(leaf.shape[0], leaf.shape[1:].numel()) / replicas
+    matrix = as_matrix(wide(leaf)) / replicas
     if matrix.shape[1] % replicas:  # padding copies, with nothing to pad too
         matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % replicas))
     parts = matrix.reshape(len(matrix), replicas, matrix.shape[1] // replicas).transpose(0, 1)
@@ -276,10 +277,6 @@ def _shard(leaf: Tensor, group: Group) -> Tensor:
 def _gathered(part: Tensor, like: Tensor, group: Group) -> Direction:
     """The whole direction `[*p]`, from each replica's part `[k]`."""
     return _collective("gather", part, group).reshape(-1)[: like.numel()].reshape(like.shape)
-
-
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
 
 
 def _known(group: Group) -> tuple[str, int, int]:

@@ -128,7 +128,7 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
 def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multitask:
     """Declare several tasks on one trunk: the trunk follows the rule, every head follows its own loss.
 
-    `losses = heads(params["heads"], features(params["shared"], *args), *args)`
+    `losses = heads(params["heads"], features(params["shared"], *args), *args)`: both receive the whole batch.
 
     Args:
         features: `features(shared, *args) -> pytree`: the trunk.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.rows import wide
 from functional_jd.summary import outline, shown
 from functional_jd.transforms import transformed
 from functional_jd.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
@@ -167,10 +168,10 @@ def adamw(
         correction = (1 - b2 ** steps.double()).sqrt()
 
         def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            d = _wide(d.to(p.dtype))
-            m = torch.lerp(_wide(m), d, 1 - b1)
-            v = (_wide(v) * b2).addcmul(d, d, value=1 - b2)
-            decayed = _wide(p) * _like(1 - rate * weight_decay, m)
+            d = wide(d.to(p.dtype))
+            m = torch.lerp(wide(m), d, 1 - b1)
+            v = (wide(v) * b2).addcmul(d, d, value=1 - b2)
+            decayed = wide(p) * _like(1 - rate * weight_decay, m)
             return decayed - _like(step_size, m) * (m / (_root(v) / _like(correction, v) + eps)), m, v
 
         rows = [(moved(p, *rest), (p, *rest[1:])) for p, *rest in zip(*columns, strict=True)]
@@ -259,15 +260,11 @@ def _beside(leaf: Tensor, like: Tensor) -> Tensor:
     return leaf if leaf.stride() == like.stride() else copied(leaf, like)
 
 
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
-
-
 def _against(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:
     if not isinstance(rate, Tensor):
         return leaf.add(direction, alpha=-rate)
-    wide = _wide(leaf)
-    return (wide - _like(rate, wide) * _wide(direction)).to(leaf.dtype)
+    start = wide(leaf)
+    return (start - _like(rate, start) * wide(direction)).to(leaf.dtype)
 
 
 def _kept(moving: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_jd.graphs import nodes, widest
 from functional_jd.norms import AffineApart
 from functional_jd.precision import full_precision, portable
+from functional_jd.rows import wide
 from functional_jd.transforms import transformed
 from functional_jd.tree import (
     Structure,
@@ -154,7 +155,7 @@ def evaluate(losses: LossFunction, args: tuple[Any, ...], has_aux: bool, where: 
             )
     if not any(leaf.numel() for leaf in leaves):
         raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
-    return [leaf.float() if leaf.dtype.itemsize < 4 else leaf for leaf in leaves], (values, aux)
+    return [wide(leaf) for leaf in leaves], (values, aux)
 
 
 def check_scalar(outputs: list[Tensor], shape: tuple[int, ...]) -> None:

@@ -62,7 +62,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea); its
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
-    if not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(seed, int):
         raise TypeError(f"key: expected a Python integer, found {type(seed).__name__}. Convert it with int(...) first.")
     if seed < -(2**63) or seed >= 2**64:
         raise ValueError(f"key: expected at most 64 bits, found {seed}. Take it modulo 2**64, or hash it first.")
@@ -267,8 +267,8 @@ def _series(x: Tensor, coefficients: list[float]) -> Tensor:
 
 
 def _check_key(key: Tensor, where: str) -> None:
-    if not isinstance(key, Tensor) or key.dtype != torch.int64:  # pyright: ignore[reportUnnecessaryIsInstance]
-        found = str(key.dtype) if isinstance(key, Tensor) else type(key).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(key, Tensor) or key.dtype != torch.int64:
+        found = str(key.dtype) if isinstance(key, Tensor) else type(key).__name__
         raise TypeError(f"{where}: expected an int64 key, found {found}. Make one with functional_jd.random.key(0).")
     if tuple(key.shape) != (2,):
         raise ValueError(

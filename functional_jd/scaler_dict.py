@@ -19,9 +19,16 @@ _ENTRIES = {
 
 
 def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
-    """The state as `torch.amp.GradScaler.state_dict()` gives it: plain numbers, or lists of m. A host round trip.
+    """The state as `torch.amp.GradScaler.state_dict()` gives it: plain numbers, or lists of m.
 
-    Law: `scale_state_from_dict(scale_state_to_dict(state))` is the state, to the bit.
+    Args:
+        state: the state; its values are fetched from the device.
+
+    Returns:
+        A dict with the keys of `GradScaler.state_dict()`, in its order, to write as JSON for instance.
+
+    Laws:
+        `scale_state_from_dict(scale_state_to_dict(state))` is the state, to the bit.
     """
     return {key: getattr(state, field).tolist() for key, (field, _) in _ENTRIES.items()}
 
@@ -33,6 +40,9 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
         entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
             a list of m numbers for one scale per objective. A number beside lists serves all m.
         device: where the five tensors lie.
+
+    Returns:
+        `ScaleState`, its tensors `[]`, or `[m]` if there were lists.
 
     Raises:
         ValueError: a missing or unknown key, something that is no number, or lists of different lengths.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.rows import beside, wide
 from functional_jd.summary import one_line, shown
 from functional_jd.transforms import transformed
 from functional_jd.tree import tree_flatten, tree_map, tree_names, tree_unflatten
@@ -63,13 +64,16 @@ def scale_state(
         shape: `()` for one scale, `(m,)` or `m` for one per objective.
         device: where the five tensors lie.
 
+    Returns:
+        `ScaleState`, its five tensors of the shape given.
+
     Raises:
         ValueError: a setting out of its range, or a shape other than `()` and `(m,)`.
 
     Differs: from GradScaler, as factors of 1 are allowed: a scale that does not grow, or does not back off.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
     checks = (
         # Half of the smallest subnormal float32 would round to zero.
         ("init_scale", init_scale, 2.0**-149 <= init_scale <= _LARGEST, "positive and finite in float32"),
@@ -94,17 +98,25 @@ def scale_state(
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
-    """Scale 1 that `update_scale` never changes, not even its tracker: a step without loss scaling."""
+    """Scale 1 that `update_scale` never changes, not even its tracker: a step without loss scaling.
+
+    Args:
+        device: where the five tensors lie.
+
+    Returns:
+        `ScaleState`, five tensors `[]`.
+    """
     return scale_state(1.0, 1.0, 1.0, 1, device=device)
 
 
-def multiplier(state: ScaleState | Tensor) -> Tensor:
+def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
     """The factor that is really applied: the scale, but never so small that its inverse overflows.
 
     `max(scale, 2**-126)`.
 
     Args:
         state: a `ScaleState`, or a floating-point tensor `[]` or `[m]`.
+        where: for the error.
 
     Returns:
         float32, `[]` or `[m]`. NaN stays NaN.
@@ -116,7 +128,7 @@ def multiplier(state: ScaleState | Tensor) -> Tensor:
     factor: Any = state.scale if isinstance(state, ScaleState) else state
     if not (isinstance(factor, Tensor) and factor.is_floating_point() and factor.ndim < 2):
         raise TypeError(
-            f"multiplier: expected a ScaleState or a floating-point tensor [] or [m], found {_kind(factor)}. "
+            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {_kind(factor)}. "
             "Make one with scale_state(); several replicas are a vmap over states."
         )
     return factor.float().clamp(min=_FLOOR)
@@ -147,15 +159,15 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     Differs: from GradScaler, as a float16 vector comes out in float32, as there only a float16 scalar does.
     """
     if isinstance(tree, MultitaskJacobian):
-        return MultitaskJacobian(scale(state, tree.shared), tree_map(_wide, tree.heads))
-    factor = multiplier(state)
+        return MultitaskJacobian(scale(state, tree.shared), tree_map(wide, tree.heads))
+    factor = multiplier(state, "scale")
     leaves, structure = _floating(tree, "scale")
     sizes = [leaf.numel() for leaf in leaves]
     if factor.ndim and sum(sizes) == len(factor):
         factors = [part.reshape(leaf.shape) for part, leaf in zip(factor.split(sizes), leaves, strict=True)]
     else:
-        factors = [_beside(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
-    return tree_unflatten(structure, [_wide(leaf) * part for leaf, part in zip(leaves, factors, strict=True)])
+        factors = [_by_row(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
+    return tree_unflatten(structure, [wide(leaf) * part for leaf, part in zip(leaves, factors, strict=True)])
 
 
 def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
@@ -189,7 +201,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     """
     split = isinstance(tree, MultitaskJacobian)
     rows, heads = (tree.shared, tree.heads) if split else (tree, ())
-    inverse = multiplier(state).double().reciprocal().float()
+    inverse = multiplier(state, "unscale").double().reciprocal().float()
     leaves, structure = _floating(rows, "unscale", inverse)
     others, other_structure = _floating(heads, "unscale")
 
@@ -315,13 +327,9 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
-
-
-def _beside(factor: Tensor, leaf: Tensor) -> Tensor:
-    """A factor `[m]` as `[m, 1, ..., 1]` beside rows `[m, *p]`; a factor `[]` as it is."""
-    return factor.reshape(factor.shape + (1,) * (leaf.ndim - 1)) if factor.ndim else factor
+def _by_row(factor: Tensor, leaf: Tensor) -> Tensor:
+    """A factor `[m]` as it stands beside rows; a factor `[]` as it is."""
+    return beside(factor, leaf) if factor.ndim else factor
 
 
 def _bounded(leaves: list[Tensor], inverse: Tensor) -> Tensor:
@@ -346,9 +354,9 @@ def _times(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> list[Tensor]
     In place on the cleared copies: a second buffer of a Jacobian's size costs more than all the arithmetic.
     """
     if transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in (factor, *leaves))):
-        return [_wide(torch.where(_beside(finite, x), x, 0.0)).mul_(_beside(factor, x)) for x in leaves]
+        return [wide(torch.where(_by_row(finite, x), x, 0.0)).mul_(_by_row(factor, x)) for x in leaves]
     # Where the values are all that is asked for, the factor zero clears the rest: six times faster on a CPU than
     # `where`. Adding -0 changes no value, and adding 0 changes -0 only: to the bit, the same zeros.
     signed = torch.where(finite, -0.0, 0.0)
-    cleared = [_wide(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for x in leaves]
-    return [x.mul_(_beside(factor, x)).add_(_beside(signed, x)) for x in cleared]
+    cleared = [wide(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for x in leaves]
+    return [x.mul_(_by_row(factor, x)).add_(_by_row(signed, x)) for x in cleared]

@@ -134,8 +134,8 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"{where}: parameters must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
-                "Pass buffers and settings as further arguments of the losses instead."
+                f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
+                "Buffers and settings do not belong here: they are further arguments of the losses."
             )
     if not leaves:
         raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")

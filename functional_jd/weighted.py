@@ -66,7 +66,7 @@ def weighted_fn(
     """
     if not callable(losses):
         raise TypeError(f"{_HERE}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
-    factor = None if scale is None else multiplier(scale)
+    factor = None if scale is None else multiplier(scale, _HERE)
 
     def losses_and_pullback(params: Any, *args: Any) -> tuple[Any, Any]:
         differentiable = requires_grad((params, args, factor)) or transformed()

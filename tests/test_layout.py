@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "functional_jd"
 ROWS = [
     ["summary"],
     ["types"],
-    ["tree", "random", "transforms"],
-    ["solvers", "precision", "norms", "graphs", "naming", "affine", "parts"],
+    ["tree", "random", "transforms", "rows"],
+    ["solvers", "given", "averages", "orders", "precision", "norms", "graphs", "naming", "affine", "parts"],
     ["objectives", "scaling", "aggregation", "optimizers", "pullback", "clipping", "taps", "custom", "policy"],
     ["jacobian", "weighted", "factors", "tapped", "aggregators", "scaler_dict", "adapters"],
     ["gramian", "cost"],

@@ -164,7 +164,7 @@ def test_floating_leaves_are_the_leaves_or_a_named_mistake():
     leaves, structure = trees.floating_leaves(params, "place")
     assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
     assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
-    with pytest.raises(TypeError, match=r"place: parameters must be.*found torch.int64 in 'n.0'.*further arguments"):
+    with pytest.raises(TypeError, match=r"place: all leaves must be.*found torch.int64 in 'n.0'.*further arguments"):
         trees.floating_leaves({**params, "n": [torch.tensor(1)]}, "place")
     with pytest.raises(TypeError, match=r"found torch.complex64 in 'c'"):
         trees.floating_leaves({"c": torch.ones(1) + 1j}, "place")

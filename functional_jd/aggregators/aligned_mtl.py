@@ -1,17 +1,15 @@
 """Aligned-MTL: the principal components of the rows, all made equally long."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.solvers.preference import preferred
+from functional_jd.given import Numbers, shares
 from functional_jd.solvers.spectral import inverse_root
 from functional_jd.types import Gramian, Weights
 
 
-def aligned_mtl(preference: Tensor | Sequence[float] | None = None, scale_mode: str = "min") -> Aggregator:
+def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> Aggregator:
     """Combine, as preferred, the nearest system of orthogonal rows of one length.
 
     `weights = sqrt(s) G^(-1/2) u`, the inverse root on the range of G, with s an eigenvalue of G that is not zero: then
@@ -36,13 +34,13 @@ def aligned_mtl(preference: Tensor | Sequence[float] | None = None, scale_mode: 
         Linear in the preference; scales as the Jacobian does. Orthogonal rows of one length: `constant(u)`. Linearly
         independent rows: `J direction = sqrt(s) G^(1/2) u`, and `|direction| = sqrt(s) |u|`. Eigenvalues below
         `8 m eps` of the largest are taken for zero: dependent rows share one component. A Jacobian of zeros gets
-        weights 0. A Gramian that is not finite gives weights NaN.
+        weights 0. A Gramian that is not finite gives weights NaN. The eigenvalues wait for the device.
 
     Source:
         Senushkin, Patakin, Kuznetsov, Konushin, Independent component alignment for multi-task learning, CVPR 2023,
         algorithm 1 ("min"); "rmse" is the scale of its reference code.
     """
-    u = preferred(preference, "aligned_mtl")
+    u = shares(preference, "aligned_mtl")
     if scale_mode not in ("min", "median", "rmse"):
         raise ValueError(
             f'aligned_mtl: scale_mode must be "min", "median" or "rmse", found {scale_mode!r}. The default is "min".'

@@ -1,13 +1,10 @@
 """ConFIG: the same cosine with every row, and as long as the rows agree with it."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.given import Numbers, shares
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.solvers.preference import preferred
 from functional_jd.solvers.spectral import pseudo_inverse
 from functional_jd.types import Gramian, Weights
 
@@ -15,7 +12,7 @@ from functional_jd.types import Gramian, Weights
 _VANISHING = 1e-10
 
 
-def config(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
+def config(preference: Numbers | None = None) -> Aggregator:
     """Go where the cosines with all rows are as preferred, as far as the rows together project on that direction.
 
     `direction = (sum_i <g_i, b>) b` with `b = N^+ u / |N^+ u|`, N the unit rows n_i. In terms of their cosines C:
@@ -39,7 +36,7 @@ def config(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
         conflicted with. Dependent rows: as nearly so as least squares can; then it may conflict. Scaling one row
         changes the length only; scales as the Jacobian does. Rows of zeros get weight 0. Where the preference is
         orthogonal to all cosines that a direction can have (opposite rows, equally preferred; zeros): weights 0. A
-        Gramian that is not finite gives weights NaN.
+        Gramian that is not finite gives weights NaN. The eigenvalues wait for the device.
 
     Source:
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,
@@ -49,7 +46,7 @@ def config(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
         The pseudo-inverse is taken of the cosines, where eigenvalues below `8 m eps` of the largest count as zero: unit
         rows whose condition number is above 1e7 count as dependent.
     """
-    u = preferred(preference, "config")
+    u = shares(preference, "config")
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

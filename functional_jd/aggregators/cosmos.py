@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.solvers.per_objective import Numbers, one_each
+from functional_jd.given import SHARES, Numbers, one_each
 
 
 def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
@@ -41,7 +41,7 @@ def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
     """
     if not 0 <= lambda_ < float("inf"):
         raise ValueError(f"cosmos: lambda_ must be finite and not negative, found {lambda_}. Use 0 for no reward.")
-    u = one_each(weights, "cosmos", "weights", shares=True)
+    u = one_each(weights, "cosmos", "weights", SHARES)
     return scalarized(lambda losses: value(losses, lambda_, u(losses)))
 
 

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, whole
-from functional_jd.aggregation import losses as values_of
-from functional_jd.solvers.moving_average import carried, moved, no_rows, row_norms
+from functional_jd.aggregation import Aggregator, jacobian_and_losses
+from functional_jd.averages import carried, moved, no_rows, row_norms
 from functional_jd.tree import tree_leaves
-from functional_jd.types import Jacobian, Losses, Tree
+from functional_jd.types import Jacobian, Tree
 
 _Seen = tuple[Jacobian, Tensor]
 
@@ -63,9 +62,6 @@ def db_mtl(beta: float = 0.9, beta_sigma: float = 0.0) -> Aggregator:
         raise ValueError(f"db_mtl: beta must be in [0, 1), found {beta}. The default is 0.9.")
     if not 0 <= beta_sigma < math.inf:
         raise ValueError(f"db_mtl: beta_sigma must be finite and not negative, found {beta_sigma}. The default is 0.")
-
-    def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _Seen:  # noqa: ARG001
-        return whole(jacobian), values_of(jacobian, losses=losses)
 
     def init(seen: _Seen) -> DbMtlState:
         jacobian, _ = seen

@@ -1,17 +1,14 @@
 """DualProj: the preferred combination of the rows, changed as little as it takes to conflict with none."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.given import Numbers, shares
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
-from functional_jd.solvers.preference import preferred
 from functional_jd.types import Gramian, Weights
 
 
-def dualproj(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
+def dualproj(preference: Numbers | None = None) -> Aggregator:
     """Combine the rows as preferred, then project the combination on the dual cone of all rows.
 
     `direction = argmin { |y - x| : <y, g_j> >= 0 for all j }` with `x = sum_i u_i g_i` for rows g_i. In terms of unit
@@ -46,7 +43,7 @@ def dualproj(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
-    u = preferred(preference, "dualproj")
+    u = shares(preference, "dualproj")
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

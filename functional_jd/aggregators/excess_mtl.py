@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, whole
+from functional_jd.rows import as_matrix, wide
 from functional_jd.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.types import Jacobian, Tree
 
@@ -67,7 +68,7 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]
         zeros = torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
-        roots = tree_map(lambda leaf: torch.zeros_like(_wide(leaf)), jacobian)
+        roots = tree_map(lambda leaf: torch.zeros_like(wide(leaf)), jacobian)
         return ExcessMtlState(roots, zeros, zeros - math.log(len(zeros)), zeros.new_zeros((), dtype=torch.int64))
 
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
@@ -86,14 +87,10 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
     return Aggregator(whole, init, update)
 
 
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-
-
 def _grow(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, both with a derivative at zero."""
-    x = _wide(leaf)
+    x = wide(leaf)
     still = x == 0
     h = torch.hypot(root, torch.where(still, 1, x))
     risk = x * (x / h)
-    return torch.where(still, root, h), risk.reshape(len(x), x.shape[1:].numel()).sum(1, dtype=torch.float64)
+    return torch.where(still, root, h), as_matrix(risk).sum(1, dtype=torch.float64)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, losses
+from functional_jd.aggregation import Aggregator
+from functional_jd.aggregation import losses as look_at_losses
 from functional_jd.types import Losses
 
 _BETAS = (0.9, 0.999)
@@ -92,7 +93,7 @@ def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
         new = FamoState(logits, first, second, state.calls + 1, losses, after, torch.zeros_like(state.measured))
         return torch.softmax(logits - losses.log(), dim=0), new
 
-    return Aggregator(losses, init, update)
+    return Aggregator(look_at_losses, init, update)
 
 
 def after_step(state: FamoState, losses: Losses) -> FamoState:
@@ -112,7 +113,7 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
         Pure. Only the first measurement after a call counts: after a step that was skipped, whose losses belong to
         another batch, the state stays as it is.
     """
-    values = _values(losses)
+    values = look_at_losses((), losses=losses)
     if len(values) != len(state.logits):
         raise ValueError(
             f"after_step: expected {len(state.logits)} losses, as in the step, found {len(values)}. "
@@ -120,12 +121,6 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
         )
     after = torch.where(state.measured, state.after, values)
     return state._replace(after=after, measured=torch.ones_like(state.measured))
-
-
-def value(losses: Tensor, logits: Tensor) -> Tensor:
-    """The number that is descended, with c held constant."""
-    z = torch.softmax(logits, dim=0)
-    return (z @ losses.log()) / (z / losses.detach()).sum()
 
 
 def _adam(state: FamoState, slope: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +134,3 @@ def _adam(state: FamoState, slope: Tensor, rate: float) -> tuple[Tensor, Tensor,
     still = square == 0  # the root has no derivative there
     size = torch.where(still, 0, torch.where(still, 1, square).sqrt())
     return state.logits - rate * mean / (size + _STILL), first, second
-
-
-def _values(tree: Losses) -> Tensor:
-    return losses((), losses=tree)

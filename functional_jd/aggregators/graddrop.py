@@ -1,17 +1,23 @@
 """GradDrop: entry by entry, chance picks a sign, and the rows of the other sign are dropped."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, whole
+from functional_jd.given import Domain, Numbers, one_each
 from functional_jd.random import split, uniform
+from functional_jd.rows import beside
 from functional_jd.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.types import Jacobian, Weights
 
+_PARTS = Domain(
+    lambda leak: ((leak >= 0) & (leak <= 1)).all(),
+    "from 0 to 1",
+    "0 drops an objective's entries of the other sign, 1 keeps them.",
+)
 
-def graddrop(key: Tensor, leak: Tensor | Sequence[float] | None = None) -> Aggregator:
+
+def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
     """Keep, in every entry, only the rows of one sign, picked by chance in proportion to what each sign adds up to.
 
     Per entry, `P = sum_i max(J_i, 0) / sum_i |J_i|`, U uniform in [0, 1), the sign is positive if U < P, else negative:
@@ -46,18 +52,12 @@ def graddrop(key: Tensor, leak: Tensor | Sequence[float] | None = None) -> Aggre
         U = P picks the negative sign, where the paper drops both: so an entry without conflict never vanishes.
     """
     split(key, 1)  # what is no key is refused here, not at the first call
-    given = None if leak is None else _checked(leak)
+    leaks_for = one_each(leak, "graddrop", "leak", _PARTS, otherwise=lambda _: 0.0)
 
     def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:
         drawn, carried = split(state)
         leaves, structure = tree_flatten(J)
-        m = leaves[0].shape[0]
-        if given is not None and len(given) != m:
-            raise ValueError(
-                f"graddrop: expected one leak per row of the Jacobian, found {len(given)} leaks and {m} rows. "
-                "Give as many leaks as there are losses."
-            )
-        leaks = torch.zeros(m) if given is None else given
+        leaks = leaks_for(leaves[0])
         # One draw for all leaves: a tree and its flattened rows get the same chances.
         sizes = [leaf.shape[1:].numel() for leaf in leaves]
         chances = uniform(drawn, (sum(sizes),)).split(sizes)
@@ -75,29 +75,5 @@ def _weights(leaf: Tensor, chance: Tensor, leaks: Tensor) -> Tensor:
     purity = positive / torch.where(size == 0, 1, size)
     picks_positive = chance.view_as(size).to(size.device) < purity
     picked = torch.where(picks_positive, values > 0, values < 0)
-    wide = torch.promote_types(leaf.dtype, torch.float32)
-    return torch.where(picked, 1, leaks.to(leaf.device, wide).view(-1, *[1] * (leaf.ndim - 1)))
-
-
-def _checked(leak: Tensor | Sequence[float]) -> Tensor:
-    if isinstance(leak, Tensor) and not leak.is_floating_point():
-        raise TypeError(
-            f"graddrop: leak must be a floating-point tensor, found {leak.dtype}. Convert it with .double()."
-        )
-    given = torch.as_tensor(leak, dtype=torch.float64).clone()
-    if given.ndim != 1 or len(given) == 0:
-        raise ValueError(
-            f"graddrop: leak must have shape [m], one per objective, found {list(given.shape)}. "
-            "Flatten it in the order of the losses."
-        )
-    if _values_are_known(given) and not ((given >= 0) & (given <= 1)).all():
-        raise ValueError(
-            f"graddrop: leak must lie between 0 and 1, found {given.tolist()}. "
-            "0 drops an objective's entries of the other sign, 1 keeps them."
-        )
-    return given
-
-
-def _values_are_known(x: Tensor) -> bool:
-    transformed: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    return not (transformed or torch.compiler.is_compiling())
+    dtype = torch.promote_types(leaf.dtype, torch.float32)
+    return torch.where(picked, 1, beside(leaks.to(leaf.device, dtype), leaf))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, whole
 from functional_jd.aggregation import losses as values_of
-from functional_jd.solvers.moving_average import row_norms
+from functional_jd.averages import row_norms
 from functional_jd.types import Jacobian, Losses
 
 # How near to its target a norm counts as there: relative, well above what a mean of float64 numbers rounds off.

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian
+from functional_jd.orders import random_orders
 from functional_jd.random import split
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.solvers.orders import random_orders
 from functional_jd.types import Gramian, Weights
 
 # What a cosine may keep from one: G says no more about rows that are nearly parallel or nearly opposite.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, View
+from functional_jd.rows import beside
 from functional_jd.tree import tree_map
 from functional_jd.types import Jacobian, Losses, MultitaskJacobian, Tree, Weights
 
@@ -109,4 +110,4 @@ def _spread(weights: Weights, ones: Tree) -> Tree:
     """Weights `[m]` as a pytree that broadcasts to the group; others are one already."""
     if not (isinstance(weights, Tensor) and weights.ndim == 1):
         return weights
-    return tree_map(lambda one: one * weights.reshape(-1, *[1] * (one.ndim - 1)).to(one.dtype), ones)
+    return tree_map(lambda one: one * beside(weights, one).to(one.dtype), ones)

@@ -26,7 +26,7 @@ def imtl_g() -> Aggregator:
         only. It is `1 / sum(v)`, and negative if that is: then all rows are conflicted with. Scales as the Jacobian
         does. Rows of zeros get weight 0. Dependent rows: as nearly so as least squares can, the norms being comparable.
         Where nothing projects on them equally (opposite rows, zeros), or v sums to zero: weights 0. A Gramian that is
-        not finite gives weights NaN.
+        not finite gives weights NaN. The eigenvalues wait for the device.
 
     Source:
         Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1, the closed form of gradient balance;

@@ -42,7 +42,7 @@ def mgda() -> Aggregator:
         b = torch.where(blank, 1, shortest / norms)
         # Rows of zeros stand apart from each other, so that their shares are unique, and equal.
         M = C + torch.diag(blank.to(C.dtype)) + b.unsqueeze(1) * b
-        v = linear_complementarity(M, -b.unsqueeze(0)).squeeze(0)
+        v = linear_complementarity(M, -b.unsqueeze(0), quiet=True).squeeze(0)
         w = v * b
         return w / w.sum()
 

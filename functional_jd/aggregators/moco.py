@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian, whole
-from functional_jd.aggregation import losses as values_of
-from functional_jd.solvers.moving_average import carried, moved, no_rows, row_norms
-from functional_jd.types import Jacobian, Losses, Tree
+from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
+from functional_jd.averages import carried, moved, no_rows, row_norms
+from functional_jd.types import Jacobian, Tree
 
 _Seen = tuple[Jacobian, Tensor]
 
@@ -71,9 +70,6 @@ def moco(
     for name, value in {"gamma": gamma, "rho": rho, "beta_sigma": beta_sigma, "gamma_sigma": gamma_sigma}.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"moco: {name} must be finite and not negative, found {value}. Take 0 for none.")
-
-    def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _Seen:  # noqa: ARG001
-        return whole(jacobian), values_of(jacobian, losses=losses)
 
     def init(seen: _Seen) -> MocoState:
         jacobian, losses = seen

@@ -57,7 +57,7 @@ def nash_mtl(max_norm: float = 1.0, every: int = 1) -> Aggregator:
     """
     if not (math.isfinite(max_norm) and max_norm >= 0):
         raise ValueError(f"nash_mtl: max_norm must be finite and at least 0, found {max_norm}. Use 0 for no limit.")
-    if not isinstance(every, int) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(every, int) or every < 1:
         raise ValueError(
             f"nash_mtl: every must be an integer of at least 1, found {every}. Use 1 to bargain each time."
         )
@@ -67,11 +67,20 @@ def nash_mtl(max_norm: float = 1.0, every: int = 1) -> Aggregator:
 
     def update(G: Gramian, state: NashState) -> tuple[Tensor, NashState]:
         C, norms = cosines(G)
-        agreed = fair_shares(C, torch.ones_like(norms), 1.0) / norms
+        y = _of_two(C) if len(C) == 2 else fair_shares(C, torch.ones_like(norms), 1.0)
+        agreed = y / norms
         w = torch.where(state.calls % every == 0, agreed, state.weights)
         return w * _clip(w @ G @ w, max_norm), NashState(w, state.calls + 1)
 
     return Aggregator(gramian, init, update)
+
+
+def _of_two(C: Tensor) -> Tensor:
+    """`y_1 + c y_2 = 1 / y_1` and the other way round: `y = (1 + c)^(-1/2)`; two opposite rows are stationary."""
+    room = 1 + C[0, 1]
+    stationary = room <= 2e-14  # half of it is the square of their mean
+    y = torch.where(stationary, 0, torch.where(stationary, 1, room).rsqrt())
+    return torch.where(C.diagonal() == 0, 0, y) + 0 * C.sum()
 
 
 def _clip(square: Tensor, longest: float) -> Tensor:

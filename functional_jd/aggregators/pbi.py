@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.solvers.per_objective import Numbers, one_each
+from functional_jd.given import SHARES, Numbers, one_each
 
 # Distances from the ray, relative to that from the reference, that are rounding: well above float64's, which turns
 # losses on the ray into a random direction of penalty otherwise.
@@ -41,9 +41,9 @@ def pbi(theta: float, weights: Numbers, reference: Numbers | None = None) -> Agg
     """
     if not 0 <= theta < float("inf"):
         raise ValueError(f"pbi: theta must be finite and not negative, found {theta}. The paper takes 5.")
-    u = one_each(weights, "pbi", "weights", shares=True)
-    z = None if reference is None else one_each(reference, "pbi", "reference")
-    return scalarized(lambda losses: value(losses, theta, u(losses), 0.0 if z is None else z(losses)))
+    u = one_each(weights, "pbi", "weights", SHARES)
+    z = one_each(reference, "pbi", "reference", otherwise=lambda _: 0.0)
+    return scalarized(lambda losses: value(losses, theta, u(losses), z(losses)))
 
 
 def value(losses: Tensor, theta: float, weights: Tensor, reference: Tensor | float = 0.0) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, gramian
+from functional_jd.orders import random_orders
 from functional_jd.random import split
-from functional_jd.solvers.orders import random_orders
 from functional_jd.types import Gramian, Weights
 
 

@@ -1,14 +1,13 @@
 """SDMGrad: the min-norm direction near a preferred one, with gradients that two independent batches make unbiased."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, cross_gramian
-from functional_jd.solvers.preference import preferred
+from functional_jd.given import Numbers, shares
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -27,7 +26,7 @@ def sdmgrad(
     momentum: float = 0.5,
     n_steps: int = 20,
     pull: float = 0.3,
-    preference: Tensor | Sequence[float] | None = None,
+    preference: Numbers | None = None,
 ) -> Aggregator:
     """Shorten the direction, but keep it near the preferred one.
 
@@ -77,7 +76,7 @@ def sdmgrad(
         raise ValueError(f"sdmgrad: n_steps must be at least 1, found {n_steps}. The default is 20.")
     if not 0 <= pull < math.inf:
         raise ValueError(f"sdmgrad: pull must be finite and not negative, found {pull}. Take 0 for the min-norm point.")
-    preference_for = preferred(preference, "sdmgrad")
+    preference_for = shares(preference, "sdmgrad")
 
     def init(A: Tensor) -> SdmgradState:
         return SdmgradState(torch.full_like(A[0], 1 / len(A)))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.solvers.per_objective import Numbers, one_each
+from functional_jd.given import Numbers, one_each, shares
 
 
 def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -37,13 +37,9 @@ def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | N
     """
     if not 0 < mu < float("inf"):
         raise ValueError(f"stch: mu must be positive and finite, found {mu}. For mu = 0 take tchebycheff.")
-    u = None if weights is None else one_each(weights, "stch", "weights", shares=True)
-    z = None if reference is None else one_each(reference, "stch", "reference")
-
-    def s(losses: Tensor) -> Tensor:
-        return value(losses, mu, 1 / len(losses) if u is None else u(losses), 0.0 if z is None else z(losses))
-
-    return scalarized(s)
+    u = shares(weights, "stch", "weights")
+    z = one_each(reference, "stch", "reference", otherwise=lambda _: 0.0)
+    return scalarized(lambda losses: value(losses, mu, u(losses), z(losses)))
 
 
 def value(losses: Tensor, mu: float, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.solvers.per_objective import Numbers, one_each
+from functional_jd.given import Numbers, one_each, shares
 
 
 def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -36,13 +36,9 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
     Differs:
         The paper takes `|L_i - z_i|`, which is the same for a reference that no loss is below.
     """
-    u = None if weights is None else one_each(weights, "tchebycheff", "weights", shares=True)
-    z = None if reference is None else one_each(reference, "tchebycheff", "reference")
-
-    def s(losses: Tensor) -> Tensor:
-        return value(losses, 1 / len(losses) if u is None else u(losses), 0.0 if z is None else z(losses))
-
-    return scalarized(s)
+    u = shares(weights, "tchebycheff", "weights")
+    z = one_each(reference, "tchebycheff", "reference", otherwise=lambda _: 0.0)
+    return scalarized(lambda losses: value(losses, u(losses), z(losses)))
 
 
 def value(losses: Tensor, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:

@@ -1,16 +1,12 @@
 """UPGrad: no row is conflicted with, and every row pulls with its full length."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.given import Numbers, shares
 from functional_jd.solvers.dual_cone import cosines, row_multipliers
-from functional_jd.solvers.preference import preferred
 from functional_jd.types import Gramian, Weights
 
 
-def upgrad(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
+def upgrad(preference: Numbers | None = None) -> Aggregator:
     """Project every row on the dual cone of all rows, then combine the projections as preferred.
 
     `direction = sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }` for rows g_i. In terms of
@@ -44,7 +40,7 @@ def upgrad(preference: Tensor | Sequence[float] | None = None) -> Aggregator:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: rows of very
         different norms, or all very small, are not conflicted with either.
     """
-    preference_of = preferred(preference, "upgrad")
+    preference_of = shares(preference, "upgrad")
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)

@@ -1,11 +1,9 @@
 """Fair shares: positive multiples of unit rows, each gaining in inverse proportion to a power of its own share."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from functional_jd.transforms import transformed
+from functional_jd.solvers.search import on_host, opaque, solve, times
 
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
 _STEPS = 80
@@ -50,13 +48,12 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     # A blank row stands alone, at v = 1, and is too small to count when it is asked whether the others cancel.
     k = torch.where(blank, 1e-30, sizes / torch.where(largest == 0, 1, largest))
     C = cosines + torch.diag_embed(blank.to(cosines.dtype))
-    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
-    found, factor, solved = search(C.detach(), k.detach(), power)
+    found, factor, solved = _opaque_search(C.detach(), k.detach(), power)
     v = start = torch.where(solved, found, 1)
     slope = start ** ((1 + power) / 2)
     for _ in range(2):
-        short = _times(C, k * v) - k * v**-power
-        v = v - torch.where(solved, slope / k.detach() * _solve(factor, slope * short), 0)
+        short = times(C, k * v) - k * v**-power
+        v = v - torch.where(solved, slope / k.detach() * solve(factor, slope * short), 0)
     return torch.where(blank, 0, torch.where(solved, v, found))
 
 
@@ -71,16 +68,16 @@ def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tenso
     least = torch.full_like(k[:, :1], torch.inf)
     for _ in range(_STEPS):
         y = k * v
-        gain = _times(C, y)
+        gain = times(C, y)
         clear = (y * gain).sum(-1, keepdim=True) / y.sum(-1, keepdim=True) ** 2
         least = torch.minimum(least, clear)
         stationary = clear <= _NOISE
-        if _on_host(C) and (solved | stationary | ~clear.isfinite()).all():
+        if on_host(C) and (solved | stationary | ~clear.isfinite()).all():
             break
         rate = (t / v).sqrt()
         factor = torch.linalg.cholesky_ex(ridged / rate.unsqueeze(-1) / rate.unsqueeze(-2) + power * eye)[0]
         apart = power * v.log() + t.log()
-        dv = _solve(factor, ((1 - apart) * k * t - gain) / rate) / (rate * y)
+        dv = solve(factor, ((1 - apart) * k * t - gain) / rate) / (rate * y)
         dt = -apart - power * dv
         step = torch.maximum(dv.abs(), dt.abs()).amax(-1, keepdim=True)
         moving = step.isfinite() & ~solved & ~stationary
@@ -94,36 +91,14 @@ def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tenso
     return v.view(sizes.shape), factor.view(cosines.shape), solved.view(*sizes.shape[:-1], 1)
 
 
-_opaque_search = torch.library.custom_op("functional_jd::fair_shares_search", _search, mutates_args=())
-
-
-@_opaque_search.register_fake
-def _(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+def _fake(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     solved = sizes.new_empty((*sizes.shape[:-1], 1), dtype=torch.bool)
     return sizes.new_empty(sizes.shape), cosines.new_empty(cosines.shape), solved
 
 
-@_opaque_search.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    cosines, sizes = (
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(inputs[:2], in_dims[:2], strict=True)
-    )
-    return _opaque_search(cosines, sizes, inputs[2]), (0, 0, 0)
+_opaque_search = opaque("functional_jd::fair_shares_search", _search, _fake)
 
 
 def _grown(relative: Tensor) -> Tensor:
     """One Newton step's factor: `1 + z` upwards and `1 / (1 - z)` downwards never lose the sign and cross any range."""
     return torch.where(relative > 0, 1 + relative.clamp(0, 1e3), 1 / (1 - relative.clamp(-1e3, 0)))
-
-
-def _solve(factor: Tensor, right: Tensor) -> Tensor:
-    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"

@@ -1,12 +1,12 @@
 """The linear complementarity problem of a positive semi-definite matrix, many right-hand sides at once."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.transforms import transformed
+from functional_jd.solvers.search import on_host, opaque, solve, solve_upper, times
 
 # Added to the diagonal of what is factorised, whose entries are of order one: large enough for dependent rows not to
 # break Cholesky, small enough to resolve condition numbers of 1e12; the chord steps take its effect back.
@@ -29,7 +29,9 @@ class _Found(NamedTuple):
     wrong: Tensor
 
 
-def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | None = None) -> Tensor:
+def linear_complementarity(
+    matrix: Tensor, offset: Tensor, allowed: Tensor | None = None, *, quiet: bool = False
+) -> Tensor:
     """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, the entries not allowed being 0.
 
     The same as `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to derivatives.
@@ -40,10 +42,13 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
         matrix: float64 `[*, m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
         offset: float64 `[*, k, m]`, of order one, such that a solution exists: any q in the range of `M` will do.
         allowed: bool `[*, k, m]`; `None` allows all.
+        quiet: whether s is wanted for itself, not only `M s`: along what M does not see the chord steps divide rounding
+            by the ridge alone, and a third solve takes that out again.
 
     Returns:
-        float64 `[*, k, m]`, up to rounding non-negative. Where several s solve the problem, `M s` is the same for all
-        of them, and s may be off by 1e-4 along what M does not see. A row is NaN where `M s + q` is not finite.
+        float64 `[*, k, m]`, non-negative up to rounding if quiet. Where several s solve the problem, `M s` is the same
+        for all of them, and unless quiet s may be off by 1e-4 along what M does not see. A row is NaN where `M s + q`
+        is not finite.
 
     Laws:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not right. On a CPU the search ends as soon
@@ -53,20 +58,14 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
-    opaque = transformed()
-    search = _opaque_search if opaque else _search  # the wrapping takes as long as a small problem itself
-    s, active, factor = search(matrix.detach(), offset.detach(), allowed)
+    s, active, upper = _opaque_search(matrix.detach(), offset.detach(), allowed)
+    found = s
     for _ in range(2):
-        s = s - _chord(factor, torch.where(active, s @ matrix + offset, 0), opaque)
-    return s
-
-
-def _chord(upper: Tensor, right: Tensor, opaque: bool) -> Tensor:
-    if not opaque:
-        return torch.cholesky_solve(right.unsqueeze(-1), upper, upper=True).squeeze(-1)
-    # The compiler cannot trace the forward derivative of cholesky_solve.
-    half = torch.linalg.solve_triangular(upper.mT, right.unsqueeze(-1), upper=False)
-    return torch.linalg.solve_triangular(upper, half, upper=True).squeeze(-1)
+        s = s - solve_upper(upper, torch.where(active, s @ matrix + offset, 0))
+    if not quiet:
+        return s
+    polish = (s - found).detach()
+    return s - polish + solve_upper(upper, torch.where(active, polish @ matrix.detach(), 0)).detach()
 
 
 def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,22 +84,12 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
     return s, found.active.view(offset.shape), upper
 
 
-_opaque_search = torch.library.custom_op("functional_jd::complementarity_search", _search, mutates_args=())
-
-
-@_opaque_search.register_fake
-def _(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+def _fake(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
     upper = offset.new_empty(*offset.shape, offset.shape[-1])
     return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper
 
 
-@_opaque_search.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    batched = [
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(inputs, in_dims, strict=True)
-    ]
-    return _opaque_search(*batched), (0, 0, 0)
+_opaque_search = opaque("functional_jd::complementarity_search", _search, _fake)
 
 
 def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, chords: int = 0) -> _Found:
@@ -111,23 +100,23 @@ def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, c
     while True:
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         factor = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye))[0]
-        s = _solve(factor, torch.where(active, opposite, 0))
+        s = solve(factor, torch.where(active, opposite, 0))
         for _ in range(chords):
-            s = s - _solve(factor, torch.where(active, torch.baddbmm(q, s, M), 0))
+            s = s - solve(factor, torch.where(active, torch.baddbmm(q, s, M), 0))
         wrong = (torch.where(active, s, torch.baddbmm(q, s, M)) < -_TOLERANCE) & free
         rounds -= 1
-        if rounds == 0 or (_on_host(M) and not wrong.any()):
+        if rounds == 0 or (on_host(M) and not wrong.any()):
             return _Found(s, active, factor, wrong)
         active = active ^ wrong
 
 
 def _again(found: _Found, M: Tensor, q: Tensor, free: Tensor, search: Callable[..., _Found]) -> _Found:
     """Search again where signs are wrong: there alone on a host, which may look; elsewhere all over, and choose."""
-    if _on_host(M) and not found.wrong.any():
+    if on_host(M) and not found.wrong.any():
         return found
     k, m = q.shape[-2:]
     unsolved = found.wrong.any(-1).flatten()
-    problem = unsolved.nonzero().squeeze(-1) if _on_host(M) else torch.arange(len(unsolved), device=M.device)
+    problem = unsolved.nonzero().squeeze(-1) if on_host(M) else torch.arange(len(unsolved), device=M.device)
     old = [x.flatten(0, 1) for x in found]
     one = [x.reshape(-1, 1, m)[problem] for x in (q, free, found.active, found.wrong)]
     new = search(M[problem // k], *one)
@@ -173,10 +162,10 @@ def _interior(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     matrix = torch.where(free.unsqueeze(-1) & free.unsqueeze(-2), M.unsqueeze(-3), 0) + _TOLERANCE * eye
     q = torch.where(free, q, 1)
     s = torch.ones_like(q)
-    w = (_times(matrix, s) + q).clamp(min=1)
+    w = (times(matrix, s) + q).clamp(min=1)
     for _ in range(_INTERIOR_STEPS):
         factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(w / s))
-        residual = w - _times(matrix, s) - q
+        residual = w - times(matrix, s) - q
         mean = (s * w).mean(-1, keepdim=True)
         ds, dw = _newton(factor, matrix, residual, residual - w)
         length = _longest(s, ds, w, dw)
@@ -190,8 +179,8 @@ def _interior(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _newton(factor: Tensor, matrix: Tensor, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    ds = _solve(factor, right)
-    return ds, _times(matrix, ds) - residual
+    ds = solve(factor, right)
+    return ds, times(matrix, ds) - residual
 
 
 def _longest(s: Tensor, ds: Tensor, w: Tensor, dw: Tensor) -> Tensor:
@@ -207,15 +196,3 @@ def _gap(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:
     return (s * w.abs()).sum(-1, keepdim=True) + (-w).amax(-1, keepdim=True).clamp(min=0) * (
         1 + s.sum(-1, keepdim=True)
     )
-
-
-def _solve(factor: Tensor, right: Tensor) -> Tensor:
-    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"

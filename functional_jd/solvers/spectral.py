@@ -18,7 +18,7 @@ def pseudo_inverse(matrix: Tensor) -> Tensor:
 
     Laws:
         Composes with vmap, grad, jvp, compile; derivatives are right while the rank stays what it is, whether or not
-        eigenvalues coincide.
+        eigenvalues coincide. The decomposition waits for a device other than a CPU.
     """
     whole, finite = _finite(matrix)
     return torch.where(finite, torch.linalg.pinv(whole, hermitian=True, rtol=_CUT * matrix.shape[-1]), torch.nan)
@@ -40,7 +40,7 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Laws:
         Composes with vmap, grad, jvp, compile. First derivatives are right while the rank stays what it is, second ones
-        if it is full; those of an eigenvalue where it is simple.
+        if it is full; those of an eigenvalue where it is simple. The decomposition waits for a device other than a CPU.
 
     Source:
         Higham, Functions of Matrices, SIAM 2008, theorem 3.11 (divided differences), chapter 6 (roots by Newton).

@@ -1,12 +1,10 @@
 """The change of a vector, within a ball, by which the row that gains least gains most."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.transforms import transformed
+from functional_jd.solvers.search import on_host, opaque, solve_upper, times
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -48,18 +46,17 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
         weights on the simplex, `v ~ w / rho`, and the step of Newton's method is the dual's objective at w.
     """
-    search = _opaque_search if transformed() else _search  # the wrapping takes as long as a small problem itself
-    found, tau, active, upper, solved = search(cosines.detach(), gains.detach(), sizes.detach(), radius)
+    found, tau, active, upper, solved = _opaque_search(cosines.detach(), gains.detach(), sizes.detach(), radius)
     v = start = torch.where(solved, found, 1)
     rho = sizes.detach()
     slope = (rho * start).sum(-1, keepdim=True)
     for _ in range(2):
-        image = _times(cosines, v)
+        image = times(cosines, v)
         short = _changing(torch.where(active, image + gains - tau * sizes, 0))
         longer = _changing((v * image).sum(-1, keepdim=True) / 2)
         step = ((start * short).sum(-1, keepdim=True) - longer) / slope
         tau = tau + step
-        v = v - _solve(upper, torch.where(active, short - rho * step, 0))
+        v = v - solve_upper(upper, torch.where(active, short - rho * step, 0))
     return torch.where(solved, v, 0 * found)
 
 
@@ -85,18 +82,18 @@ def _search(
         # Who gains that much anyway is not met within the radius: a large offset would only cost digits.
         offset = (beta - tau * rho).clamp(max=1 + 2 * radius) / (1 + radius)
         v = (1 + radius) * linear_complementarity(C, offset.unsqueeze(-2)).squeeze(-2)
-        active = v > _times(C, v) + beta - tau * rho
+        active = v > times(C, v) + beta - tau * rho
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         upper = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye), upper=True)[0]
         length, lower = _length(C, v), bound(v)
         below = jumped & (length < radius * (1 - _TOLERANCE))
         moving = below | ((length > radius * (1 + _TOLERANCE)) & (lower < tau))
         remaining -= 1
-        if remaining == 0 or (_on_host(C) and not moving.any()):
+        if remaining == 0 or (on_host(C) and not moving.any()):
             break
         # While the active set stays, v is linear in tau: its length is the radius at the root of a quadratic. After a
         # jump that was too long comes a step of Newton's.
-        turn = (rho * _solve(upper, torch.where(active, rho, 0))).sum(-1, keepdim=True)
+        turn = (rho * solve_upper(upper, torch.where(active, rho, 0))).sum(-1, keepdim=True)
         slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - radius**2
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
         jumped = moving & ~below & (root < lower)
@@ -113,11 +110,7 @@ def _search(
     )
 
 
-_opaque_search = torch.library.custom_op("functional_jd::worst_gain_search", _search, mutates_args=())
-
-
-@_opaque_search.register_fake
-def _(
+def _fake(
     cosines: Tensor,
     gains: Tensor,
     sizes: Tensor,  # noqa: ARG001
@@ -133,13 +126,7 @@ def _(
     )
 
 
-@_opaque_search.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    batched = [
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
-    ]
-    return _opaque_search(*batched, inputs[3]), (0, 0, 0, 0, 0)
+_opaque_search = opaque("functional_jd::worst_gain_search", _search, _fake)
 
 
 def _changing(residual: Tensor) -> Tensor:
@@ -147,19 +134,5 @@ def _changing(residual: Tensor) -> Tensor:
     return residual - residual.detach()
 
 
-def _solve(upper: Tensor, right: Tensor) -> Tensor:
-    # Not cholesky_solve: the compiler cannot trace its forward derivative.
-    half = torch.linalg.solve_triangular(upper.mT, right.unsqueeze(-1), upper=False)
-    return torch.linalg.solve_triangular(upper, half, upper=True).squeeze(-1)
-
-
 def _length(cosines: Tensor, v: Tensor) -> Tensor:
-    return (v * _times(cosines, v)).sum(-1, keepdim=True).clamp(min=0).sqrt()
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu"
+    return (v * times(cosines, v)).sum(-1, keepdim=True).clamp(min=0).sqrt()

@@ -127,7 +127,7 @@ def test_a_batch_of_gradients_compiles():
 def test_errors_name_the_place():
     with pytest.raises(ValueError, match=r"aligned_mtl: scale_mode .* found 'max'"):
         aligned_mtl(scale_mode="max")
-    with pytest.raises(ValueError, match=r"aligned_mtl: .* found 2 preferences and 3 rows"):
+    with pytest.raises(ValueError, match=r"aligned_mtl: .* found 2 and 3 rows"):
         direction(J3, [1.0, 1.0])
     with pytest.raises(ValueError, match="aligned_mtl: preference"):
         aligned_mtl([-1.0, 1.0])

@@ -121,7 +121,7 @@ def test_a_batch_of_gradients_compiles():
 
 
 def test_errors_name_the_place():
-    with pytest.raises(ValueError, match=r"config: .* found 2 preferences and 3 rows"):
+    with pytest.raises(ValueError, match=r"config: .* found 2 and 3 rows"):
         direction(J3, [1.0, 1.0])
     with pytest.raises(ValueError, match="config: preference"):
         config([0.0, 0.0])

@@ -67,5 +67,5 @@ def test_weights_that_are_not_floating_point_are_refused():
 
 
 def test_weights_that_do_not_match_the_rows_are_refused():
-    with pytest.raises(ValueError, match="found 2 weights and 3 rows"):
+    with pytest.raises(ValueError, match="found 2 and 3 rows"):
         aggregate(constant([1.0, 2.0]), torch.eye(3))

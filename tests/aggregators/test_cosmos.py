@@ -82,5 +82,5 @@ def test_losses_of_zero_give_a_direction_that_is_not_finite():
 def test_hyper_parameters_are_checked(reward):
     with pytest.raises(ValueError, match="cosmos: lambda_ must be finite and not negative, found"):
         cosmos(reward, [1.0])
-    with pytest.raises(ValueError, match="cosmos: weights must not be negative, and one must be positive, found"):
+    with pytest.raises(ValueError, match="cosmos: weights must be finite and non-negative, with a pos"):
         cosmos(1.0, [0.0, 0.0])

@@ -2,53 +2,38 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from sequences import check_form, check_poison, check_slopes, check_transforms, number, sequences, values
 
-from functional_jd.aggregation import aggregate, combine, start
+from functional_jd.aggregation import aggregate, combine
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
 from functional_jd.jacobian import jacobian_fn
-from functional_jd.testing.measures import form
 
 torch.set_num_threads(1)
 
-sequences = st.tuples(st.just(4), st.integers(1, 4), st.integers(1, 4)).flatmap(
-    lambda shape: st.tuples(
-        hnp.arrays(np.float64, shape, elements=st.integers(-3, 3)),
-        hnp.arrays(np.float64, shape[:2], elements=st.integers(1, 8)),
-    )
-)
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
-
-
-def values(k):
-    return ((torch.arange(3) * (k + 2) + k) % 5 + 1).double() / 2
+RULE = db_mtl(0.6, 0.3)
 
 
 def in_loops(sequence, losses, beta, beta_sigma):
     """The direction of every call, number by number."""
     _, m, n = sequence.shape
     average = [[0.0] * n for _ in range(m)]
-    for t, (rows, values) in enumerate(zip(sequence.tolist(), losses.tolist(), strict=True), start=1):
+    for t, (rows, found) in enumerate(zip(sequence.tolist(), losses.tolist(), strict=True), start=1):
         b = beta / t**beta_sigma
         for i in range(m):
-            average[i] = [b * old + (1 - b) * new / values[i] for old, new in zip(average[i], rows[i], strict=True)]
+            average[i] = [b * old + (1 - b) * new / found[i] for old, new in zip(average[i], rows[i], strict=True)]
         lengths = [math.sqrt(math.fsum(x * x for x in row)) for row in average]
         longest = max(lengths)
         yield [math.fsum(longest / lengths[i] * average[i][p] for i in range(m) if lengths[i]) for p in range(n)]
 
 
-@given(sequences, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.5]))
+@given(sequences(), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.5]))
 def test_equal_to_the_paper_s_equations_in_plain_loops(case, beta, beta_sigma):
     sequence, losses = case
     rule, state = db_mtl(beta, beta_sigma), None
@@ -146,45 +131,19 @@ def test_losses_that_are_not_positive_give_nan(bad):
 
 
 def test_a_jacobian_that_is_not_finite_is_not_hidden():
-    J = number(0)
-    state = aggregate(db_mtl(), J, losses=values(0)).state
-    J[1, 2] = torch.inf
-    assert not aggregate(db_mtl(), J, state, losses=values(0)).direction.isfinite().any()
+    check_poison(RULE)
 
 
 def test_the_state_keeps_its_form_from_the_start_on():
-    half = number(0).half()
-    old = start(db_mtl(), half, losses=values(0))
-    assert form(old) == form(aggregate(db_mtl(), half, old, losses=values(0)).state)
-    assert old.rows.dtype == torch.float32
+    assert check_form(RULE).rows.dtype == torch.float32
 
 
-def third(J, losses):
-    rule = db_mtl(0.6, 0.3)
-    state = aggregate(rule, J, losses=losses).state
-    state = aggregate(rule, J.sin(), state, losses=losses + 1).state
-    return aggregate(rule, J * J, state, losses=losses**2).direction
-
-
-def test_derivatives_are_those_of_finite_differences():
-    inputs = (number(1).add(0.5).div(3).requires_grad_(), values(1).requires_grad_())
-    assert torch.autograd.gradcheck(third, inputs, check_forward_ad=True)
-
-
-def test_derivatives_are_finite_at_zeros():
-    J = number(1)
-    J[1] = 0
-    assert torch.func.grad(lambda J: third(J, values(1)).sum())(J).isfinite().all()
-    _, tangent = torch.func.jvp(lambda J: third(J, values(1)), (J,), (torch.ones_like(J),))
-    assert tangent.isfinite().all()
+def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
+    check_slopes(RULE)
 
 
 def test_a_batch_is_the_loop_also_compiled():
-    batch, losses = (torch.stack([f(k) for k in range(3)]) for f in (number, values))
-    loop = torch.stack([third(*case) for case in zip(batch, losses, strict=True)])
-    torch.testing.assert_close(torch.vmap(third)(batch, losses), loop)
-    compiled = torch.compile(torch.vmap(third), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch, losses), loop)
+    check_transforms(RULE)
 
 
 @pytest.mark.parametrize("wrong", [{"beta": 1.0}, {"beta": torch.nan}, {"beta_sigma": -1.0}])

@@ -171,5 +171,5 @@ def test_preferences_that_are_none_are_refused():
         dualproj([-1.0, 2.0])
     with pytest.raises(TypeError, match="dualproj: preference must be a floating-point tensor"):
         dualproj(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="found 2 preferences and 3 rows"):
+    with pytest.raises(ValueError, match="found 2 and 3 rows"):
         aggregate(dualproj([1.0, 2.0]), torch.eye(3))

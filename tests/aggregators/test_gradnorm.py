@@ -5,40 +5,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from sequences import check_form, check_poison, check_slopes, check_transforms, number, sequences, values
 
-from functional_jd.aggregation import aggregate, start
+from functional_jd.aggregation import aggregate
 from functional_jd.aggregators.gradnorm import gradnorm
-from functional_jd.testing.measures import form
 
 torch.set_num_threads(1)
 
-sequences = st.tuples(st.just(4), st.integers(1, 4), st.integers(1, 4)).flatmap(
-    lambda shape: st.tuples(
-        hnp.arrays(np.float64, shape, elements=st.integers(-3, 3)),
-        hnp.arrays(np.float64, shape[:2], elements=st.integers(1, 8)),
-    )
-)
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
-
-
-def values(k):
-    return ((torch.arange(3) * (k + 2) + k) % 5 + 1).double() / 2
+RULE = gradnorm(rate=0.3)
 
 
 def by_autograd(sequence, losses, alpha, rate):
     """The weights of every call, from the derivative of the published loss, as long as there is one."""
     m = losses.shape[1]
     s = torch.zeros(m, dtype=torch.float64)
-    for rows, values in zip(torch.from_numpy(sequence), torch.from_numpy(losses), strict=True):
+    for rows, found in zip(torch.from_numpy(sequence), torch.from_numpy(losses), strict=True):
         s.requires_grad_()
         w = m * torch.softmax(s, dim=0)
         yield w.tolist()
         lengths = torch.stack([(weight * row).norm() for weight, row in zip(w, rows, strict=True)])
-        left = values / torch.from_numpy(losses[0])
+        left = found / torch.from_numpy(losses[0])
         target = (lengths.mean() * (left / left.mean()) ** alpha).detach()
         gaps = (lengths - target).abs()
         if lengths.max() == 0 or (m > 1 and gaps.min() < 1e-6):
@@ -59,7 +45,7 @@ def check(sequence, losses, alpha, rate):
     return compared
 
 
-@given(sequences, st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.025, 0.5]))
+@given(sequences(), st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.025, 0.5]))
 def test_equal_to_the_derivative_of_the_published_loss(case, alpha, rate):
     check(*case, alpha, rate)
 
@@ -69,7 +55,7 @@ def test_equal_to_the_derivative_of_the_published_loss_over_many_calls():
     assert check(sequence, losses, 1.5, 0.5) == 10
 
 
-@given(sequences)
+@given(sequences())
 def test_weights_are_positive_and_add_up_to_the_number_of_rows(case):
     rule, state = gradnorm(rate=1.0), None
     for rows, losses in zip(*map(torch.from_numpy, case), strict=True):
@@ -135,43 +121,19 @@ def test_invalid_losses_give_nan_at_once(first, later):
 
 
 def test_a_jacobian_that_is_not_finite_is_not_hidden():
-    J = number(0)
-    J[1, 2] = torch.inf
-    assert not aggregate(gradnorm(), J, losses=values(0)).direction.isfinite().any()
+    check_poison(RULE)
 
 
 def test_the_state_keeps_its_form_from_the_start_on():
-    half = number(0).half()
-    old = start(gradnorm(), half, losses=values(0).half())
-    assert form(old) == form(aggregate(gradnorm(), half, old, losses=values(0).half()).state)
+    check_form(RULE)
 
 
-def third(J, losses):
-    rule = gradnorm(rate=0.3)
-    state = aggregate(rule, J, losses=losses).state
-    state = aggregate(rule, J.sin(), state, losses=losses + 1).state
-    return aggregate(rule, J * J, state, losses=losses**2).direction
-
-
-def test_derivatives_are_those_of_finite_differences():
-    inputs = (number(1).add(0.5).div(3).requires_grad_(), values(1).requires_grad_())
-    assert torch.autograd.gradcheck(third, inputs, check_forward_ad=True)
-
-
-def test_derivatives_are_finite_at_zeros():
-    J = number(1)
-    J[1] = 0
-    assert torch.func.grad(lambda J: third(J, values(1)).sum())(J).isfinite().all()
-    _, tangent = torch.func.jvp(lambda J: third(J, values(1)), (J,), (torch.ones_like(J),))
-    assert tangent.isfinite().all()
+def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
+    check_slopes(RULE)
 
 
 def test_a_batch_is_the_loop_also_compiled():
-    batch, losses = (torch.stack([f(k) for k in range(3)]) for f in (number, values))
-    loop = torch.stack([third(*case) for case in zip(batch, losses, strict=True)])
-    torch.testing.assert_close(torch.vmap(third)(batch, losses), loop)
-    compiled = torch.compile(torch.vmap(third), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch, losses), loop)
+    check_transforms(RULE)
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": -1.0}, {"alpha": torch.nan}, {"rate": 0.0}, {"rate": torch.inf}])

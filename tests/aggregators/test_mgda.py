@@ -72,6 +72,14 @@ def test_the_duality_gap_is_rounding(m):
         assert gap(rows) <= 1e-12
 
 
+@pytest.mark.parametrize("m", [64, 100, 128])
+def test_weights_of_dependent_rows_stay_in_the_simplex(m):
+    for seed in range(6):
+        for rank in (1, 3, m // 2):
+            J = random_rows(m, rank, seed=seed) @ random_rows(rank, rank + 4, seed=seed + 1)
+            assert gap(J) <= 1e-10 * m
+
+
 @pytest.mark.parametrize("dot", [-3.0, 0.5, 1.0, 3.0, 4.0])
 def test_two_rows_in_closed_form(dot):
     J = torch.tensor([[1.0, 0], [dot, 2.0]], dtype=torch.float64)

@@ -140,6 +140,27 @@ def test_zero_equal_and_stationary_rows():
     assert (direction(torch.cat([J3, -2 * J3[:1]])) == 0).all()
 
 
+@pytest.mark.parametrize("cosine", [-1.0, -1 + 1e-9, -0.5, 0.0, 0.9, 1.0])
+def test_two_rows_have_the_bisector_of_length_root_two(cosine):
+    second = torch.tensor([cosine, (1 - cosine**2) ** 0.5], dtype=torch.float64)
+    J = torch.stack([torch.tensor([1.0, 0], dtype=torch.float64), 1e6 * second])
+    middle = J[0] + second
+    expected = 0 * middle if cosine == -1 else middle / middle.norm() * 2**0.5
+    torch.testing.assert_close(direction(J, 0.0), expected, rtol=1e-6, atol=1e-12)
+    assert torch.equal(direction(torch.stack([J[0], 0 * J[0]])), J[0])
+    assert jacrev(direction)(J).isfinite().all()
+
+
+def test_derivatives_of_two_rows_are_those_of_differences():
+    f = lambda J: direction(J, 0.0)
+    torch.testing.assert_close(jacrev(f)(J3[:2]), differences(f, J3[:2]), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(jacfwd(f)(J3[:2]), differences(f, J3[:2]), rtol=1e-6, atol=1e-8)
+    batch = torch.stack([J3[:2], J3[1:]])
+    expected = torch.stack([f(J) for J in batch])
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(batch), expected)
+
+
 def differences(f, x, h=1e-5):
     steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
     slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)

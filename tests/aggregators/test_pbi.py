@@ -86,7 +86,7 @@ def test_derivatives_are_finite_on_the_ray():
 def test_hyper_parameters_are_checked(theta):
     with pytest.raises(ValueError, match="pbi: theta must be finite and not negative, found"):
         pbi(theta, [1.0])
-    with pytest.raises(ValueError, match="pbi: weights must not be negative, and one must be positive, found"):
+    with pytest.raises(ValueError, match="pbi: weights must be finite and non-negative, with a pos"):
         pbi(1.0, [0.0, 0.0])
     with pytest.raises(ValueError, match="pbi: reference must be finite, found"):
         pbi(1.0, [1.0], [theta if theta != -1 else math.nan])

@@ -159,5 +159,5 @@ def test_hyper_parameters_are_checked(wrong):
 def test_a_second_jacobian_and_one_preference_per_row_are_wanted():
     with pytest.raises(ValueError, match="independent batches"):
         aggregate(sdmgrad(), number(0))
-    with pytest.raises(ValueError, match=r"sdmgrad: .* 2 preferences and 3 rows"):
+    with pytest.raises(ValueError, match=r"sdmgrad: .* 2 and 3 rows"):
         aggregate(sdmgrad(preference=[1.0, 2.0]), number(0), None, other(0))

@@ -95,5 +95,5 @@ def test_mu_is_checked(mu):
 def test_what_belongs_to_objectives_is_checked(wrong):
     with pytest.raises(ValueError, match=f"stch: {next(iter(wrong))} must"):
         stch(**wrong)
-    with pytest.raises(ValueError, match="stch: expected one of weights per loss, found 2 and 3 losses"):
+    with pytest.raises(ValueError, match="stch: weights must be one per row, found 2 and 3 rows"):
         calls(stch(weights=[1.0, 2.0]), LOSSES)

@@ -50,5 +50,5 @@ def test_a_loss_that_is_nan_is_not_hidden():
 def test_what_belongs_to_objectives_is_checked(wrong):
     with pytest.raises(ValueError, match=f"tchebycheff: {next(iter(wrong))} must"):
         tchebycheff(**wrong)
-    with pytest.raises(ValueError, match="tchebycheff: expected one of reference per loss, found 2 and 3 losses"):
+    with pytest.raises(ValueError, match="tchebycheff: reference must be one per row, found 2 and 3 rows"):
         calls(tchebycheff(reference=[1.0, 2.0]), LOSSES)

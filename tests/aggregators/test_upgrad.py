@@ -285,5 +285,5 @@ def test_a_preference_that_is_not_floating_point_is_refused():
 
 
 def test_a_preference_that_does_not_match_the_rows_is_refused():
-    with pytest.raises(ValueError, match="found 2 preferences and 3 rows"):
+    with pytest.raises(ValueError, match="found 2 and 3 rows"):
         aggregate(upgrad([1.0, 2.0]), torch.eye(3))

@@ -74,7 +74,7 @@ def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
     M, q = A @ A.T, x @ A.T
     looking = linear_complementarity(M, q)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lcp, "_on_host", lambda _: False)
+        patch.setattr(lcp, "on_host", lambda _: False)
         blind = linear_complementarity(M, q)
     torch.testing.assert_close(blind @ A, looking @ A, rtol=0, atol=1e-9)
 
@@ -83,7 +83,7 @@ def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
 @pytest.mark.parametrize("on_host", [True, False])
 def test_equal_to_non_negative_least_squares(m, n, on_host, monkeypatch):
     if not on_host:
-        monkeypatch.setattr(lcp, "_on_host", lambda _: False)
+        monkeypatch.setattr(lcp, "on_host", lambda _: False)
     generator = torch.Generator().manual_seed(m)
     A = torch.randn(m, n, generator=generator, dtype=torch.float64)
     A = A / A.norm(dim=1, keepdim=True)
@@ -169,5 +169,5 @@ def test_vmapped_compiles_whole(f):  # the compiler cannot trace forward mode un
 def test_the_search_is_a_sound_operator():
     M, q = random_problem(4, 6)
     allowed = torch.ones_like(q, dtype=torch.bool)
-    torch.library.opcheck(lcp._opaque_search, (M, q, allowed))
-    torch.library.opcheck(lcp._opaque_search, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
+    torch.library.opcheck(lcp._opaque_search.op, (M, q, allowed))
+    torch.library.opcheck(lcp._opaque_search.op, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))

@@ -55,7 +55,7 @@ def test_equal_to_bisection_by_least_distance_programs(m, radius):
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_conditions_hold(m, radius, on_host, monkeypatch):
     if not on_host:
-        monkeypatch.setattr(worst_gain, "_on_host", lambda _: False)
+        monkeypatch.setattr(worst_gain, "on_host", lambda _: False)
     N, x, sizes = problem(m, spread=12.0)
     v = solve(N, x, sizes, radius)
     y = v @ N
@@ -100,4 +100,4 @@ def test_a_batch_is_the_loop_and_what_is_not_finite_stays_where_it_is():
 
 def test_the_search_is_a_sound_operator():
     N, x, sizes = problem(4)
-    torch.library.opcheck(worst_gain._opaque_search, (N @ N.T, N @ x, sizes, 0.5))
+    torch.library.opcheck(worst_gain._opaque_search.op, (N @ N.T, N @ x, sizes, 0.5))

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_jd.orders import random_orders
 from functional_jd.random import key, split
-from functional_jd.solvers.orders import random_orders
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(1, 9))

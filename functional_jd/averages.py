@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from functional_jd.rows import as_matrix, beside, wide
 from functional_jd.tree import tree_leaves, tree_map
 from functional_jd.types import Carried, Jacobian, Tree
 
 
 def no_rows(jacobian: Jacobian) -> Tree:
     """Zeros like the Jacobian, at least float32: what is remembered before the first call."""
-    return tree_map(lambda leaf: torch.zeros_like(_wide(leaf)), jacobian)
+    return tree_map(lambda leaf: torch.zeros_like(wide(leaf)), jacobian)
 
 
 def moved(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> Tree:
@@ -26,7 +27,7 @@ def moved(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) -> Tree
     """
 
     def move(old: Tensor, leaf: Tensor) -> Tensor:
-        return keep.to(old.dtype) * old + _spread(factors, leaf).to(old.dtype) * leaf
+        return keep.to(old.dtype) * old + beside(factors, leaf).to(old.dtype) * leaf
 
     return tree_map(move, rows, jacobian)
 
@@ -45,25 +46,13 @@ def carried(rows: Tree, keep: Tensor, factors: Tensor, weights: Tensor) -> Tree:
     """
 
     def carry(leaf: Tensor) -> Carried:
-        rest = ((weights * keep).to(leaf.dtype) @ _matrix(leaf)).reshape(leaf.shape[1:])
-        return Carried(_spread(weights * factors, leaf), rest)
+        rest = ((weights * keep).to(leaf.dtype) @ as_matrix(leaf)).reshape(leaf.shape[1:])
+        return Carried(beside(weights * factors, leaf), rest)
 
     return tree_map(carry, rows)
 
 
 def row_norms(jacobian: Jacobian) -> Tensor:
     """The norms of the rows: float64 `[m]`, added up in float64. A row of zeros has derivative zero."""
-    leaves = [torch.linalg.vector_norm(_matrix(leaf), dim=1, dtype=torch.float64) for leaf in tree_leaves(jacobian)]
+    leaves = [torch.linalg.vector_norm(as_matrix(leaf), dim=1, dtype=torch.float64) for leaf in tree_leaves(jacobian)]
     return torch.linalg.vector_norm(torch.stack(leaves), dim=0)
-
-
-def _wide(leaf: Tensor) -> Tensor:
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-
-
-def _matrix(leaf: Tensor) -> Tensor:
-    return leaf if leaf.ndim == 2 else leaf.reshape(leaf.shape[0], leaf.shape[1:].numel())
-
-
-def _spread(weights: Tensor, leaf: Tensor) -> Tensor:
-    return weights.reshape(-1, *[1] * (leaf.ndim - 1))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.solvers.moving_average import carried, moved, no_rows, row_norms
+from functional_jd.averages import carried, moved, no_rows, row_norms
 from functional_jd.testing.strategies import jacobians
 
 torch.set_num_threads(1)
