@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from functional_jd.rows import wide
+
 Options: TypeAlias = dict[str, Any]
 
 Rows: TypeAlias = Callable[[Tensor, Tensor, Options], Tensor]
@@ -21,7 +23,7 @@ Normalize: TypeAlias = Callable[[Tensor, Options], Tensor]
 def _times(x: Tensor, gradient: Tensor, options: Options) -> Tensor:
     """Rows of a factor, broadcast or not."""
     aligned = x.reshape(len(x), *[1] * (gradient.ndim - x.ndim), *x.shape[1:])
-    return _summed(_wide(gradient) * _wide(aligned), options["shape"])
+    return _summed(wide(gradient) * wide(aligned), options["shape"])
 
 
 def plus(_x: Tensor, gradient: Tensor, options: Options) -> Tensor:
@@ -37,7 +39,7 @@ def _minus(_x: Tensor, gradient: Tensor, options: Options) -> Tensor:
 def slopes(x: Tensor, gradient: Tensor, options: Options) -> Tensor:
     """Rows of what `prelu` multiplies negative numbers by: one number, or one for each channel."""
     trailing = gradient.ndim - 3 if options["shape"].numel() > 1 else 0
-    return _summed(_wide(gradient) * _wide(x).clamp(max=0), options["shape"], trailing)
+    return _summed(wide(gradient) * wide(x).clamp(max=0), options["shape"], trailing)
 
 
 def _scales(normalize: Normalize, *, channels: bool) -> Rows:
@@ -45,7 +47,7 @@ def _scales(normalize: Normalize, *, channels: bool) -> Rows:
 
     def rows(x: Tensor, gradient: Tensor, options: Options) -> Tensor:
         trailing = gradient.ndim - 3 if channels else 0
-        return _summed(_wide(gradient) * normalize(_wide(x), options), options["shape"], trailing)
+        return _summed(wide(gradient) * normalize(wide(x), options), options["shape"], trailing)
 
     return rows
 
@@ -92,16 +94,11 @@ def _by_statistics(x: Tensor, options: Options) -> Tensor:
     return nn.functional.batch_norm(x.flatten(0, 1), mean, var, eps=options.get("eps", 1e-5)).view_as(x)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _summed(rows: Tensor, shape: torch.Size, trailing: int = 0) -> Tensor:
     """`[m, *y]` as `[m, *shape]`: the sum over all along which that shape is broadcast, so many dimensions after it."""
     aligned = (*[1] * (rows.ndim - 1 - len(shape) - trailing), *shape, *[1] * trailing)
     dims = [d for d, size in enumerate(aligned, start=1) if size == 1]
-    total = rows.sum(dims, dtype=torch.promote_types(rows.dtype, torch.float32)) if dims else _wide(rows)
+    total = rows.sum(dims, dtype=torch.promote_types(rows.dtype, torch.float32)) if dims else wide(rows)
     return total.reshape(len(rows), *shape)
 
 

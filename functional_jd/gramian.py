@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_jd.aggregation import combine
 from functional_jd.aggregation import gramian as gramian_of
-from functional_jd.factors import Block, block_of
+from functional_jd.factors import gramian_of_parts
 from functional_jd.jacobian import jacobian_fn
 from functional_jd.objectives import Multitask, PerExample
 from functional_jd.precision import full_precision, portable
@@ -28,9 +28,10 @@ from functional_jd.pullback import (
     requires_grad,
     row_scales,
 )
+from functional_jd.rows import wide
 from functional_jd.scaling import ScaleState, multiplier
 from functional_jd.tapped import Seen, linearize_tapped, taps_of
-from functional_jd.taps import Tap, Tapping
+from functional_jd.taps import Factors, Tap, Tapping
 from functional_jd.transforms import transformed
 from functional_jd.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.types import Direction, Gramian, Jacobian, LossFunction, MultitaskJacobian, Tree
@@ -103,14 +104,14 @@ def gramian_fn(
             f"gramian_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
         )
     differentiate = jacobian_fn(losses, argnums=argnums, has_aux=has_aux, scale=scale)
-    factor = None if scale is None else multiplier(scale)
+    factor = None if scale is None else multiplier(scale, _HERE)
 
     def gramian_and_losses(*args: Any) -> tuple[Gramian, Any, Callable[[Tensor], Direction]]:
         functional = transformed() or requires_grad((args, factor))
         found = _by_taps(losses, argnums, args, Plan(has_aux, factor, functional))
         if found is None:
             jacobian, values = differentiate(*args)
-            found = _by_rows(jacobian if factor is None else tree_map(_wide, jacobian), values)
+            found = _by_rows(jacobian if factor is None else tree_map(wide, jacobian), values)
         gramian, values, pullback = found
         if factor is None:
             return gramian, values, pullback
@@ -259,7 +260,7 @@ def _multitask(losses: Multitask, params: Tree, args: tuple[Any, ...], plan: Pla
     rows = pull_rows(point, between, _mode(), None)
     gramian, pullback = _together(taps, edges, rows, _like(leaves, plan), len(between[0]))
     shaped = _shaped(pullback, structure)
-    own = gradient if plan.scale is None else tree_map(_wide, gradient)
+    own = gradient if plan.scale is None else tree_map(wide, gradient)
     return _blamed(gramian, gradient), values, lambda weights: {"shared": shaped(weights), "heads": own}
 
 
@@ -316,29 +317,25 @@ def _together(
 ) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
     """The Gramian of all leaves and their pullback, from the rows by edge, and behind them by leaf."""
     by_edge = dict(zip(edges, rows, strict=False))
-    blocks: list[Block] = []
+    by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
     with full_precision(leaves):
-        for index, (leaf, direct) in enumerate(zip(leaves, rows[len(edges) :], strict=True)):
-            uses = [(tap, by_edge[tap.edge]) for tap in taps if tap.leaf == index]
-            formed = [tap.form(gradient) for tap, gradient in uses if gradient is not None]
-            blocks.append(block_of([*formed, *([] if direct is None else [direct])], leaf, m))
-        gramian = torch.stack([block.gramian for block in blocks]).sum(0)
+        for tap in taps:
+            gradient = by_edge[tap.edge]
+            if gradient is not None:
+                by_leaf[tap.leaf].append(tap.form(gradient))
+        gramian, pull = gramian_of_parts(by_leaf, leaves, m)
         gramian = (gramian + gramian.mT) / 2  # products of factors round differently on either side
 
     def pullback(weights: Tensor) -> list[Tensor]:
         with full_precision(leaves):
-            return [block.pullback(weights) for block in blocks]
+            return pull(weights)
 
     return gramian, pullback
 
 
 def _like(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
     """What the direction is like: what was unscaled is at least float32, without a number of its own."""
-    return leaves if plan.scale is None else [_wide(x.new_empty(())).expand(x.shape) for x in leaves]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return leaves if plan.scale is None else [wide(x.new_empty(())).expand(x.shape) for x in leaves]
 
 
 def _shaped(pullback: Callable[[Tensor], list[Tensor]], structure: Structure) -> Callable[[Tensor], Direction]:

@@ -27,6 +27,7 @@ from functional_jd.pullback import (
     row_scales,
     stacked_rows,
 )
+from functional_jd.rows import beside, wide
 from functional_jd.scaling import ScaleState, multiplier
 from functional_jd.transforms import transformed
 from functional_jd.tree import floating_leaves, tree_map, tree_unflatten
@@ -86,8 +87,9 @@ def jacobian_fn(
         leaves `[m, *p]` in the parameters' dtypes; for `multitask` losses `MultitaskJacobian(shared, heads)`. Losses
         come back in the structure that the function gave them. Parameters that no objective depends on have rows of
         zeros. With one scale per objective, a row that overflowed in the heads is NaN in `shared` and left out of the
-        sum that is `heads`: so its own scale backs off, not all. An infinite derivative of one element of a tensor of
-        losses can make its neighbours' rows NaN, as 0 x inf; losses of their own in a pytree, and examples, stay apart.
+        sum that is `heads`: so its own scale backs off, not all. An infinite derivative of one objective can make other
+        rows NaN, as 0 x inf, where rows are differentiated together. Examples stay apart, and in the loop so do losses
+        that are tensors of their own.
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
@@ -113,7 +115,7 @@ def jacobian_fn(
         raise ValueError(f"jacobian_fn: mode must be one of {', '.join(MODES)}, found {mode!r}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"jacobian_fn: chunk_size must be None or at least 1, found {chunk_size}. 1 is the loop.")
-    factor = None if scale is None else multiplier(scale)
+    factor = None if scale is None else multiplier(scale, _HERE)
     if chunk_size == 1 and mode in ("auto", "vmap"):
         mode = "loop"
 
@@ -231,9 +233,9 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, scale: Tensor
     present = [row for row in heads if row is not None]
     if scale is not None and scale.ndim and present and any(row is not None for row in features):
         finite = torch.stack([row.isfinite().reshape(len(row), row.shape[1:].numel()).all(1) for row in present]).all(0)
-        heads = [None if row is None else torch.where(_along(finite, row), row, 0) for row in heads]
+        heads = [None if row is None else torch.where(beside(finite, row), row, 0) for row in heads]
         blame = torch.where(finite, 0.0, torch.nan)
-        features = [None if row is None else row + _along(blame, row).to(row.dtype) for row in features]
+        features = [None if row is None else row + beside(blame, row).to(row.dtype) for row in features]
     return [None if row is None else _unscaled_sum(row, None if scale is None else factors) for row in heads], features
 
 
@@ -241,14 +243,10 @@ def _one_row(gradient: Rows, n_heads: int, factor: Tensor, scale: Tensor | None)
     """The same for a single row, by tensors without a dimension of rows."""
     if scale is None:
         # Copies: autograd may hand out one tensor for two parameters.
-        heads = [None if g is None else _wide(g, copy=True) for g in gradient[:n_heads]]
+        heads = [None if g is None else wide(g.clone()) for g in gradient[:n_heads]]
         return heads, gradient[n_heads:]
     heads, features = _heads_and_features([None if g is None else g[None] for g in gradient], n_heads, factor, scale)
     return heads, [None if g is None else g[0] for g in features]
-
-
-def _along(flags: Tensor, rows: Tensor) -> Tensor:
-    return flags.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def _reverse(point: Linearized, leaves: list[Tensor], factors: Tensor, plan: Plan) -> Rows:
@@ -258,12 +256,24 @@ def _reverse(point: Linearized, leaves: list[Tensor], factors: Tensor, plan: Pla
         graph = nodes(point.outputs)
         if is_linear(graph):
             try:
-                return _columns(point, leaves, factors, plan.chunk_size)
+                rows = _columns(point, leaves, factors, plan.chunk_size)
+                if _adds_up(point, rows, factors):
+                    return rows
             except torch.OutOfMemoryError:
                 raise
             except Exception:
                 pass  # a node without a second derivative
     return objective_rows(point, factors, plan.mode, plan.chunk_size)
+
+
+def _adds_up(point: Linearized, rows: Rows, factors: Tensor) -> bool:
+    """Whether the rows add up to the gradient of the sum: a hook that is not linear, or leaves the graph, is seen by
+    nothing else. To a thousandth of the size of the terms; here, outside transforms, values may be looked at.
+    """
+    parts = factors.split([y.numel() for y in point.outputs])
+    sums = point.pullback([part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, point.outputs, strict=True)])
+    pairs = [(torch.zeros_like(g) if r is None else r, g) for r, g in zip(rows, sums, strict=True) if g is not None]
+    return all(bool(((r.sum(0) - g).abs() <= 1e-3 * r.abs().sum(0).amax()).all()) for r, g in pairs if g.numel())
 
 
 def _columns(point: Linearized, leaves: list[Tensor], factors: Tensor, chunk_size: int | None) -> Rows:
@@ -300,7 +310,8 @@ def _forward(
             def of_leaf(leaf: Tensor) -> list[Tensor]:
                 return f([*leaves[:index], leaf, *leaves[index + 1 :]])[0]
 
-            return torch.func.jvp(of_leaf, (leaves[index],), (tangent,))[1]
+            # A copy: forward mode refuses numbers that share memory.
+            return torch.func.jvp(of_leaf, (leaves[index].clone(),), (tangent,))[1]
 
         leaf = leaves[index]
         basis = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device).reshape(leaf.numel(), *leaf.shape)
@@ -338,16 +349,12 @@ def _selected(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[Tree
 
 def _unscaled_sum(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Sum rows `[m, *p]`, each divided by its scale, in at least float32."""
-    wide = _wide(rows)
+    rows = wide(rows)
     if scale is None:
-        return wide.sum(0)
-    inverse = row_scales(scale, len(rows), rows, _HERE).double().reciprocal().to(wide.dtype)
+        return rows.sum(0)
+    inverse = row_scales(scale, len(rows), rows, _HERE).double().reciprocal().to(rows.dtype)
     with full_precision(rows):
-        return torch.tensordot(inverse, wide, dims=1)
-
-
-def _wide(x: Tensor, copy: bool = False) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=copy)
+        return torch.tensordot(inverse, rows, dims=1)
 
 
 def _filled(rows: Rows, leaves: list[Tensor], m: int) -> list[Tensor]:

@@ -1,17 +1,19 @@
-"""Norms without weight and bias: a workaround for derivatives of rows that are differentiated together."""
+"""Norms in parts: a workaround for second derivatives that torch gets wrong."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
 class AffineApart(TorchFunctionMode):
-    """Runs norms without weight and bias, which are applied apart.
+    """Runs norms without weight and bias, which are applied apart, and the norm of a weight by itself.
 
     Where rows are differentiated together, torch takes the mean and deviation that a norm saved for constants as soon
-    as its weight asks for a gradient: derivatives of the rows would be wrong (functorch#534).
+    as its weight asks for a gradient: derivatives of the rows would be wrong (functorch#534). So are those of
+    `weight_norm`, whose second backward pass takes the norm that it saved for a constant.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +49,12 @@ def _affine(plain: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
     return (y if bias is None else y + bias).to(plain.dtype)
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 _NORMS: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateUsage]
     nn.functional.layer_norm: _layer_norm,
     nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
     nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),

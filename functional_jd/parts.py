@@ -60,6 +60,9 @@ def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
         return WHOLE, _same if cast else None
     if apart or not view.numel():
         return FLAT, None
+    strides = [stride for size, stride in zip(base.shape, base.stride(), strict=True) if size > 1]
+    if len(set(strides)) < len(strides):
+        return FLAT, None  # numbers share memory: a transpose would look like the leaf itself
     ahead = int(view.storage_offset() - base.storage_offset())
     if view.shape == base.shape and view.stride() == base.stride():
         return WHOLE, _same

@@ -291,7 +291,9 @@ def _products(
     """The Gramian without rows that overflowed, which rows did not, the losses, and the way back."""
     products, values, pullback = gramian_fn(losses, scale=scale)(params, *batch)
     rows = products.diagonal().isfinite()
-    # As with unscaled rows, the rule never sees what is not finite; the direction does.
+    # As with unscaled rows, the rule never sees what is not finite, nor anything beside it where one scale is for all;
+    # the direction does.
+    rows = rows if scale.scale.ndim else rows.all().expand_as(rows)
     return torch.where(rows[:, None] & rows, products, 0), rows, values, pullback
 
 

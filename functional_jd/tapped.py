@@ -13,7 +13,7 @@ from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from functional_jd.parts import FLAT, MATRIX, WHOLE, Factors, Part
 from functional_jd.precision import full_precision
 from functional_jd.pullback import Cotangent, Linearized, Rows, linearize
-from functional_jd.taps import Form, Layer, Tap, Tapping, source_of
+from functional_jd.taps import KNOWN, Form, Layer, Tap, Tapping, source_of
 from functional_jd.transforms import level
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -65,13 +65,23 @@ class FunctionalTapping(Tapping):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.unflatten:  # which a compiler cannot follow from here
             func = torch.unflatten
-        if getattr(func, "__name__", "") in _IN_PLACE or "out" in (kwargs or {}):
-            for x in self.copies:  # which one it was, or a view of which, nobody knows
+        if self.copies and (_is_in_place(func, kwargs) or (func not in KNOWN and self.receives_copy(args, kwargs))):
+            for x in self.copies:  # which one was changed, or a view of which, nobody knows
                 self.known.pop(id(x), None)
         before = len(self.ends)
         output = super().__torch_function__(func, types, args, kwargs)
         # A copy goes on, in case that the losses change it in place; a compiler drops it again.
         return output.clone() if len(self.ends) > before and output is self.ends[-1][1] else output
+
+    def receives_copy(self, args: Any, kwargs: Any) -> bool:
+        """Whether an op that nobody knows, which may change what it receives, receives what was made of a leaf."""
+        copies = {id(x) for x in self.copies}
+        given = [*args, *(kwargs or {}).values()]
+        listed = [x for value in given if isinstance(value, list | tuple) for x in value]
+        return any(id(x) in copies for x in (*given, *listed))
+
+    def apart(self, output: Tensor) -> Tensor:
+        return output
 
     def part(self, x: Any) -> Part | None:
         found = self.known.get(id(x))
@@ -86,8 +96,7 @@ class FunctionalTapping(Tapping):
             return
         view = func(part.constant, *args[1:], **kwargs)
         distance, step = way
-        if func in _COPIES:
-            self.copies.append(output)
+        self.copies.append(output)
         self.know(output, Part(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made))))
 
     def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, Part]) -> bool:
@@ -101,6 +110,10 @@ class FunctionalTapping(Tapping):
             shape = {"shape": tuple(part.constant.shape)}
             self.seen.append(Seen(len(self.ends), part, layer.forms[name], options | shape))
         self.ends.append((given[source_of(uses)].clone(), output))
+
+
+def _is_in_place(func: Any, kwargs: Any) -> bool:
+    return getattr(func, "__name__", "") in _IN_PLACE or "out" in (kwargs or {})
 
 
 def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
@@ -139,9 +152,14 @@ def linearize_tapped(f: Callable[[list[Tensor], Tapping], tuple[list[Tensor], An
     outputs, inputs = inside
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
-        filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
+        # Zeros sent through an output would turn an infinity there into NaN; a compiler wants the same graph for all.
+        if torch.compiler.is_compiling():
+            sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
+        else:
+            sent = [(y, c) for y, c in pairs if c is not None]
         with full_precision(leaves):
-            return _gradients(outputs, inputs, filled)[among]
+            return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])[among]
 
     return Tapped(Linearized(point.outputs, point.extra, pullback), seen)
 

@@ -19,6 +19,8 @@ from functional_jd.transforms import level
 from functional_jd.tree import tree_leaves
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+# Modes further out would see each attribute that is asked for, and take longer than it does.
+_unseen: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 class Tap(NamedTuple):
@@ -84,6 +86,8 @@ class Tapping(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _WATCHED:
+            return func(*args, **kwargs)
         if func in _BACKWARD:
             raise OpaqueError  # a derivative within the losses reaches the constants by ways that pass no tap
         if func in _BODIES and any(self.part(x) for x in (*args, *kwargs.values())):
@@ -92,23 +96,33 @@ class Tapping(TorchFunctionMode):
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = {name: part for name in layer.forms if (part := self.part(given.get(name)))}
-            if uses and self.fits(layer, given, uses):
+            with _unseen():
+                fits = bool(uses) and self.fits(layer, given, uses)
+            if fits:
                 taken = given | {name: part.constant for name, part in uses.items()}
                 output = func(*[taken[name] for name in layer.names[: len(args)]], **{k: taken[k] for k in kwargs})
-                self.record(layer, given, uses, output)
+                with _unseen():
+                    output = self.apart(output)
+                    self.record(layer, given, uses, output)
                 return output
         output = func(*args, **kwargs)
         if func in VIEWS and args and (part := self.part(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
 
+    def apart(self, output: Tensor) -> Tensor:
+        """The same numbers, as no view of others: autograd gives a view that is changed in place another path, on which
+        the edge recorded does not lie.
+        """
+        return torch.ops.aten._unsafe_view(output, output.shape) if _bare(output)._is_view() else output
+
     def part(self, x: Any) -> Part | None:
         """What part of a leaf this is, unless it was changed in place since."""
         part, seen, version = self.known.get(id(x), (None, None, 0))
-        return part if seen is not None and _bare(seen)._version == version else None
+        return part if seen is not None and _version(seen) == version else None
 
     def know(self, x: Tensor, part: Part) -> None:
-        self.known[id(x)] = (part, x, _bare(x)._version)
+        self.known[id(x)] = (part, x, _version(x))
 
     def follow(self, part: Part, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Know the parts of a leaf that an op gave."""
@@ -120,7 +134,8 @@ class Tapping(TorchFunctionMode):
         views = func(part.constant, *args[1:], **kwargs)
         pairs = [(output, views)] if isinstance(output, Tensor) else zip(output, views, strict=True)
         for seen, view in pairs:
-            found = part_of(part, view)
+            with _unseen():
+                found = part_of(part, view)
             if found is not None and id(seen) not in self.known:
                 self.know(seen, found)
 
@@ -183,8 +198,14 @@ class Tapping(TorchFunctionMode):
             self.taps.append(Tap(part.leaf, edge, form))
 
 
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    with _unseen():
+        return _bare(x)._version
+
+
 def _bare(x: Tensor) -> Tensor:
-    """Without the dimension that vmap hides: what counts the changes in place."""
+    """The tensor with the dimension that vmap hides: it counts changes in place, and knows what it is a view of."""
     return _functorch.get_unwrapped(x) if _functorch.is_batchedtensor(x) else x
 
 
@@ -354,3 +375,6 @@ _BODIES = {
 }
 """Functions that torch shows as one op, as they go on where it does not."""
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+KNOWN = {*_TABLE, *_BODIES, *VIEWS}
+"""Ops that leave what they receive as it is."""
+_WATCHED = {*KNOWN, *_BACKWARD}

@@ -14,7 +14,7 @@ from zoo import BATCH, MODELS, Case, Cube, Model, mlp, numbers, plain
 
 import functional_jd
 from functional_jd import aggregation, factors
-from functional_jd.objectives import Multitask, multitask, per_example
+from functional_jd.objectives import Multitask, PerExample, multitask, per_example
 from functional_jd.scaling import scale_state
 
 engine = importlib.import_module("functional_jd.gramian")
@@ -657,3 +657,64 @@ def test_what_was_unscaled_is_at_least_float32(kind, known):
     assert direction.dtype == torch.float32
     torch.testing.assert_close(direction, tiny * x.float().sum(0).expand(3, 3), rtol=1e-3, atol=0)
     torch.testing.assert_close(gramian, 3 * tiny**2 * (x.double() @ x.double().mT), rtol=1e-3, atol=0)
+
+
+# What changes in place, or shares its memory
+
+
+def agrees(case, rtol=1e-9, atol=1e-9):
+    weights = numbers(
+        len(case.args[0]) if isinstance(case.losses, PerExample) else len(case.losses(case.params, *case.args))
+    )
+    agree(found(case, weights), expectation(case, weights), rtol, atol)
+
+
+def in_place_after_linear(p, x):  # a linear layer of a batch of sequences gives a view
+    return F.linear(x, p["w"], p["b"]).relu_().square().mean((1, 2))
+
+
+def in_place_after_convolution(p, x):  # and so does a convolution of one image
+    return torch.stack([F.relu(F.conv1d(row, p["w"][:, :, None], p["b"]), inplace=True).sum() for row in x])
+
+
+@pytest.mark.parametrize("f", [in_place_after_linear, in_place_after_convolution])
+def test_what_a_layer_gives_may_be_changed_in_place(f):
+    params, x = {"w": numbers(3, 3), "b": numbers(3, seed=1)}, numbers(4, 3, 3, seed=2)
+    agrees(Case(params, f, (x,)))
+    agrees(Case(params, per_example(lambda p, x: f(p, x[None]).sum()), (x,)))
+
+
+def transposed_copy(w):
+    view = w.double().t()
+    view[0].mul_(2)
+    return view
+
+
+def rectified_copy(w):
+    copy = w.double()
+    F.relu(copy, inplace=True)
+    return copy
+
+
+def doubled_copy(w):
+    copy = w.double()
+    torch._foreach_mul_([copy], 2.0)
+    return copy
+
+
+@pytest.mark.parametrize("change", [transposed_copy, rectified_copy, doubled_copy])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_copy_of_a_weight_may_be_changed_in_place(change, attached):
+    params = {"w": numbers(3, 3, dtype=torch.float32).requires_grad_(attached)}
+    agrees(Case(params, lambda p, x: F.linear(x, change(p["w"])).sin().sum(0), (numbers(4, 3, seed=1),)), 1e-4, 1e-5)
+
+
+def test_a_leaf_whose_numbers_share_memory_is_not_taken_for_its_transpose():
+    params = {"w": torch.tensor(0.5, dtype=torch.float64).expand(3, 3)}
+    agrees(Case(params, lambda p, x: F.linear(x, p["w"].T).sin().sum(0), (numbers(4, 3),)))
+
+
+def test_an_infinite_loss_stays_alone_where_somebody_differentiates_the_gramian():
+    p = numbers(3).requires_grad_()
+    losses = lambda p: [p.sin().sum(), p.exp().sum() * torch.inf, p.tanh().sum()]
+    assert gramian_fn(losses)(p)[0].diagonal().isfinite().tolist() == [True, False, True]

@@ -911,3 +911,37 @@ def test_heads_that_share_a_gradient_do_not_share_its_memory():
     heads = jacobian_fn(losses)(params)[0].heads
     assert heads["a"].data_ptr() != heads["b"].data_ptr()
     assert (heads["a"], heads["b"]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "hook", [lambda g: 2 * g.detach(), lambda g: g.sign() * g.square(), lambda g: torch.from_numpy(2 * g.numpy())]
+)
+def test_hooks_that_columns_would_differentiate_go_by_rows(hook):
+    def losses(p, x):
+        hidden = torch.tanh(x @ p)
+        hidden.register_hook(lambda g: hook(g.detach()))
+        return hidden.sum(-1)
+
+    p, x = numbers(3, 2), numbers(300, 3, seed=1)
+    torch.testing.assert_close(jacobian_fn(losses)(p, x), jacobian_fn(losses, mode="loop")(p, x))
+
+
+def test_a_derivative_through_weight_norm_is_that_of_finite_differences():
+    magnitude = numbers(3, 1).abs() + 1
+
+    def f(v):
+        losses = lambda v: torch._weight_norm(v, magnitude, 0).sin().sum(1)
+        return jacobian_fn(losses)(v)[0].sin().sum()
+
+    v, move, h = numbers(3, 4), numbers(3, 4, seed=1), 1e-6
+    expected = (f(v + h * move) - f(v - h * move)) / (2 * h)
+    x = v.clone().requires_grad_()
+    reverse = (torch.autograd.grad(f(x), x)[0] * move).sum()
+    torch.testing.assert_close(reverse, expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close((torch.func.grad(f)(v) * move).sum(), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_forward_mode_takes_leaves_that_share_memory():
+    p, x = torch.tensor(0.5, dtype=torch.float64).expand(3), torch.randn(4, 3, dtype=torch.float64)
+    losses = lambda p, x: torch.tanh(x @ p)
+    torch.testing.assert_close(jacobian_fn(losses, mode="forward")(p, x), jacobian_fn(losses)(p, x))

@@ -705,7 +705,20 @@ def test_bad_input_is_named():
         fj.step(state, *batch, **(how | {"aggregator": fj.modo()}))
     with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):
         fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
-    with pytest.raises(TypeError, match=r"train_state: parameters must be floating-point.*'n'"):
+    with pytest.raises(TypeError, match=r"train_state: all leaves must be floating-point.*'n'"):
         fj.train_state({"n": torch.ones(2, dtype=torch.int64)}, *batch, **how)
     with pytest.raises(TypeError, match=r"losses must be floating-point tensors, found float"):
         fj.train_state(torch.ones(2), losses=lambda p: 1.0, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
+
+
+def test_engines_show_a_rule_the_same_when_a_step_is_skipped():
+    losses = fj.per_example(lambda p, x, y: ((p["w"] @ x - y) ** 2).sum())
+    params, x = {"w": torch.randn(2, 3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
+    y = torch.randn(4, 2, dtype=torch.float64)
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw()}
+    state = fj.train_state(params, x, y, **how)
+    y[1, 0] = torch.nan
+    by_jacobian, by_gramian = (fj.step(state, x, y, engine=engine, **how)[1] for engine in ("jacobian", "gramian"))
+    torch.testing.assert_close(by_jacobian.weights, by_gramian.weights)
+    assert not by_jacobian.finite
+    assert not by_gramian.finite
