@@ -53,9 +53,15 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    jacobian_or_gramian: Jacobian | Gramian, direction_or_weights: Direction | Weights | None = None
+    jacobian_or_gramian: Jacobian | Gramian,
+    direction_or_weights: Direction | Weights | None = None,
+    *,
+    gramian: bool | None = None,
 ) -> Diagnosis:
     """How the objectives relate to each other, and to the direction taken.
+
+    One bare square matrix is read as a Gramian. Of m objectives in one bare tensor of m parameters, two losses on the
+    plane for instance, the Jacobian is square: say so, `diagnose(J, direction, gramian=False)`.
 
     With G = J J', d its diagonal and s the singular values of J, the roots of the eigenvalues of G:
     `cosines_ij = G_ij / sqrt(d_i d_j)`, `alignment_i = <g_i, x> / (|g_i| |x|)` for the direction x,
@@ -64,10 +70,11 @@ def diagnose(
 
     Args:
         jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it: a pytree with leaves `[m, *p]`, or a
-            `MultitaskJacobian`, of which `shared` counts. Or a Gramian `[m, m]`. One bare square matrix is the Gramian:
-            the Jacobian of m objectives in one bare tensor of m parameters goes in a list, `diagnose([J], [x])`.
+            `MultitaskJacobian`, of which `shared` counts. Or a Gramian, one bare matrix `[m, m]`.
         direction_or_weights: a direction, a pytree like params (beside a Jacobian only). Or weights, one bare tensor
-            `[m]`. `None` is the mean of the rows, where ordinary training goes.
+            `[m]`. `None` is the mean of the rows, where ordinary training goes. Beside one bare square Jacobian, where
+            both are a bare tensor `[m]`, it is the direction: of weights, hand over `combine(J, weights)`.
+        gramian: whether it is a Gramian; `None` means if it is one bare square matrix.
 
     Returns:
         `Diagnosis(norms, cosines, alignment, conflict, stationarity, rank, condition)`.
@@ -75,13 +82,16 @@ def diagnose(
     Raises:
         TypeError: a Jacobian whose leaves are no floating-point tensors.
         ValueError: no rows, or leaves that disagree on m; a direction of another structure, or weights of another
-            length; a square matrix that is no Gramian (not symmetric, a negative diagonal, a cosine beyond 1), where
-            values are known: on a CPU, outside transforms. Elsewhere its diagnosis is NaN.
+            length; a Gramian that is no square matrix, or none by its values (not symmetric, a negative diagonal, a
+            cosine beyond 1), where they are known: on a CPU, outside transforms. Elsewhere, under vmap for instance,
+            its diagnosis is NaN: see `gramian`.
 
     Laws:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues wait for a device. Norms and cosines are
         differentiable, alignment and stationarity too where they are not 0, rank and condition where the rank stays
-        what it is; the share of conflicts is constant to derivatives. Norms and stationarity scale as the Jacobian
+        what it is; the share of conflicts is constant to derivatives. Second derivatives of rank and condition are NaN
+        where two singular values coincide, as those of orthogonal rows of one length do, and the less exact the closer
+        two of them are. Norms and stationarity scale as the Jacobian
         does, all else stays; cosines, conflict, and the alignment with a given direction stay also when each row is
         scaled by itself. A row that is not finite leaves norms and cosines of the others as they are, and makes what is
         said of all rows NaN.
@@ -95,7 +105,7 @@ def diagnose(
         The effective rank, EUSIPCO 2007; Senushkin et al., Independent component alignment for multi-task learning,
         CVPR 2023 (condition).
     """
-    G, J, eps = _products(jacobian_or_gramian)
+    G, J, eps = _products(jacobian_or_gramian, gramian)
     m = len(G)
     with full_precision(G):
         C, lengths = cosines(G)
@@ -131,9 +141,19 @@ def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
     return as_text(_table(diagnosis, names))
 
 
-def _products(value: Any) -> tuple[Tensor, Jacobian | None, float]:
+def _square(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
+
+
+def _products(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
     """The Gramian in float64, the Jacobian if there is one, and the rounding of the products."""
-    if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[0] != value.shape[1]:
+    if gramian and not _square(value):
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"diagnose: with gramian=True, expected one bare square matrix [m, m], found {found}. "
+            "Leave gramian out for a Jacobian."
+        )
+    if not (_square(value) if gramian is None else gramian):
         rows = value.shared if isinstance(value, MultitaskJacobian) else value
         row_count(rows, "diagnose")
         return gramian_of(rows), value, torch.finfo(torch.float64).eps
@@ -147,7 +167,7 @@ def _products(value: Any) -> tuple[Tensor, Jacobian | None, float]:
     if not transformed() and value.device.type == "cpu" and strange:
         raise ValueError(
             f"diagnose: one bare square matrix is read as a Gramian, found {list(value.shape)} that is none (not "
-            "symmetric, or longer products than rows). Is it a Jacobian? Put it in a list: diagnose([J], [direction])."
+            "symmetric, or longer products than rows). Is it a Jacobian? Say so: diagnose(J, direction, gramian=False)."
         )
     return torch.where(strange, torch.nan, G), None, torch.finfo(value.dtype).eps
 
@@ -155,9 +175,10 @@ def _products(value: Any) -> tuple[Tensor, Jacobian | None, float]:
 def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target: Any, eps: float) -> Tensor:
     """The cosines of the rows with a direction, or with what weights make of the rows."""
     m = len(G)
-    if target is None:
+    middle = target is None
+    if middle:
         target = torch.full_like(lengths, 1 / m)
-    if isinstance(target, Tensor) and target.shape == (m,):
+    if middle or (isinstance(target, Tensor) and target.shape == (m,) and not _square(J)):
         parts = target.to(G.dtype) * lengths
         length = _length(C, parts, eps)
         return _ratio(C @ parts, length)
@@ -165,7 +186,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
         found = f"shape {list(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(
             f"diagnose: expected weights [{m}] beside a Gramian, found {found}. "
-            "For a direction, hand over the Jacobian."
+            "For a direction, hand over the Jacobian; of one square matrix, say that it is: gramian=False."
         )
     rows = J.shared if isinstance(J, MultitaskJacobian) else J
     if isinstance(J, MultitaskJacobian) and isinstance(target, dict):

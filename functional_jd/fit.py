@@ -23,7 +23,8 @@ def fit(
     Args:
         step: `step(state, *batch) -> (state, info)`: `functools.partial(functional_jd.step, losses=..., aggregator=...,
             optimizer=...)`, or that compiled, or your own.
-        state: from `train_state`, or from the last `fit`.
+        state: from `train_state`, or from the last `fit`. `train_state` starts the rule on one batch: of a generator,
+            spend the first on it, `train_state(params, *next(batches), **method)`.
         batches: a `DataLoader`, a list, a generator. A tuple or a list is spread over the arguments of `step`; anything
             else, such as a tensor or a dict, is one argument.
         on_step: called after every step. `history.append`, with `history = []`, keeps all that plots and logs need;
@@ -44,6 +45,15 @@ def fit(
     Example:
         >>> history = []
         >>> state = fit(partial(step, **method), state, loader, on_step=history.append, progress=True)
+
+        An info does not tell the scale that the step ran at. A step of your own keeps it, for `plotting.scales` and
+        `plotting.history`:
+
+        >>> scales = []
+        >>> def keep(state, *batch):
+        ...     scales.append(state.scale)
+        ...     return step(state, *batch, **method)
+        >>> state = fit(keep, state, loader, on_step=history.append)
     """
     if not callable(step):
         raise TypeError(

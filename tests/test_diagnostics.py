@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -259,7 +260,7 @@ def test_is_pure():
     ("arguments", "message"),
     [
         (([[1.0, 2], [3, 4]],), "read as a Gramian"),
-        (([[1.0, 2], [2, 1]],), "Put it in a list"),
+        (([[1.0, 2], [2, 1]],), "gramian=False"),
         (([[-1.0, 0], [0, 1]],), "read as a Gramian"),
         (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"expected weights \[2\] beside a Gramian, found shape \[3\]"),
         (([[1.0, 0], [0, 1]], {"w": torch.ones(2)}), "hand over the Jacobian"),
@@ -276,10 +277,49 @@ def test_errors_say_what_to_do(arguments, message):
         diagnose(*arguments)
 
 
+def test_what_is_said_to_be_a_gramian_is_square():
+    with pytest.raises(ValueError, match=r"gramian=True, expected .* \[m, m\], found shape \[2, 3\]"):
+        diagnose(torch.ones(2, 3), gramian=True)
+    with pytest.raises(ValueError, match="found dict"):
+        diagnose({"w": torch.eye(2)}, gramian=True)
+
+
 def test_no_gramian_is_nan_where_values_are_not_known():
     found = torch.vmap(diagnose)(torch.stack([torch.eye(2), torch.tensor([[1.0, 2], [3, 4]])]))
     assert found.norms[0].tolist() == [1, 1]
     assert all(value[1].isnan().all() for value in found)
+
+
+def test_a_square_jacobian_can_be_said_to_be_one():
+    J, x = random_rows(4, 3, 3), random_rows(4, 3, seed=1)
+    bare = partial(diagnose, gramian=False)
+    for rows, direction in zip(J, x, strict=True):
+        assert_same(bare(rows, direction), diagnose([rows], [direction]))
+        assert_same(bare(rows), diagnose([rows]))
+        assert_same(bare(rows, combine(rows, direction)), diagnose([rows], direction))
+        assert_same(diagnose(gramian(rows), direction, gramian=True), diagnose(gramian(rows), direction))
+    in_a_list = torch.vmap(lambda J, x: diagnose([J], [x]))(J, x)
+    assert_same(torch.vmap(bare)(J, x), in_a_list)
+    assert_same(torch.compile(bare, fullgraph=True, backend="aot_eager")(J[0], x[0]), bare(J[0], x[0]))
+    slopes = torch.func.grad(lambda J: bare(J, x[0]).alignment.sum())(J[0])
+    torch.testing.assert_close(slopes, torch.func.grad(lambda J: diagnose([J], [x[0]]).alignment.sum())(J[0]))
+    pushed = torch.func.jvp(lambda J: bare(J).norms, (J[0],), (J[0],))
+    torch.testing.assert_close(*pushed)  # of degree one
+    wide = random_rows(2, 3)
+    assert_same(bare(wide, torch.ones(2)), diagnose(wide))  # no direction has two entries: these are weights
+
+
+@given(jacobians.filter(lambda J: len(J) == J.shape[1]), st.data())
+def test_a_symmetric_jacobian_is_not_taken_for_its_gramian(J, data):
+    J, x = J @ J.mT, torch.tensor(data.draw(st.lists(st.integers(-3, 3), min_size=len(J), max_size=len(J)))).double()
+    found, along = diagnose(J, x, gramian=False), J @ x
+    torch.testing.assert_close(found.norms, J.norm(dim=1))
+    assert torch.equal(found.alignment.sign(), along.sign())
+
+
+def test_second_derivatives_of_the_rank_are_right_where_singular_values_differ():
+    J = torch.diag(torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda J: diagnose([J])[5:], (J,))
 
 
 def test_the_table_names_the_rows():

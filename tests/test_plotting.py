@@ -20,6 +20,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.path import Path as Outline
+from matplotlib.text import Text
+from mpl_toolkits.mplot3d import proj3d
 
 from functional_jd.plotting.cone import _faces
 
@@ -164,6 +166,20 @@ def test_rows_are_arrows_with_names():
     assert ax.get_aspect() == 1
     for low, high, column in zip(*np.transpose([ax.get_xlim(), ax.get_ylim()]), CONFLICTED.T, strict=True):
         assert low < column.min() <= column.max() < high
+
+
+@pytest.mark.parametrize(("elev", "azim"), [(0, 0), (10, 75), (35, -140), (-50, 20), (89, 5)])
+def test_names_in_space_stand_beside_the_tips(elev, azim):
+    figure, ax = plt.subplots(subplot_kw={"projection": "3d", "elev": elev, "azim": azim})
+    plotting.cone(SPATIAL, ax=ax, names=["a", "a long name", "the longest of all names"])
+    figure.canvas.draw()
+    for row, text in zip(SPATIAL.tolist(), ax.texts, strict=True):
+        places = [proj3d.proj_transform(*end, ax.get_proj())[:2] for end in ((0, 0, 0), row)]
+        arrow, (x, y) = ax.transData.transform(places), places[1]
+        text.set(x=x, y=y)  # where it is drawn
+        box = Text.get_window_extent(text)
+        assert not Outline(arrow).intersects_bbox(box, filled=False)
+        assert 3 < np.linalg.norm(np.clip(arrow[1], box.min, box.max) - arrow[1]) < 20
 
 
 rows_on_the_plane = st.lists(st.tuples(*[st.integers(-4, 4)] * 2), min_size=1, max_size=4)
@@ -374,6 +390,16 @@ def test_conflicts_are_shares_of_diagnoses():
     np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
 
 
+def test_records_of_every_few_steps_stand_at_these_steps():
+    (line,) = plotting.conflicts([0.0, 0.5, 1.0], every=10).get_lines()
+    np.testing.assert_array_equal(line.get_xydata(), [[0, 0], [10, 50], [20, 100]])
+    *_, below = plotting.history(_infos(), _states(), [0.5] * 4, every=3)
+    np.testing.assert_array_equal(below.get_lines()[0].get_xdata(), [0, 3, 6, 9])
+    assert below.get_xlim()[1] > 11  # the axis is that of the steps above
+    with pytest.raises(ValueError, match="every must be at least 1, found 0"):
+        plotting.conflicts([0.5], every=0)
+
+
 def test_the_history_puts_all_pictures_above_each_other():
     drawn = plotting.history(_infos(), _states(), [0.5] * 12)
     assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale", "pairs in conflict (%)"]
@@ -518,6 +544,27 @@ def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
         level = contours.levels[3]
         for x, y in contours.get_paths()[3].vertices[::50]:
             assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
+
+
+def test_trajectories_can_be_lean():
+    problem = plotting.quadratics()
+    ax = plotting.trajectories(problem, _short_path(problem), contours=False, legend=False)
+    assert not ax.collections
+    assert ax.get_legend() is None
+    assert set(_lines(ax)) >= {"Pareto set", "start", "mean"}
+    assert _labels(plotting.trajectories(problem, {}, contours=False)) == ["Pareto set", "start"]
+
+
+def test_a_legend_is_made_again_after_drawing_more():
+    ax = plotting.scales(_states())
+    before = ax.get_legend().get_window_extent().x0
+    ax.plot([0, 11], [2.0**16] * 2, label="peer", **plotting.look(2))
+    plotting.quiet(ax, ylabel="scale")
+    plotting.legend(ax)
+    assert _labels(ax) == ["0", "1", "peer"]
+    assert ax.get_legend().get_window_extent().x0 == before
+    assert ax.get_lines()[-1].get_color() == plotting.PALETTE[2]
+    assert ax.get_ylabel() == "scale"
 
 
 def test_rules_are_followed_with_the_problems_own_settings():

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import offset_copy
+from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
 
 from functional_jd.aggregation import Aggregator, aggregate
@@ -144,7 +146,7 @@ def _draw(ax: Any, rows: Array, projections: Array, tips: dict[str, Array], name
         _shade_plane(ax, rows, 3 * reach)
     else:
         _shade_space(ax, rows, 0.9 * reach)
-    _draw_rows(ax, rows, names, reach)
+    _draw_rows(ax, rows, names)
     _draw_projections(ax, rows, projections, reach)
     for index, (name, tip) in enumerate(tips.items()):
         # Ever thinner, so that directions that coincide all show.
@@ -155,28 +157,34 @@ def _draw(ax: Any, rows: Array, projections: Array, tips: dict[str, Array], name
     legend(ax)
 
 
-def _draw_rows(ax: Any, rows: Array, names: list[str], reach: float) -> None:
+def _draw_rows(ax: Any, rows: Array, names: list[str]) -> None:
     for row, name in zip(rows, names, strict=True):
-        length = np.linalg.norm(row)
         if len(row) == 3:
             ax.quiver(0, 0, 0, *row, color=ink(ax), arrow_length_ratio=0.1, linewidth=1.6, zorder=3)
-            ax.text(
-                *(row + 0.1 * reach * (row / length if length else 1)),
-                name,
-                color=ink(ax),
-                ha="center",
-                va="center",
-                zorder=6,
-            )
+            place, (right, up) = _beside(_seen(ax, row))
+            moved = offset_copy(ax.transData, ax.figure, right, up, units="points")
+            ax.text(*row, name, color=ink(ax), transform=moved, zorder=6, **place)
             continue
         arrow = {"arrowstyle": "-|>", "color": ink(ax), "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", xy=row, xytext=(0, 0), arrowprops=arrow, zorder=3)
-        # Names grow away from the arrow.
-        x, y = row / length if length else (-1, -1)
-        beside = (7 * x, 7 * y)
-        side = "left" if x > 0.4 else "right" if x < -0.4 else "center"
-        place = {"ha": side, "va": "bottom" if y > 0.4 else "top" if y < -0.4 else "center", "fontsize": "large"}
+        place, beside = _beside(row)
         ax.annotate(name, xy=row, xytext=beside, textcoords="offset points", color=ink(ax), **place)
+
+
+def _beside(arrow: Array) -> tuple[dict[str, Any], tuple[float, float]]:
+    """How to set a name at the tip of an arrow, and how many points away: names grow away from the arrow."""
+    length = np.linalg.norm(arrow)
+    x, y = arrow / length if length else (-1, -1)
+    side = "left" if x > 0.4 else "right" if x < -0.4 else "center"
+    place = {"ha": side, "va": "bottom" if y > 0.4 else "top" if y < -0.4 else "center", "fontsize": "large"}
+    return place, (7 * x, 7 * y)
+
+
+def _seen(ax: Any, row: Array) -> Array:
+    """Where an arrow from the origin points on the sheet, from where it is looked at now."""
+    xs, ys, zs = np.stack([row, np.zeros(3)], axis=1)
+    (x, x0), (y, y0), _ = proj_transform(xs, ys, zs, ax.get_proj())
+    return np.array([x - x0, y - y0])
 
 
 def _draw_projections(ax: Any, rows: Array, projections: Array, reach: float) -> None:

@@ -115,25 +115,28 @@ def scales(
     return _finish(ax, "loss scale", _skipped(infos or []))
 
 
-def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None) -> Ax:
+def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None, *, every: int = 1) -> Ax:
     """Draw the share of pairs of rows that conflict, by step.
 
     Args:
-        diagnoses: one record per step with a field `conflict`, as `diagnose` gives it; or the shares themselves,
-            numbers or tensors `[]` in [0, 1].
+        diagnoses: records with a field `conflict`, as `diagnose` gives it; or the shares themselves, numbers or
+            tensors `[]` in [0, 1].
         ax: the axes to draw on; `None` makes a figure.
+        every: the steps from one record to the next; the first one is of step 0.
 
     Returns:
         The axes, from 0 to 100 percent.
 
     Raises:
-        TypeError, ValueError: no list, or an empty one.
+        TypeError, ValueError: no list, an empty one, or `every` below 1.
     """
     _check("conflicts", diagnoses, object)
+    if every < 1:
+        raise ValueError(f"conflicts: every must be at least 1, found {every}. It is the steps between two records.")
     shares = [torch.as_tensor(getattr(record, "conflict", record)).detach().double().cpu() for record in diagnoses]
     table = 100 * _table("conflicts", [share.reshape(1) for share in shares])
     ax = axes(ax, SIZE)
-    steps = np.arange(len(table))
+    steps = every * np.arange(len(table))
     ax.fill_between(steps, table[:, 0], color=CONFLICT, alpha=0.25, linewidth=0)
     ax.plot(steps, table[:, 0], color=CONFLICT, linewidth=1.6)
     ax.set_ylim(-3, 103)
@@ -145,14 +148,17 @@ def history(
     states: Sequence[ScaleState] | None = None,
     diagnoses: Sequence[Any] | None = None,
     ax: Sequence[Ax] | None = None,
+    *,
+    every: int = 1,
 ) -> list[Ax]:
     """Draw all that is at hand, one picture above the other: losses, weights, scales, conflicts.
 
     Args:
         infos: one `StepInfo` per step. Weights are left out where the rule counts entry by entry.
         states: one `ScaleState` per step, as for `scales`.
-        diagnoses: one record per step, as for `conflicts`.
+        diagnoses: as for `conflicts`, at steps 0, every, 2 every, ...
         ax: as many axes as pictures; `None` makes a figure.
+        every: the steps from one diagnosis to the next. Infos and states are one per step, whatever it is.
 
     Returns:
         The axes, from top to bottom.
@@ -167,7 +173,7 @@ def history(
     if states:
         pictures.append(lambda one: scales(states, infos, one))
     if diagnoses:
-        pictures.append(lambda one: conflicts(diagnoses, one))
+        pictures.append(lambda one: conflicts(diagnoses, one, every=every))
     ax = canvas((SIZE[0], 2.2 * len(pictures)), len(pictures)) if ax is None else ax
     if len(ax) != len(pictures):
         raise ValueError(

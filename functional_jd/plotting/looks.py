@@ -17,6 +17,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 # Okabe and Ito's colours but for black and yellow, of which either drowns in one of the themes; orange a shade darker.
 PALETTE = ("#0072B2", "#DE8F05", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#949494")
+"""Seven colours that the colour-blind tell apart, and that stand out on white and on black."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 DASHES = ("-", "--", "-.", ":")
 
@@ -24,7 +26,18 @@ AGREEMENT, CONFLICT = PALETTE[0], PALETTE[3]
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour, marker and line style of the series with this number: no two of the first 28 look alike."""
+    """Colour, marker and line style of the series with this number: no two of the first 28 look alike.
+
+    Args:
+        index: 0, 1, 2, ...
+
+    Returns:
+        Keywords of `ax.plot`: `color`, `marker`, `linestyle`.
+
+    Example:
+        >>> for index, curve in enumerate(curves):
+        ...     ax.plot(curve, markevery=10, **look(index))
+    """
     return {
         "color": PALETTE[index % len(PALETTE)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -59,7 +72,12 @@ def paper(ax: Ax) -> Any:
 
 
 def quiet(ax: Ax, **labels: str) -> None:
-    """A faint grid under the data, no frame above and at the right, and labels."""
+    """Give axes a faint grid under the data, no frame above and at the right, and labels.
+
+    Args:
+        ax: the axes.
+        labels: what `ax.set` takes: `xlabel="step"`, `ylabel="loss"`, `title=...`.
+    """
     ax.grid(visible=True, which="major", color=ink(ax), alpha=0.18, linewidth=0.7, linestyle="-")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -67,7 +85,19 @@ def quiet(ax: Ax, **labels: str) -> None:
 
 
 def legend(ax: Ax, **settings: Any) -> None:
-    """A legend at the right of the axes, where no data are."""
+    """Put a legend at the right of the axes, where no data are, in place of the one that is there.
+
+    Every picture has its legend from here: call it again after drawing more on the axes that a picture returned.
+
+    Args:
+        ax: the axes.
+        settings: what `ax.legend` takes.
+
+    Example:
+        >>> ax = scales(states)
+        >>> ax.plot(peer, label="peer", **look(1))
+        >>> legend(ax)
+    """
     place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
     ax.legend(**{**place, "frameon": False, "labelcolor": ink(ax), **settings})
 

@@ -17,7 +17,7 @@ class Problem(NamedTuple):
     """Two losses of a point on the plane.
 
     Attributes:
-        losses: `losses(point [2]) -> [2]`.
+        losses: `losses(point [2]) -> [2]`. Its Jacobian is one square matrix: `diagnose(jacobian, gramian=False)`.
         pareto: `[k, 2]`, points of the Pareto set, in order along it.
         window: `[2, 2]`, the lower left and the upper right corner of what is worth seeing.
         starts: `[s, 2]`, where to begin.
@@ -70,6 +70,11 @@ def descend(
 
     Laws:
         Pure: the same arguments give the same path. No start knows of the others.
+
+        A rule that draws has its key in its closure: all starts draw the same numbers. To see others, vmap over keys.
+
+        Nothing but the rule is called: without `end_epoch`, `dwa` remains in its first epoch, where it is `total`;
+        without `after_step`, `famo` takes the losses of the next call, which here are the same.
     """
     optimizer = problem.optimizer if optimizer is None else optimizer
     points = (problem.starts if starts is None else starts).double()
@@ -107,6 +112,9 @@ def quadratics(condition: float = 10.0) -> Problem:
     Args:
         condition: how much steeper each bowl is across than along; at least 1.
 
+    Returns:
+        `Problem`, with five starts.
+
     Raises:
         ValueError: a condition below 1.
     """
@@ -134,6 +142,9 @@ def two_valleys() -> Problem:
 
     Pareto points lie at `x = 7 (2 t - 1)`, where t is the share of the first basin, and at the y near -8 where
     `q (t b_0 + (1 - t) b_1)` is least.
+
+    Returns:
+        `Problem`, with five starts.
 
     Source:
         Liu et al., Conflict-averse gradient descent, NeurIPS 2021, appendix; with the factor a tenth of Navon et al.,
@@ -168,6 +179,9 @@ def fonseca_fleming() -> Problem:
     """Two smooth pits whose front is not convex: a mean of the losses is least at one end of it, never between.
 
     `losses_i = 1 - exp(-|x -+ c|^2)` with `c = (1, 1) / sqrt(2)`; the Pareto set is the segment from c to -c.
+
+    Returns:
+        `Problem`, with five starts.
 
     Source:
         Fonseca & Fleming, An overview of evolutionary algorithms in multiobjective optimization, Evolutionary

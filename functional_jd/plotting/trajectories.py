@@ -8,13 +8,21 @@ import torch
 from matplotlib.lines import Line2D
 
 from functional_jd.aggregation import Aggregator
-from functional_jd.plotting.looks import Array, Ax, axes, ink, legend, look, numbers, quiet
+from functional_jd.plotting.looks import Array, Ax, axes, ink, look, numbers, quiet
+from functional_jd.plotting.looks import legend as beside
 from functional_jd.plotting.problems import Path, Problem, descend
 
 GRID, LEVELS = 160, 9
 
 
-def trajectories(problem: Problem, rules: Mapping[str, Aggregator | Path], ax: Ax | None = None) -> Ax:
+def trajectories(
+    problem: Problem,
+    rules: Mapping[str, Aggregator | Path],
+    ax: Ax | None = None,
+    *,
+    contours: bool = True,
+    legend: bool = True,
+) -> Ax:
     """Draw where rules go on the plane, over the contours of both losses, and where they should arrive.
 
     Args:
@@ -22,6 +30,8 @@ def trajectories(problem: Problem, rules: Mapping[str, Aggregator | Path], ax: A
         rules: name and rule, which is followed from the problem's starts with its optimizer; or a `Path` from
             `descend(problem, rule, ...)`, to choose them.
         ax: the axes to draw on; `None` makes a figure.
+        contours: whether to draw those of the losses. Without them, small multiples are lean.
+        legend: whether to put one beside the axes.
 
     Returns:
         The axes: contours full for the first loss and dashed for the second, the Pareto set a broad band, dots where
@@ -43,7 +53,8 @@ def trajectories(problem: Problem, rules: Mapping[str, Aggregator | Path], ax: A
     ax = axes(ax, (6.6, 4.6))
     quiet(ax, xlabel="entry 0", ylabel="entry 1")
     ax.grid(visible=False)
-    _contours(ax, problem)
+    if contours:
+        _contours(ax, problem)
     band: dict[str, Any] = {"linewidth": 7, "alpha": 0.3, "solid_capstyle": "round", "zorder": 2}
     ax.plot(*numbers(problem.pareto).T, color=ink(ax), label="Pareto set", **band)
     begins = np.concatenate([numbers(path.points[0]) for path in paths.values()] or [np.empty((0, 2))])
@@ -52,7 +63,8 @@ def trajectories(problem: Problem, rules: Mapping[str, Aggregator | Path], ax: A
         _draw(ax, numbers(path.points), name, index)
     (left, bottom), (right, top) = numbers(problem.window)
     ax.set(xlim=(left, right), ylim=(bottom, top), aspect="equal")
-    legend(ax, handles=_handles(ax))
+    if legend:
+        beside(ax, handles=_handles(ax, contours))
     return ax
 
 
@@ -81,9 +93,9 @@ def _contours(ax: Ax, problem: Problem) -> None:
         ax.contour(numbers(xs), numbers(ys), loss, levels=levels, zorder=1, **lines)
 
 
-def _handles(ax: Ax) -> list[Any]:
+def _handles(ax: Ax, contours: bool) -> list[Any]:
     lines = [
         Line2D([], [], color=ink(ax), alpha=0.6, linewidth=0.8, linestyle=style, label=f"loss {index}")
         for index, style in enumerate(("solid", "dashed"))
     ]
-    return [*ax.get_legend_handles_labels()[0], *lines]
+    return [*ax.get_legend_handles_labels()[0], *(lines if contours else [])]
