@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: demo test bench notebooks lint types check clean
+.PHONY: demo test bench notebooks docs lint types check clean
 
 demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -16,6 +16,9 @@ bench: .venv/.bench  ## our time and memory beside the goal and the peer's; writ
 
 notebooks: .venv/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb
+
+docs: .venv/.docs  ## README, notebooks and the reference as pages in build/docs, links checked
+	@$(BIN)/python tests/reference build/docs
 
 lint: .venv/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -33,9 +36,10 @@ check: test lint types
 	@$(PIP) torch
 	@touch $@
 
+# Without `compat`, Python started in the folder around a clone named functional_jd takes that for an empty package.
 .venv/.%: .venv/.torch pyproject.toml constraints.txt
 	@echo "setting up .venv: functional_jd[$*]"
-	@$(PIP) -e '.[$*]'
+	@$(PIP) --config-settings editable_mode=compat -e '.[$*]'
 	@touch $@
 
 clean:

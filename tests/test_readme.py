@@ -1,39 +1,141 @@
-"""Every code block of the README runs, as printed and in order; its commands are those of the Makefile."""
+"""Every block of the README runs, as printed and in order, and both sides of its diffs; its links lead somewhere."""
 
+import copy
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
+import functional_jd
+from functional_jd.testing import RULES
 from functional_jd.tree import all_finite
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, flags=re.DOTALL)
+DIFFS = [code for language, code, _ in BLOCKS if language == "diff"]
 
 
-def test_every_python_block_runs(capsys):
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What the reader has after typing all blocks into one session, and what each printed."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    session, printed = {}, []
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.chdir(tmp_path_factory.mktemp("reader"))
+        patch.setitem(session, "print", lambda *words: printed[-1].append(" ".join(map(str, words))))
+        torch.manual_seed(0)
+        for language, code, _ in BLOCKS:
+            if language == "python":
+                printed.append([])
+                exec(compile(code, "README.md", "exec"), session)
+    pyplot.close("all")
+    return session, ["\n".join(lines) for lines in printed]
+
+
+def test_every_python_block_runs(shown):
+    session, printed = shown
+    assert all_finite((session["state"], session["direction"], session["params"]))
+    assert "kind" in "".join(printed)
+
+
+def test_what_is_shown_below_a_block_is_what_it_prints(shown):
+    expected = [text for language, _, text in BLOCKS if language == "python"]
+    compared = [(text.strip(), found) for text, found in zip(expected, shown[1], strict=True) if text]
+    assert compared
+    for text, found in compared:
+        assert text == found
+
+
+def test_the_picture_is_that_of_the_second_block(shown, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    (picture,) = re.findall(r"!\[.+\]\((.*?)\)", README)
+    shown[0]["ax"].figure.savefig(tmp_path / "fresh.png", dpi=100)
+    stored, fresh = image.imread(ROOT / picture), image.imread(tmp_path / "fresh.png")
+    assert stored.shape == fresh.shape
+    assert abs(stored - fresh).mean() < 0.01  # fonts may differ by a pixel
+
+
+def side(diff, sign, session):
+    """What one side of a diff leaves behind, beginning with the modules of the session, as they are."""
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ")]
+    names = copy.deepcopy({name: session[name] for name in ("trunk", "heads")})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        shown = {}
-        for language, code in BLOCKS:
-            if language == "python":
-                exec(compile(code, "README.md", "exec"), shown)  # the reader types all of them into one session
-    assert all_finite((shown["state"], shown["direction"], shown["params"]))
-    assert "kind" in capsys.readouterr().out
+        exec(compile("\n".join(lines), "README.md", "exec"), found := {**session, **names})
+    return found
+
+
+def values(*modules):
+    return {f"{place}.{name}": leaf.detach() for place, m in enumerate(modules) for name, leaf in m.named_parameters()}
+
+
+def agree(before, after, start):
+    """Whether two trainings went the same way: their distance, measured by how far they went."""
+    apart = sum(float((before[name] - after[name]).square().sum()) for name in start)
+    return apart <= 1e-6 * sum(float((before[name] - start[name]).square().sum()) for name in start) > 0
+
+
+def test_after_the_way_from_gradscaler_training_is_the_same(shown):
+    (diff,) = [diff for diff in DIFFS if "GradScaler" in diff]
+    sides = [side(diff, "-", shown[0]), side(diff, "+", shown[0]), side(diff.splitlines()[0], " ", shown[0])]
+    assert agree(*(values(found["model"]) for found in sides))
+
+
+def test_after_the_way_from_torchjd_training_is_the_same(shown):
+    (diff,) = [diff for diff in DIFFS if "torchjd" in diff]
+    modules = [shown[0]["trunk"], shown[0]["heads"]]
+    found = side(diff, "+", shown[0])["state"].params
+    after = copy.deepcopy(modules)
+    after[0].load_state_dict(found["shared"])
+    for name, head in after[1].items():
+        head.load_state_dict(found["heads"][name])
+    if find_spec("torchjd") is None:
+        pytest.skip("torchjd is not installed: the other side of the diff is not run")
+    found = side(diff, "-", shown[0])
+    assert agree(values(found["trunk"], found["heads"]), values(*after), values(*modules))
 
 
 def test_every_command_is_there():
-    consoles = [code for language, code in BLOCKS if language == "console"]
+    consoles = [code for language, code, _ in BLOCKS if language == "console"]
     commands = [line.split("#")[0].split() for code in consoles for line in code.splitlines()]
     assert ["make", "demo"] in commands
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for command in commands:
         if command[0] == "make":
             subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+        elif command[0] == "pip":
+            extra = re.fullmatch(r'pip install "?\.(?:\[(\w+)\])?"?', " ".join(command)).group(1)
+            assert extra is None or f"\n{extra} = [" in project
         else:  # test_distributed runs it
             assert command[0] == "torchrun"
             assert (ROOT / command[-1]).exists()
 
 
+def test_every_link_leads_somewhere():
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for link in re.findall(r"\]\((.*?)\)", prose):
+        if link.startswith("#"):
+            assert link[1:] in anchors, link
+        elif not link.startswith("https://"):
+            assert (ROOT / link).exists(), link
+
+
+def test_every_notebook_is_linked_by_its_title():
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"](notebooks/{path.name})" in README
+
+
+def test_the_names_in_the_text_are_there():
+    for name in re.findall(r"\bjd\.(\w+)", README):
+        assert hasattr(functional_jd, name), name
+    assert f"| {len(RULES)}, and any scalarization" in README
+
+
 def test_no_block_is_left_untested():
-    assert {language for language, _ in BLOCKS} <= {"python", "console", "text"}
+    assert {language for language, _, _ in BLOCKS} <= {"python", "console", "text", "diff"}

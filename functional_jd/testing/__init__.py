@@ -1,4 +1,8 @@
-"""The kit: hypothesis strategies, laws, and one line that tests your rule. Needs the extra `test`."""
+"""The kit: hypothesis strategies, laws, and one line that tests your rule. Needs the extra `test`.
+
+Every law is a function `law(rule, jacobian, *others, losses=None)`: the rule, a pytree with leaves `[m, *p]`, Jacobians
+on other batches and m losses for the rules that look at them. It returns nothing, and objects by an `AssertionError`.
+"""
 
 from importlib.util import find_spec
 

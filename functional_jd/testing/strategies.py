@@ -81,6 +81,9 @@ def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.
         rows: m, or the least and the most of it.
         rank: at most this, or the least and the most of the columns of J.
         wide: whether rows may have very different norms.
+
+    Returns:
+        A hypothesis strategy of tensors.
     """
     return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
 
@@ -89,6 +92,12 @@ def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]
     """Pytrees of parameters: dicts in any order of insertion, lists, NamedTuples, nested; leaves of 0 to 2 dimensions.
 
     Draw a Jacobian for one with `jacobians(like=params)`.
+
+    Args:
+        dtype: of all leaves.
+
+    Returns:
+        A hypothesis strategy of pytrees.
     """
 
     def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:

@@ -88,21 +88,31 @@ def jacobians_for(name: str) -> st.SearchStrategy[Any]:
 
 
 def rules_table() -> str:
-    """The rules as a Markdown table: what each looks at and remembers, the laws that it claims, and its source."""
-    header = ["rule", "looks at", "remembers", *_COLUMNS.values(), "source"]
-    lines = [_row(header), _row(["---", "---", "---", *[":-:"] * len(_COLUMNS), "---"])]
+    """The rules as a Markdown table: what each looks at and remembers, and the laws that it claims.
+
+    Returns:
+        One line per rule, after two of header. Where a rule is from stands in its docstring.
+    """
+    lines = [_row(["rule", "looks at", "remembers", *_COLUMNS.values()])]
+    lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
     for name, entry in RULES.items():
         build = builder(name)
         if _wraps_rules(name):
             marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
         else:
             marks = ["✓" if law in entry.claims else "" for law in _COLUMNS]
-        lines.append(_row([f"`{name}{_parameters(build)}`", _looks_at(name), _remembers(name), *marks, _source(build)]))
+        lines.append(_row([f"`{name}{_parameters(build)}`", _looks_at(name), _remembers(name), *marks]))
     return "\n".join(lines)
 
 
 def with_rules_table(text: str) -> str:
     """A Markdown text with the table between its markers `<!-- rules -->` and `<!-- /rules -->` brought up to date.
+
+    Args:
+        text: the Markdown, with both markers.
+
+    Returns:
+        The text, with nothing else changed.
 
     Raises:
         ValueError: the text does not have both markers, in order.
@@ -151,12 +161,6 @@ def _remembers(name: str) -> str:
     if isinstance(state, dict):
         return "what its rules remember"
     return ", ".join(field.replace("_", " ") for field in getattr(state, "_fields", ()))
-
-
-def _source(build: Builder) -> str:
-    """The first sentence of the docstring's section of that name."""
-    _, found, section = inspect.cleandoc(build.__doc__ or "").partition("\nSource:\n")
-    return " ".join(section.partition("\n\n")[0].split()).rstrip(".") if found else ""
 
 
 _ORDER, _SAFE, _UNIT, _LINEAR = permutation_equivariant, non_conflicting, homogeneous, linear_under_row_scaling

@@ -72,8 +72,8 @@ def _ratios(races: list[dict[str, Any]]) -> Figure | None:
     figure, axes = _panels(len(panels))
     for axis, (table, peer, title, xlabel, ylabel) in zip(axes, panels, strict=True):
         chosen = [row for row in races if row["table"] == table]
-        for name in dict.fromkeys(row["name"] for row in chosen):
-            _curve_of_ratios(axis, name, [row for row in chosen if row["name"] == name], peer)
+        for index, name in enumerate(dict.fromkeys(row["name"] for row in chosen)):
+            _curve_of_ratios(axis, name, [row for row in chosen if row["name"] == name], peer, 1.06 ** (index - 2))
         axis.axhline(1, color="black", linewidth=0.8)
         axis.plot([], [], color="black", linewidth=2.5, alpha=0.55, label="goal")
         _log_log(axis, [_x(row) for row in chosen])
@@ -82,9 +82,10 @@ def _ratios(races: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], peer: str) -> None:
+def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], peer: str, shift: float) -> None:
+    """A model's ratios and goals, beside those of the others rather than upon them."""
     color, marker = _STYLES[name]
-    points = [(_x(row), ratio) for row in rows if (ratio := against_peer(row)) is not None]
+    points = [(_x(row) * shift, ratio) for row in rows if (ratio := against_peer(row)) is not None]
     if not points:
         return
     xs, middles = [x for x, _ in points], [ratio[1] for _, ratio in points]
@@ -93,8 +94,8 @@ def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], peer: st
     for row in rows:
         for goal in row["figures"]:
             if goal["against"] == peer and goal["what"] == "time":
-                x = _x(row)
-                axis.plot([x / 1.2, x * 1.2], [goal["goal"]] * 2, color=color, linewidth=2.5, alpha=0.55)
+                x = _x(row) * shift
+                axis.plot([x / 1.05, x * 1.05], [goal["goal"]] * 2, color=color, linewidth=2.5, alpha=0.55)
 
 
 def _growth(races: list[dict[str, Any]]) -> Figure | None:
@@ -136,6 +137,9 @@ def _memory(races: list[dict[str, Any]]) -> Figure | None:
                 color, marker = _STYLES[side]
                 axis.plot(row["memory"][side] / 2**20, y, color=color, marker=marker, linestyle="", markersize=7)
     axis.set_xscale("log")
+    marks = _marks(*axis.get_xlim())
+    axis.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axis.minorticks_off()
     axis.set_yticks(range(len(chosen)), [f"{row['name']}, {row['size']}" for row in chosen])
     axis.invert_yaxis()
     axis.set(xlabel="MB at the peak above the model", title="memory of one direction")
@@ -157,10 +161,13 @@ def _log_log(axis: Axes, xs: Iterable[float]) -> None:
     ticks = sorted(set(xs))
     axis.set_xticks(ticks, [_short(x) for x in ticks])
     axis.minorticks_off()
-    low, high = axis.get_ylim()
-    marks = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
-    marks = [mark for mark in marks if low <= mark <= high]
+    marks = _marks(*axis.get_ylim())
     axis.set_yticks(marks, [f"{mark:g}" for mark in marks])
+
+
+def _marks(low: float, high: float) -> list[float]:
+    marks = [digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5)]
+    return [mark for mark in marks if low <= mark <= high]
 
 
 def _short(x: float) -> str:
