@@ -22,13 +22,15 @@ def gramian_is_cheaper(losses: LossFunction, params: Params, batch: tuple[Any, .
         losses: as for `step`.
         params: the parameters that they take; of `multitask` losses, `shared` counts.
         batch: what they take besides.
-        m: the number of objectives, if known; otherwise that of the examples, or 4.
+        m: the number of objectives, if known; otherwise that of the examples; of `multitask` losses that of pairs of
+            leaves in `heads`, as a head is mostly a weight and a bias; at least 4.
 
     Returns:
         A Python bool: shapes and dtypes decide, never values. False for parameters in half precision, whose rows may
         overflow where their factors do not, so that the engines would not skip the same steps.
     """
+    shared, heads = losses.split(params) if isinstance(losses, Multitask) else (params, ())
     if m is None:
-        m = losses.count(batch) if isinstance(losses, PerExample) else _SOME
-    leaves = tree_leaves(losses.split(params)[0] if isinstance(losses, Multitask) else params)
+        m = losses.count(batch) if isinstance(losses, PerExample) else max(_SOME, len(tree_leaves(heads)) // 2)
+    leaves = tree_leaves(shared)
     return m * sum(leaf.numel() for leaf in leaves) >= _MANY and all(leaf.dtype.itemsize >= 4 for leaf in leaves)

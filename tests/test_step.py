@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
 from functional_jd.aggregation import scalarized, start
+from functional_jd.cost import gramian_is_cheaper
 
 
 def two_tasks(norm=nn.Identity, dtype=torch.float32):
@@ -722,3 +723,11 @@ def test_engines_show_a_rule_the_same_when_a_step_is_skipped():
     torch.testing.assert_close(by_jacobian.weights, by_gramian.weights)
     assert not by_jacobian.finite
     assert not by_gramian.finite
+
+
+def test_auto_counts_heads_where_it_knows_no_better():
+    losses = fj.multitask(lambda shared, x: x, lambda heads, h, x: [])
+    shared = torch.empty(1 << 14)
+    for tasks, expected in ((63, False), (64, True)):
+        heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
+        assert gramian_is_cheaper(losses, {"shared": shared, "heads": heads}, ()) == expected
