@@ -138,6 +138,13 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
                     "Does the rule, or its preference, belong to another number of objectives?"
                 )
             return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
+        bare = isinstance(weights, Tensor | Carried)
+        if bare != isinstance(jacobian, Tensor) or not all(isinstance(x, Tensor) for x in tree_leaves(weights)):
+            found = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"combine: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
+                f"Jacobian, found {found}. What does the rule return?"
+            )
         return tree_map(_counted_sum, jacobian, weights)
 
 

@@ -307,3 +307,15 @@ def test_the_gramian_of_many_rows_is_the_product_and_symmetric(m, seed):
     torch.testing.assert_close(
         cross_gramian({"a": rows}, {"a": 2 * rows}), 2 * torch.from_numpy(flat @ flat.T).double()
     )
+
+
+@pytest.mark.parametrize("jacobian", [{"w": torch.ones(2, 3)}, torch.ones(2, 3)], ids=["tree", "tensor"])
+@pytest.mark.parametrize("weights", [[1.0, 2.0], 1.0], ids=str)
+def test_weights_that_are_none_are_named(jacobian, weights):
+    with pytest.raises(ValueError, match=r"weights must be one tensor \[2\]"):
+        combine(jacobian, weights)
+
+
+def test_weights_for_entries_of_another_tree_are_named():
+    with pytest.raises(ValueError, match=r"found a tensor \[2, 2\]"):
+        combine({"w": torch.ones(2, 3)}, torch.ones(2, 2))
