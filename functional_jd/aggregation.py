@@ -80,6 +80,7 @@ def aggregate(
     Laws:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
     """
+    check_rule(aggregator, "aggregate")
     m = row_count(_rows(jacobian), "aggregate")
     for other in others:
         if row_count(_rows(other), "aggregate") != m:
@@ -94,6 +95,14 @@ def aggregate(
         )
     weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
     return Aggregation(combine(jacobian, weights), weights, state)
+
+
+def check_rule(aggregator: Any, where: str) -> None:
+    """Refuse what is no rule, such as a builder that was not called."""
+    if not isinstance(aggregator, Aggregator):
+        raise TypeError(
+            f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
+        )
 
 
 def weigh(

@@ -244,7 +244,8 @@ def _table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
         return outline(diagnosis)
     m = len(diagnosis.norms)
     names = names_or_numbers(names, m, "describe")
-    conflict, stationarity, rank, condition = (float(value) for value in diagnosis[3:])
+    # Each tensor is fetched once.
+    norms, cosines, alignment, conflict, stationarity, rank, condition = (x.detach().tolist() for x in diagnosis)
     title = (
         f"Diagnosis: {conflict:.0%} of the pairs conflict, distance to stationarity {number(stationarity)}, "
         f"effective rank {number(rank)} of {m}, condition {number(condition)}"
@@ -252,14 +253,13 @@ def _table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
     few = m <= _COLUMNS
     heads = ["objective", "norm", "direction", *(names if few else ["lowest cosine", "with"])]
     rows: list[list[str]] = []
-    for i, name in enumerate(names):
-        others = diagnosis.cosines[i].tolist()
+    for i, (name, others) in enumerate(zip(names, cosines, strict=True)):
         if not few:
             lowest = min((j for j in range(m) if j != i), key=others.__getitem__)
             cells = [_cosine(others[lowest]), names[lowest]]
         else:
             cells = [_cosine(cosine) for cosine in others]
-        rows.append([name, number(float(diagnosis.norms[i])), _cosine(float(diagnosis.alignment[i])), *cells])
+        rows.append([name, number(norms[i]), _cosine(alignment[i]), *cells])
     return title, heads, shortened(rows)
 
 

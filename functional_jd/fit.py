@@ -99,7 +99,7 @@ class _Bar:
         if self.unread:
             self.skipped += sum(not info.finite.all() for info in self.unread)
             leaves = tree_leaves(self.unread[-1].losses)
-            mean = sum(float(leaf.sum()) for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+            mean = sum(float(leaf.detach().sum()) for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
             self.bar.set_postfix(loss=f"{mean:.4g}", skipped=self.skipped, refresh=False)
             self.unread.clear()
 

@@ -21,6 +21,7 @@ from functional_jd.pullback import (
     Rows,
     check_scalar,
     count,
+    dense,
     detached,
     evaluate,
     objective_rows,
@@ -142,6 +143,8 @@ def _by_taps(losses: LossFunction, argnums: int | Sequence[int], args: tuple[Any
         return lean()
     try:
         return lean()
+    except torch.OutOfMemoryError:
+        raise  # the rows take more
     except Exception:
         # Whatever it was that taps could not do: an error of the losses themselves comes back from the rows.
         return None
@@ -172,7 +175,7 @@ def _per_example(losses: PerExample, params: Tree, batch: tuple[Any, ...], plan:
     with full_precision(leaves):
         # No loss depends on another example: one backward pass from all of them keeps the rows apart.
         gradients = torch.autograd.grad(outputs, _ends(edges, points), [factors], allow_unused=True)
-    gramian, pullback = _together(taps, edges, _dense(gradients), _like(leaves, plan), m)
+    gramian, pullback = _together(taps, edges, dense(gradients), _like(leaves, plan), m)
     return gramian, detached((values, aux) if plan.has_aux else values), _shaped(pullback, structure)
 
 
@@ -293,7 +296,7 @@ def _linearized(
             return [None] * (len(edges) + len(points))
         outs, given = [y for y, _ in pairs], [c for _, c in pairs]
         with full_precision(leaves):
-            return _dense(torch.autograd.grad(outs, _ends(edges, points), given, retain_graph=True, allow_unused=True))
+            return dense(torch.autograd.grad(outs, _ends(edges, points), given, retain_graph=True, allow_unused=True))
 
     return Linearized(outputs, detached(extra), pullback), taps, edges
 
@@ -306,10 +309,6 @@ def _mode() -> str:
 def _ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
     """What to differentiate; torch's annotation does not know of a mixture."""
     return [*edges, *points]
-
-
-def _dense(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
 
 def _together(

@@ -252,7 +252,9 @@ def _one_row(gradient: Rows, n_heads: int, factor: Tensor, scale: Tensor | None)
 def _reverse(point: Linearized, leaves: list[Tensor], factors: Tensor, plan: Plan) -> Rows:
     """By rows; or by columns, where there are so many rows that even going back and forth costs less."""
     n, m = sum(x.numel() for x in leaves), len(factors)
-    if plan.mode == "auto" and not plan.differentiable and m >= max(_TALL * n, _MANY):
+    # On the host only: whether columns will do is seen by their values, which nobody waits for on another device.
+    here = all(x.is_cpu for x in (*leaves, factors))
+    if plan.mode == "auto" and here and not plan.differentiable and m >= max(_TALL * n, _MANY):
         graph = nodes(point.outputs)
         if is_linear(graph):
             try:
@@ -268,7 +270,7 @@ def _reverse(point: Linearized, leaves: list[Tensor], factors: Tensor, plan: Pla
 
 def _adds_up(point: Linearized, rows: Rows, factors: Tensor) -> bool:
     """Whether the rows add up to the gradient of the sum: a hook that is not linear, or leaves the graph, is seen by
-    nothing else. To a thousandth of the size of the terms; here, outside transforms, values may be looked at.
+    nothing else. To a thousandth of the size of the terms.
     """
     parts = factors.split([y.numel() for y in point.outputs])
     sums = point.pullback([part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, point.outputs, strict=True)])

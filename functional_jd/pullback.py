@@ -323,7 +323,7 @@ def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -
     return rows
 
 
-def _dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+def dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """An embedding may hand out sparse gradients: rows are dense, whatever layer they come from."""
     return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
@@ -349,7 +349,7 @@ def _by_func(
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
         filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
         with full_precision(inputs):
-            return _dense(pull(filled)[0][among])
+            return dense(pull(filled)[0][among])
 
     return Linearized(outputs, extra, pullback)
 
@@ -374,7 +374,7 @@ def _by_autograd(
         # The weights of a cotangent may be what somebody differentiates, when nothing else is.
         create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
         with full_precision(devices):
-            return _dense(
+            return dense(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
                     wanted,

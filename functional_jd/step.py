@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_jd.aggregation import Aggregator, aggregate, blank, cross_gramian, start, weigh
+from functional_jd.aggregation import Aggregator, aggregate, blank, check_rule, cross_gramian, start, weigh
 from functional_jd.aggregation import gramian as look_at_gramian
 from functional_jd.aggregation import losses as look_at_losses
 from functional_jd.cost import gramian_is_cheaper
@@ -143,7 +143,7 @@ def step(
         that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag; if the
         weighted engine is forced upon several scales, it runs at what they have in common, and all flags are one. The
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile, and never waits for the
-        device.
+        device, where the rule does not: its docstring says so.
     """
     check("step", aggregator, optimizer)
     differentiate = ENGINES[_chosen(engine, state, batch, losses, aggregator)]
@@ -238,10 +238,8 @@ def is_blind(aggregator: Aggregator) -> bool:
 
 
 def check(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
-    if not isinstance(aggregator, Aggregator):
-        raise TypeError(
-            f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
-        )
+    """Refuse what is no rule for one batch, or no optimizer."""
+    check_rule(aggregator, where)
     if aggregator.view is cross_gramian:
         raise ValueError(
             f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "

@@ -12,7 +12,7 @@ from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 
 from functional_jd.parts import FLAT, MATRIX, WHOLE, Factors, Part
 from functional_jd.precision import full_precision
-from functional_jd.pullback import Cotangent, Linearized, Rows, linearize
+from functional_jd.pullback import Cotangent, Linearized, Rows, dense, linearize
 from functional_jd.taps import KNOWN, Form, Layer, Tap, Tapping, source_of
 from functional_jd.transforms import level
 
@@ -177,7 +177,7 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tens
         return [None] * len(inputs)
     given: Any = [[y for y, _ in pairs], inputs, [c for _, c in pairs]]
     found = torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True)
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+    return dense(found)
 
 
 def taps_of(seen: list[Seen], sources: list[Tensor]) -> list[Tap]:

@@ -214,6 +214,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def source_of(uses: dict[str, Part]) -> str:
+    """The name of the argument that goes in, beside those that are leaves."""
     return "other" if "input" in uses else "input"
 
 

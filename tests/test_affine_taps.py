@@ -7,7 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_gramian import agree, both_prices, engine, expectation, found, is_tapped, model_of, priced, single
+from test_gramian import (
+    agree,
+    both_prices,
+    check_autocast,
+    engine,
+    expectation,
+    found,
+    is_tapped,
+    model_of,
+    priced,
+    single,
+)
 from test_jacobian import KINDS, leaves
 from torch import nn
 from torch.utils import _pytree
@@ -78,20 +89,7 @@ def test_float32_is_right_to_rounding(name, kind, monkeypatch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
 @pytest.mark.parametrize("name", [*NORMS, *ATTENTION, "scaled", "cross_attention", "group_norm_2d"])
 def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, tolerance, kind, monkeypatch):
-    model = (MODELS | MORE)[name]()
-
-    def predict(params, x):
-        with torch.autocast("cpu", dtype):
-            return model.predict(params, x).float()
-
-    case = single(KINDS[kind](model._replace(predict=predict)))
-    expected = expectation(KINDS[kind](model))
-    is_tapped(monkeypatch, case)
-    for lean in (True, False):
-        priced(monkeypatch, lean)
-        result = found(case, scale=torch.tensor(256.0))
-        for x, y in ((result[0], expected[0]), (torch.cat(result[1]), torch.cat(expected[1]))):
-            assert (x - y).norm() < tolerance * y.norm()
+    case = check_autocast((MODELS | MORE)[name](), kind, dtype, tolerance, monkeypatch)
     values = gramian_fn(case.losses)(case.params, *case.args)[1]
     for x, y in zip(leaves(values), leaves(jacobian_fn(case.losses)(case.params, *case.args)[1]), strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance / 4, atol=tolerance / 4)

@@ -319,3 +319,9 @@ def test_weights_that_are_none_are_named(jacobian, weights):
 def test_weights_for_entries_of_another_tree_are_named():
     with pytest.raises(ValueError, match=r"found a tensor \[2, 2\]"):
         combine({"w": torch.ones(2, 3)}, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("rule", ["upgrad", stateless])
+def test_what_is_no_rule_is_named(rule):
+    with pytest.raises(TypeError, match=r"aggregate: aggregator must be a rule, found (str|function)\. Call"):
+        aggregate(rule, torch.ones(2, 3))

@@ -358,3 +358,8 @@ def test_a_diagnosis_shows_itself_everywhere():
     assert len(seen) == 4
     assert "tensor [3, 3]" in seen[0]
     assert "tensor [2, 3, 3]" in repr(batch)
+
+
+def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
+    J = torch.tensor([[1.0, 2.0], [0.0, -1.0], [1.0, 1.0]], requires_grad=True)
+    assert describe(diagnose(J)) == describe(diagnose(J.detach()))

@@ -128,11 +128,8 @@ def test_float32_is_right_to_rounding(name, kind, monkeypatch):
         agree(found(single(case)), expected, 1e-4, 3e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
-def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkeypatch):
-    model = MODELS[name]()
+def check_autocast(model, kind, dtype, tolerance, monkeypatch):
+    """The Gramian under autocast and a scale is that of full precision, at both prices; the case is handed back."""
 
     def predict(params, x):
         with torch.autocast("cpu", dtype):
@@ -146,6 +143,14 @@ def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkey
         result = found(case, scale=torch.tensor(256.0))
         for x, y in ((result[0], expected[0]), (torch.cat(result[1]), torch.cat(expected[1]))):
             assert (x - y).norm() < tolerance * y.norm()
+    return case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
+def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkeypatch):
+    check_autocast(MODELS[name](), kind, dtype, tolerance, monkeypatch)
 
 
 # Networks at random
@@ -216,13 +221,9 @@ def step_hidden(p, x, w):
 STEPS = {name.removeprefix("step_"): f for name, f in list(globals().items()) if name.startswith("step_")}
 
 
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
-    kind=st.sampled_from(sorted(KINDS)),
-    lean=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, lean, seed):
+def network(steps, kind, seed):
+    """A small network of these steps, each with one of two weights that all share."""
+
     def predict(params, x):
         x = F.embedding(x, params["u"])
         for name, weight in steps:
@@ -231,7 +232,17 @@ def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind,
 
     params = {"u": numbers(3, 3, seed=seed), "v": numbers(3, 3, seed=seed + 1), "b": numbers(3, seed=seed + 2)}
     tokens = torch.randint(3, (BATCH, 2), generator=torch.Generator().manual_seed(seed))
-    case = KINDS[kind](Model(params, predict, tokens))
+    return KINDS[kind](Model(params, predict, tokens))
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
+    kind=st.sampled_from(sorted(KINDS)),
+    lean=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, lean, seed):
+    case = network(steps, kind, seed)
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
         agree(found(case), expectation(case))
@@ -718,3 +729,15 @@ def test_an_infinite_loss_stays_alone_where_somebody_differentiates_the_gramian(
     p = numbers(3).requires_grad_()
     losses = lambda p: [p.sin().sum(), p.exp().sum() * torch.inf, p.tanh().sum()]
     assert gramian_fn(losses)(p)[0].diagonal().isfinite().tolist() == [True, False, True]
+
+
+def test_running_out_of_memory_is_no_reason_to_form_the_rows():
+    calls = []
+
+    def losses(p):
+        calls.append(1)
+        raise torch.OutOfMemoryError("mine")
+
+    with pytest.raises(torch.OutOfMemoryError, match="mine"):
+        gramian_fn(losses)(numbers(3))
+    assert len(calls) == 1

@@ -13,6 +13,7 @@ from test_gramian import (
     expectation,
     expectation_by_finite_differences,
     model_of,
+    network,
     tangent,
     weights_for,
     wide,
@@ -21,7 +22,7 @@ from test_jacobian import CASES, KINDS, case_of, leaves
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Model, numbers
+from zoo import MODELS
 
 from functional_jd.gramian import gramian_fn
 
@@ -120,16 +121,8 @@ def test_compiles_over_replicas(kind):
     seed=st.integers(0, 99),
 )
 def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, around, seed):
-    def predict(params, x):
-        x = F.embedding(x, params["u"])
-        for name, weight in steps:
-            x = torch.tanh(STEPS[name](params, x, weight)) + x
-        return F.linear(x, params["v"]).mean(1)
-
     steps = [step for step in steps if step[0] != "hidden"]  # a custom function in the old manner
-    params = {"u": numbers(3, 3, seed=seed), "v": numbers(3, 3, seed=seed + 1), "b": numbers(3, seed=seed + 2)}
-    tokens = torch.randint(3, (BATCH, 2), generator=torch.Generator().manual_seed(seed))
-    case = KINDS[kind](Model(params, predict, tokens))
+    case = network(steps, kind, seed)
     agree(AROUND[around](case), expectation(case))
 
 

@@ -42,6 +42,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Matrices `[*, m, m]` times vectors `[*, m]`."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 

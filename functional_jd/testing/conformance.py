@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator
+from functional_jd.aggregation import Aggregator, check_rule
 from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Case, Law, compiled
 from functional_jd.testing.strategies import jacobians as any_jacobians
 from functional_jd.tree import tree_leaves, tree_map
@@ -97,7 +97,7 @@ def obeys(
         >>> test_shy = obeys(shy())
         >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
     """
-    _check_rule(rule, "obeys")
+    check_rule(rule, "obeys")
 
     @pytest.mark.parametrize("law", laws or ALWAYS)
     def test(law: Law) -> None:
@@ -128,7 +128,7 @@ def laws_of(
     Laws:
         Deterministic. A broken law is broken; a law that holds may still be broken by a Jacobian that was not tried.
     """
-    _check_rule(rule, "laws_of")
+    check_rule(rule, "laws_of")
     found = {law.__name__: counterexample(rule, law, jacobians, settings) for law in laws or ALWAYS + BY_CLAIM}
     return Findings({name: True if broken is None else broken for name, broken in found.items()})
 
@@ -223,13 +223,6 @@ def _wants(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacobian, ...], 
 def _is_rich(case: Case) -> bool:
     leaves = tree_leaves(case[0])
     return len(leaves[0]) > 1 and all(leaf.any() for leaf in leaves)
-
-
-def _check_rule(rule: Aggregator, where: str) -> None:
-    if not isinstance(rule, Aggregator):
-        raise TypeError(
-            f"{where}: expected a rule, found {type(rule).__name__}. Call its builder first: {where}(upgrad())."
-        )
 
 
 def _message(error: BaseException) -> str:
