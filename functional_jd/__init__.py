@@ -1,22 +1,14 @@
 """Jacobian descent in mixed precision as pure functions, on torch.func: the table of contents."""
 
+import warnings
+from typing import Any
+
 import torch
 
 from functional_jd import random
-from functional_jd.adapters import from_torch, from_transformation
-from functional_jd.aggregation import (
-    Aggregation,
-    Aggregator,
-    aggregate,
-    blank,
-    combine,
-    cross_gramian,
-    losses,
-    scalarized,
-    stateless,
-    whole,
-)
-from functional_jd.aggregation import gramian as look_at_gramian
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, combine
+from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.cagrad import cagrad
 from functional_jd.aggregators.config import config
@@ -53,33 +45,27 @@ from functional_jd.aggregators.total import total
 from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
-from functional_jd.clipping import clip_by_norm, clip_by_value, global_norm
-from functional_jd.custom import custom, float32_island
-from functional_jd.diagnostics import Diagnosis, describe, diagnose
-from functional_jd.fit import fit
-from functional_jd.gramian import gramian_fn
-from functional_jd.jacobian import jacobian_fn
-from functional_jd.naming import objective_names
+from functional_jd.core.names import objective_names
+from functional_jd.core.types import AffineWeights, MultitaskJacobian
+from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
+from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask, per_example
-from functional_jd.optimizers import Optimizer, adamw, sgd
-from functional_jd.policy import Policy, policy
-from functional_jd.precision import autocast
-from functional_jd.scaler_dict import scale_state_from_dict, scale_state_to_dict
-from functional_jd.scaling import (
-    ScaleState,
-    no_scale,
-    scale,
-    scale_state,
-    select,
-    unscale,
-    update_scale,
-)
-from functional_jd.step import StepInfo, TrainState, step, train_state
-from functional_jd.types import Carried, MultitaskJacobian
+from functional_jd.optimizers.adamw import adamw
+from functional_jd.optimizers.adapters import from_torch, from_transformation
+from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.sgd import sgd
+from functional_jd.precision.autocast import autocast
+from functional_jd.precision.custom_functions import custom, float32_island
+from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
+from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scale_state, select, unscale, update_scale
+from functional_jd.precision.policy import Policy, policy
+from functional_jd.training.fit import fit
+from functional_jd.training.state import StepInfo, TrainState, train_state
+from functional_jd.training.step import step
 
 __version__ = "0.1.0"
-
-gramian = look_at_gramian  # the function, not the file of the same name, which importing the engine put here
 
 # So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
 # state of the next rule.
@@ -88,9 +74,9 @@ torch.serialization.add_safe_globals(
 )
 
 __all__ = [
+    "AffineWeights",
     "Aggregation",
     "Aggregator",
-    "Carried",
     "Diagnosis",
     "MultitaskJacobian",
     "Optimizer",
@@ -103,7 +89,6 @@ __all__ = [
     "aggregate",
     "aligned_mtl",
     "autocast",
-    "blank",
     "cagrad",
     "clip_by_norm",
     "clip_by_value",
@@ -127,6 +112,7 @@ __all__ = [
     "float32_island",
     "from_torch",
     "from_transformation",
+    "full_jacobian",
     "geometric_mean",
     "global_norm",
     "graddrop",
@@ -146,6 +132,7 @@ __all__ = [
     "modo",
     "multitask",
     "nash_mtl",
+    "no_gradients",
     "no_scale",
     "objective_names",
     "pbi",
@@ -174,5 +161,15 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
-    "whole",
 ]
+
+_RENAMED = {"blank": "no_gradients", "whole": "full_jacobian", "Carried": "AffineWeights"}
+
+
+def __getattr__(name: str) -> Any:
+    """The names of version 0.1, which go in version 0.3."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"functional_jd.{name} is now functional_jd.{new}.", DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.precision import full_precision
-from functional_jd.tree import tree_leaves, tree_map
-from functional_jd.types import Losses, Params, Tree
+from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.types import Losses, Params, Tree
+from functional_jd.precision.autocast import autocast_disabled
 
 Dims = int | None | Sequence[int | None]
 """Where the examples lie in each argument: one dimension for all arguments, or one per argument; `None` is shared."""
@@ -153,7 +153,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Pytrees of the same structure, one per row, leaf by leaf; native autocast around it would refuse some dtypes."""
-    with full_precision(trees[0]):
+    with autocast_disabled(trees[0]):
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 
 

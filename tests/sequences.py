@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from functional_jd.aggregation import aggregate, start
+from functional_jd.aggregation.aggregate import aggregate, start
 from functional_jd.testing.measures import form
 
 

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from test_step import close, method, two_tasks
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from two_tasks import close, method, two_tasks
 
 import functional_jd as fj
 

@@ -11,11 +11,11 @@ import functional_jd as fj
 import functional_jd.__main__ as demo
 from functional_jd import jacobian_fn, scale_state, unscale
 from functional_jd.aggregators.mean import mean
-from functional_jd.optimizers import sgd
+from functional_jd.core.tree import tree_leaves
+from functional_jd.optimizers.sgd import sgd
 from functional_jd.random import key
-from functional_jd.step import train_state
 from functional_jd.testing.table import RULES, rule_of
-from functional_jd.tree import tree_leaves
+from functional_jd.training.state import train_state
 
 
 @pytest.fixture

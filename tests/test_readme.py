@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import functional_jd
+from functional_jd.core.tree import all_finite
 from functional_jd.testing import RULES
-from functional_jd.tree import all_finite
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

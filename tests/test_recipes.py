@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
 
 LIMIT = 0.2  # a norm that every direction of these cases exceeds
 

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.given import Numbers, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.spectral import inverse_root
-from functional_jd.types import Gramian, Weights
 
 
 def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> Aggregator:
@@ -40,7 +42,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> A
         Senushkin, Patakin, Kuznetsov, Konushin, Independent component alignment for multi-task learning, CVPR 2023,
         algorithm 1 ("min"); "rmse" is the scale of its reference code.
     """
-    u = shares(preference, "aligned_mtl")
+    u = preferences(preference, "aligned_mtl")
     if scale_mode not in ("min", "median", "rmse"):
         raise ValueError(
             f'aligned_mtl: scale_mode must be "min", "median" or "rmse", found {scale_mode!r}. The default is "min".'

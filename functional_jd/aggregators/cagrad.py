@@ -4,10 +4,12 @@ import math
 
 import torch
 
-from functional_jd.aggregation import Aggregator, blank, gramian, stateless
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian, no_gradients
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
-from functional_jd.types import Gramian, Weights
 
 # Of a mean this short, its square relative to that of the mean norm, a Gramian in float64 knows nothing.
 _VANISHING = 1e-14
@@ -49,7 +51,7 @@ def cagrad(c: float) -> Aggregator:
     if not (math.isfinite(c) and c >= 0):
         raise ValueError(f"cagrad: c must be finite and not negative, found {c}. The paper takes 0.4 and 0.5.")
     if c == 0:
-        return stateless(blank, lambda seen: torch.full_like(seen, 1 / len(seen)))
+        return stateless(no_gradients, lambda seen: torch.full_like(seen, 1 / len(seen)))
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

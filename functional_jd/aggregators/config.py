@@ -2,11 +2,13 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.given import Numbers, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.spectral import pseudo_inverse
-from functional_jd.types import Gramian, Weights
 
 # Below this part of the preference, what the unit rows can reach is rounding.
 _VANISHING = 1e-10
@@ -46,7 +48,7 @@ def config(preference: Numbers | None = None) -> Aggregator:
         The pseudo-inverse is taken of the cosines, where eigenvalues below `8 m eps` of the largest count as zero: unit
         rows whose condition number is above 1e7 count as dependent.
     """
-    u = shares(preference, "config")
+    u = preferences(preference, "config")
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

@@ -1,7 +1,9 @@
 """Constant: the rows count what the user says."""
 
-from functional_jd.aggregation import Aggregator, blank, stateless
-from functional_jd.given import Numbers, one_each
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.per_objective import Numbers, per_objective
+from functional_jd.aggregation.views import no_gradients
 
 
 def constant(weights: Numbers) -> Aggregator:
@@ -24,4 +26,4 @@ def constant(weights: Numbers) -> Aggregator:
     Laws:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.
     """
-    return stateless(blank, one_each(weights, "constant", "weights", domain=None))
+    return stateless(no_gradients, per_objective(weights, "constant", "weights", domain=None))

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.given import SHARES, Numbers, one_each
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 
 
 def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
@@ -41,7 +42,7 @@ def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
     """
     if not 0 <= lambda_ < float("inf"):
         raise ValueError(f"cosmos: lambda_ must be finite and not negative, found {lambda_}. Use 0 for no reward.")
-    u = one_each(weights, "cosmos", "weights", SHARES)
+    u = per_objective(weights, "cosmos", "weights", PREFERENCES)
     return scalarized(lambda losses: value(losses, lambda_, u(losses)))
 
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, View
-from functional_jd.tree import tree_leaves, tree_map
-from functional_jd.types import Tree, Weights
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import View
+from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.types import Tree, Weights
 
 
 class CrMogmState(NamedTuple):

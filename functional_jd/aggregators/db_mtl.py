@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, jacobian_and_losses
-from functional_jd.averages import carried, moved, no_rows, row_norms
-from functional_jd.tree import tree_leaves
-from functional_jd.types import Jacobian, Tree
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.views import jacobian_and_losses
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Jacobian, Tree
 
 _Seen = tuple[Jacobian, Tensor]
 
@@ -66,16 +67,16 @@ def db_mtl(beta: float = 0.9, beta_sigma: float = 0.0) -> Aggregator:
     def init(seen: _Seen) -> DbMtlState:
         jacobian, _ = seen
         calls = torch.zeros((), dtype=torch.int64, device=tree_leaves(jacobian)[0].device)
-        return DbMtlState(no_rows(jacobian), calls)
+        return DbMtlState(zero_rows(jacobian), calls)
 
     def update(seen: _Seen, state: DbMtlState) -> tuple[Tree, DbMtlState]:
         jacobian, losses = seen
         calls = state.calls + 1
         keep = beta / calls.double() ** beta_sigma
         factors = (1 - keep) / torch.where(losses > 0, losses, torch.nan)
-        rows = moved(state.rows, keep, jacobian, factors)
+        rows = next_average(state.rows, keep, jacobian, factors)
         norms = row_norms(rows)
         w = torch.where(norms == 0, 0, norms.amax() / torch.where(norms == 0, 1, norms))
-        return carried(state.rows, keep, factors, w), DbMtlState(rows, calls)
+        return average_as_weights(state.rows, keep, factors, w), DbMtlState(rows, calls)
 
     return Aggregator(jacobian_and_losses, init, update)

@@ -2,10 +2,12 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.given import Numbers, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
-from functional_jd.types import Gramian, Weights
 
 
 def dualproj(preference: Numbers | None = None) -> Aggregator:
@@ -43,7 +45,7 @@ def dualproj(preference: Numbers | None = None) -> Aggregator:
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
-    u = shares(preference, "dualproj")
+    u = preferences(preference, "dualproj")
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

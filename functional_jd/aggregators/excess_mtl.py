@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, whole
-from functional_jd.rows import as_matrix, wide
-from functional_jd.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from functional_jd.types import Jacobian, Tree
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import full_jacobian
+from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.types import Jacobian, Tree
 
 
 class ExcessMtlState(NamedTuple):
@@ -68,7 +69,7 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]
         zeros = torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
-        roots = tree_map(lambda leaf: torch.zeros_like(wide(leaf)), jacobian)
+        roots = tree_map(lambda leaf: torch.zeros_like(at_least_float32(leaf)), jacobian)
         return ExcessMtlState(roots, zeros, zeros - math.log(len(zeros)), zeros.new_zeros((), dtype=torch.int64))
 
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
@@ -84,12 +85,12 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
         log_weights = torch.where(state.calls < n_warmup, state.log_weights, moved)
         return log_weights.exp(), ExcessMtlState(roots, baseline, log_weights, state.calls + 1)
 
-    return Aggregator(whole, init, update)
+    return Aggregator(full_jacobian, init, update)
 
 
 def _grow(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, both with a derivative at zero."""
-    x = wide(leaf)
+    x = at_least_float32(leaf)
     still = x == 0
     h = torch.hypot(root, torch.where(still, 1, x))
     risk = x * (x / h)

@@ -4,10 +4,12 @@ import math
 
 import torch
 
-from functional_jd.aggregation import Aggregator, blank, gramian, stateless
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian, no_gradients
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
-from functional_jd.types import Gramian, Weights
 
 
 def fairgrad(alpha: float) -> Aggregator:
@@ -46,7 +48,7 @@ def fairgrad(alpha: float) -> Aggregator:
     if not (math.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"fairgrad: alpha must be finite and at least 0, found {alpha}. The paper tries 0.5 to 10.")
     if alpha == 0:
-        return stateless(blank, lambda seen: torch.full_like(seen, 1 / len(seen)))
+        return stateless(no_gradients, lambda seen: torch.full_like(seen, 1 / len(seen)))
     power = 1 / alpha
 
     def weigh(G: Gramian) -> Weights:

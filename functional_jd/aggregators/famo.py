@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator
-from functional_jd.aggregation import losses as look_at_losses
-from functional_jd.types import Losses
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import losses as look_at_losses
+from functional_jd.core.types import Losses
 
 _BETAS = (0.9, 0.999)
 # Adam's, without unit here: a change of a loss by this share of itself is next to none.

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, scalarized
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import scalarized
 
 
 def geometric_mean() -> Aggregator:

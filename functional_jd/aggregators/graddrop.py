@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, whole
-from functional_jd.given import Domain, Numbers, one_each
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
+from functional_jd.aggregation.views import full_jacobian
+from functional_jd.core.rows import per_row
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
-from functional_jd.rows import beside
-from functional_jd.tree import tree_flatten, tree_leaves, tree_unflatten
-from functional_jd.types import Jacobian, Weights
 
 _PARTS = Domain(
     lambda leak: ((leak >= 0) & (leak <= 1)).all(),
@@ -52,7 +53,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         U = P picks the negative sign, where the paper drops both: so an entry without conflict never vanishes.
     """
     split(key, 1)  # what is no key is refused here, not at the first call
-    leaks_for = one_each(leak, "graddrop", "leak", _PARTS, otherwise=lambda _: 0.0)
+    leaks_for = per_objective(leak, "graddrop", "leak", _PARTS, otherwise=lambda _: 0.0)
 
     def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:
         drawn, carried = split(state)
@@ -64,7 +65,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         weights = [_weights(leaf, chance, leaks) for leaf, chance in zip(leaves, chances, strict=True)]
         return tree_unflatten(structure, weights), carried
 
-    return Aggregator(whole, lambda J: key.to(tree_leaves(J)[0].device), update)
+    return Aggregator(full_jacobian, lambda J: key.to(tree_leaves(J)[0].device), update)
 
 
 def _weights(leaf: Tensor, chance: Tensor, leaks: Tensor) -> Tensor:
@@ -76,4 +77,4 @@ def _weights(leaf: Tensor, chance: Tensor, leaks: Tensor) -> Tensor:
     picks_positive = chance.view_as(size).to(size.device) < purity
     picked = torch.where(picks_positive, values > 0, values < 0)
     dtype = torch.promote_types(leaf.dtype, torch.float32)
-    return torch.where(picked, 1, beside(leaks.to(leaf.device, dtype), leaf))
+    return torch.where(picked, 1, per_row(leaks.to(leaf.device, dtype), leaf))

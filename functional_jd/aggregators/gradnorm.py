@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, whole
-from functional_jd.aggregation import losses as values_of
-from functional_jd.averages import row_norms
-from functional_jd.types import Jacobian, Losses
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.moving_average import row_norms
+from functional_jd.aggregation.views import full_jacobian
+from functional_jd.aggregation.views import losses as values_of
+from functional_jd.core.types import Jacobian, Losses
 
 # How near to its target a norm counts as there: relative, well above what a mean of float64 numbers rounds off.
 _BALANCED = 2.0**-40
@@ -69,7 +70,7 @@ def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
         raise ValueError(f"gradnorm: rate must be positive and finite, found {rate}. The default is 0.025.")
 
     def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _Seen:  # noqa: ARG001
-        return row_norms(whole(jacobian)), values_of(jacobian, losses=losses)
+        return row_norms(full_jacobian(jacobian)), values_of(jacobian, losses=losses)
 
     def init(seen: _Seen) -> GradNormState:
         _, losses = seen

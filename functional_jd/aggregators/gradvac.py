@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian
-from functional_jd.orders import random_orders
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.types import Gramian, Weights
 
 # What a cosine may keep from one: G says no more about rows that are nearly parallel or nearly opposite.
 _FLAT = 2.0**-40
@@ -69,7 +70,7 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
 
     def update(G: Gramian, state: GradVacState) -> tuple[Weights, GradVacState]:
         drawn, carried = split(state.key)
-        orders = random_orders(drawn, len(G))
+        orders = random_visit_orders(drawn, len(G))
         targets = state.targets.gather(1, orders).clamp(_FLAT - 1, 1 - _FLAT)
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
         C, norms = cosines(G)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, View
-from functional_jd.rows import beside
-from functional_jd.tree import tree_map
-from functional_jd.types import Jacobian, Losses, MultitaskJacobian, Tree, Weights
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import View
+from functional_jd.core.rows import per_row
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import Jacobian, Losses, MultitaskJacobian, Tree, Weights
 
 
 class GroupView(NamedTuple):
@@ -110,4 +111,4 @@ def _spread(weights: Weights, ones: Tree) -> Tree:
     """Weights `[m]` as a pytree that broadcasts to the group; others are one already."""
     if not (isinstance(weights, Tensor) and weights.ndim == 1):
         return weights
-    return tree_map(lambda one: one * beside(weights, one).to(one.dtype), ones)
+    return tree_map(lambda one: one * per_row(weights, one).to(one.dtype), ones)

@@ -2,10 +2,12 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.spectral import pseudo_inverse
-from functional_jd.types import Gramian, Weights
 
 # Below these parts of what they are sums of, projections and the sum of the weights are rounding.
 _VANISHING, _CANCELLED = 1e-10, 1e-13

@@ -2,8 +2,10 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.types import Gramian, Weights
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 
 
 def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:

@@ -2,7 +2,9 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, blank, stateless
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import no_gradients
 
 
 def mean() -> Aggregator:
@@ -16,4 +18,4 @@ def mean() -> Aggregator:
     Laws:
         Linear in the Jacobian; `mean() = total() / m`. It conflicts with a row whenever the others outweigh it.
     """
-    return stateless(blank, lambda seen: torch.full_like(seen, 1 / len(seen)))
+    return stateless(no_gradients, lambda seen: torch.full_like(seen, 1 / len(seen)))

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian, jacobian_and_losses
-from functional_jd.averages import carried, moved, no_rows, row_norms
-from functional_jd.types import Jacobian, Tree
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
+from functional_jd.aggregation.views import gramian, jacobian_and_losses
+from functional_jd.core.types import Jacobian, Tree
 
 _Seen = tuple[Jacobian, Tensor]
 
@@ -74,7 +75,7 @@ def moco(
     def init(seen: _Seen) -> MocoState:
         jacobian, losses = seen
         uniform = torch.full_like(losses, 1 / len(losses))
-        return MocoState(no_rows(jacobian), uniform, torch.zeros((), dtype=torch.int64, device=losses.device))
+        return MocoState(zero_rows(jacobian), uniform, torch.zeros((), dtype=torch.int64, device=losses.device))
 
     def update(seen: _Seen, state: MocoState) -> tuple[Tree, MocoState]:
         jacobian, losses = seen
@@ -82,9 +83,9 @@ def moco(
         share, rate = beta / calls.double() ** beta_sigma, gamma / calls.double() ** gamma_sigma
         norms = row_norms(jacobian)
         factors = share * torch.where(losses >= 0, losses, torch.nan) / torch.where(norms == 0, 1, norms)
-        rows = moved(state.rows, 1 - share, jacobian, factors)
+        rows = next_average(state.rows, 1 - share, jacobian, factors)
         w = state.weights
         w = torch.softmax(w - rate * (gramian(rows) @ w + rho * w), dim=0)
-        return carried(state.rows, 1 - share, factors, w), MocoState(rows, w, calls)
+        return average_as_weights(state.rows, 1 - share, factors, w), MocoState(rows, w, calls)
 
     return Aggregator(jacobian_and_losses, init, update)

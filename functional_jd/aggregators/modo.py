@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, cross_gramian
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import cross_gramian
 from functional_jd.solvers.simplex import simplex_projection
 
 

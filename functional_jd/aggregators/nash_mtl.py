@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
-from functional_jd.types import Gramian
 
 
 class NashState(NamedTuple):

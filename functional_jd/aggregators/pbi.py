@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.given import SHARES, Numbers, one_each
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 
 # Distances from the ray, relative to that from the reference, that are rounding: well above float64's, which turns
 # losses on the ray into a random direction of penalty otherwise.
@@ -41,8 +42,8 @@ def pbi(theta: float, weights: Numbers, reference: Numbers | None = None) -> Agg
     """
     if not 0 <= theta < float("inf"):
         raise ValueError(f"pbi: theta must be finite and not negative, found {theta}. The paper takes 5.")
-    u = one_each(weights, "pbi", "weights", SHARES)
-    z = one_each(reference, "pbi", "reference", otherwise=lambda _: 0.0)
+    u = per_objective(weights, "pbi", "weights", PREFERENCES)
+    z = per_objective(reference, "pbi", "reference", otherwise=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, theta, u(losses), z(losses)))
 
 

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, gramian
-from functional_jd.orders import random_orders
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
-from functional_jd.types import Gramian, Weights
 
 
 def pcgrad(key: Tensor) -> Aggregator:
@@ -42,7 +43,7 @@ def pcgrad(key: Tensor) -> Aggregator:
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
         squares = torch.where(G.diagonal() == 0, 1, G.diagonal())
         coefficients, products = eye, G  # of each p_i in terms of the rows, and with the rows
-        for j in random_orders(drawn, len(G)).unbind(1):
+        for j in random_visit_orders(drawn, len(G)).unbind(1):
             visited = eye[j]
             conflict = (visited * products).sum(1).clamp(max=0)
             steps = (-conflict / squares[j]).unsqueeze(1)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, blank
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import no_gradients
 from functional_jd.random import normal, split
 
 
@@ -35,4 +36,4 @@ def random_weights(key: Tensor) -> Aggregator:
         drawn, carried = split(state)
         return torch.softmax(normal(drawn, seen.shape, dtype=seen.dtype), dim=0), carried
 
-    return Aggregator(blank, lambda seen: key.to(seen.device), update)
+    return Aggregator(no_gradients, lambda seen: key.to(seen.device), update)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, cross_gramian
-from functional_jd.given import Numbers, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.views import cross_gramian
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -76,7 +77,7 @@ def sdmgrad(
         raise ValueError(f"sdmgrad: n_steps must be at least 1, found {n_steps}. The default is 20.")
     if not 0 <= pull < math.inf:
         raise ValueError(f"sdmgrad: pull must be finite and not negative, found {pull}. Take 0 for the min-norm point.")
-    preference_for = shares(preference, "sdmgrad")
+    preference_for = preferences(preference, "sdmgrad")
 
     def init(A: Tensor) -> SdmgradState:
         return SdmgradState(torch.full_like(A[0], 1 / len(A)))

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.given import Numbers, one_each, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
 def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -37,8 +38,8 @@ def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | N
     """
     if not 0 < mu < float("inf"):
         raise ValueError(f"stch: mu must be positive and finite, found {mu}. For mu = 0 take tchebycheff.")
-    u = shares(weights, "stch", "weights")
-    z = one_each(reference, "stch", "reference", otherwise=lambda _: 0.0)
+    u = preferences(weights, "stch", "weights")
+    z = per_objective(reference, "stch", "reference", otherwise=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, mu, u(losses), z(losses)))
 
 

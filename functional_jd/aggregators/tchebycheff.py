@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, scalarized
-from functional_jd.given import Numbers, one_each, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
 def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -36,8 +37,8 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
     Differs:
         The paper takes `|L_i - z_i|`, which is the same for a reference that no loss is below.
     """
-    u = shares(weights, "tchebycheff", "weights")
-    z = one_each(reference, "tchebycheff", "reference", otherwise=lambda _: 0.0)
+    u = preferences(weights, "tchebycheff", "weights")
+    z = per_objective(reference, "tchebycheff", "reference", otherwise=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, u(losses), z(losses)))
 
 

@@ -2,7 +2,9 @@
 
 import torch
 
-from functional_jd.aggregation import Aggregator, blank, stateless
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import no_gradients
 
 
 def total() -> Aggregator:
@@ -16,4 +18,4 @@ def total() -> Aggregator:
     Laws:
         Linear in the Jacobian; `total() = m mean()`. It conflicts with a row whenever the others outweigh it.
     """
-    return stateless(blank, torch.ones_like)
+    return stateless(no_gradients, torch.ones_like)

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, stateless, whole
-from functional_jd.tree import tree_map
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import full_jacobian
+from functional_jd.core.tree import tree_map
 
 
 def trimmed_mean(trim: int) -> Aggregator:
@@ -51,4 +53,4 @@ def trimmed_mean(trim: int) -> Aggregator:
         nothing = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
         return nothing.scatter(0, kept, 1 / left)
 
-    return stateless(whole, lambda J: tree_map(weigh, J))
+    return stateless(full_jacobian, lambda J: tree_map(weigh, J))

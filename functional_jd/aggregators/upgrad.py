@@ -1,9 +1,11 @@
 """UPGrad: no row is conflicted with, and every row pulls with its full length."""
 
-from functional_jd.aggregation import Aggregator, gramian, stateless
-from functional_jd.given import Numbers, shares
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.views import gramian
+from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, row_multipliers
-from functional_jd.types import Gramian, Weights
 
 
 def upgrad(preference: Numbers | None = None) -> Aggregator:
@@ -40,7 +42,7 @@ def upgrad(preference: Numbers | None = None) -> Aggregator:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: rows of very
         different norms, or all very small, are not conflicted with either.
     """
-    preference_of = shares(preference, "upgrad")
+    preference_of = preferences(preference, "upgrad")
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)

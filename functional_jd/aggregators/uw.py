@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, losses
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import losses
 
 
 class UwState(NamedTuple):

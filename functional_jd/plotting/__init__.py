@@ -18,8 +18,8 @@ from functional_jd.plotting.cone import cone
 from functional_jd.plotting.front import front, nondominated
 from functional_jd.plotting.heatmap import heatmap
 from functional_jd.plotting.history import conflicts, history, losses, scales, weights
-from functional_jd.plotting.looks import PALETTE, legend, look, quiet
 from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
+from functional_jd.plotting.style import PALETTE, legend, look, quiet
 from functional_jd.plotting.trajectories import trajectories
 
 __all__ = [

@@ -10,12 +10,12 @@ from matplotlib.transforms import offset_copy
 from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, aggregate
+from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.naming import names_or_numbers, objective_names
-from functional_jd.plotting.looks import PALETTE, Array, Ax, axes, ink, legend, look, numbers, quiet
-from functional_jd.tree import row_count, tree_leaves
-from functional_jd.types import Direction, Jacobian, Losses, MultitaskJacobian
+from functional_jd.core.names import names_or_indices, objective_names
+from functional_jd.core.tree import row_count, tree_leaves
+from functional_jd.core.types import Direction, Jacobian, Losses, MultitaskJacobian
+from functional_jd.plotting.style import PALETTE, Array, Ax, axes, ink, legend, look, numbers, quiet
 
 SHADE = PALETTE[2]
 
@@ -71,7 +71,7 @@ def cone(
         names = objective_names(losses)
     if names is None:
         names = [f"$g_{{{i}}}$" for i in range(len(rows))]
-    names = names_or_numbers(names, len(rows), "cone")
+    names = names_or_indices(names, len(rows), "cone")
     ax = _canvas(ax, numbers(rows))
     tips = {name: numbers(direction) for name, direction in directions.items()}
     _draw(ax, numbers(rows), numbers(_projections(rows)), tips, names)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from functional_jd.naming import names_or_numbers
-from functional_jd.plotting.looks import Ax, axes, ink, legend, look, numbers, quiet
+from functional_jd.core.names import names_or_indices
+from functional_jd.plotting.style import Ax, axes, ink, legend, look, numbers, quiet
 
 
 def nondominated(points: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def front(
                 f"front: expected points [k, 2], two losses each, found shape {list(group.shape)}"
                 f"{f' in {name!r}' if name else ''}. Pick two: points[:, [0, 2]]."
             )
-    labels = names_or_numbers(names or ["loss 0", "loss 1"], 2, "front")
+    labels = names_or_indices(names or ["loss 0", "loss 1"], 2, "front")
     together = torch.cat([group.detach().double().cpu() for group in groups.values()] or [torch.empty(0, 2)])
     if not len(together):
         raise ValueError("front: expected at least one point, found none. Hand over losses [k, 2].")

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib import colors
 from torch import Tensor
 
-from functional_jd.naming import names_or_numbers
-from functional_jd.plotting.looks import AGREEMENT, CONFLICT, Array, Ax, axes, ink, numbers, paper
+from functional_jd.core.names import names_or_indices
+from functional_jd.plotting.style import AGREEMENT, CONFLICT, Array, Ax, axes, ink, numbers, paper
 
 WRITTEN, NAMED = 12, 40
 """The largest m whose cells hold their values, and whose rows all have their names beside them."""
@@ -44,7 +44,7 @@ def heatmap(
     if kind not in ("cosines", "gramian"):
         raise ValueError(f"heatmap: kind must be 'cosines' or 'gramian', found {kind!r}. Choose one of the two.")
     m = len(matrix)
-    names = names_or_numbers(names, m, "heatmap")
+    names = names_or_indices(names, m, "heatmap")
     side = min(8.0, max(3.2, 1.6 + 0.6 * m))
     ax = axes(ax, (side + 1.2, side))
     values = numbers(matrix)

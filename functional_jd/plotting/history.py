@@ -8,24 +8,12 @@ import torch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from functional_jd.naming import names_or_numbers, objective_names
-from functional_jd.plotting.looks import (
-    CONFLICT,
-    PALETTE,
-    Array,
-    Ax,
-    axes,
-    canvas,
-    ink,
-    legend,
-    look,
-    numbers,
-    quiet,
-)
-from functional_jd.scaling import ScaleState
-from functional_jd.step import StepInfo
-from functional_jd.tree import tree_leaves
-from functional_jd.types import Losses
+from functional_jd.core.names import names_or_indices, objective_names
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Losses
+from functional_jd.plotting.style import CONFLICT, PALETTE, Array, Ax, axes, canvas, ink, legend, look, numbers, quiet
+from functional_jd.precision.loss_scale import ScaleState
+from functional_jd.training.state import StepInfo
 
 SIZE = (7.0, 2.8)
 MANY = 10
@@ -108,7 +96,7 @@ def scales(
         names = ["all objectives"]
     elif names is None and infos:
         names = _names(infos[0].losses)
-    names = names_or_numbers(names, table.shape[1], "scales")
+    names = names_or_indices(names, table.shape[1], "scales")
     ax = axes(ax, SIZE)
     _lines(ax, table, names, drawstyle="steps-post")
     ax.set_yscale("log", base=2)

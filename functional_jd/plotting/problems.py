@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, aggregate, start
-from functional_jd.jacobian import jacobian_fn
-from functional_jd.optimizers import Optimizer, adamw, sgd
-from functional_jd.types import Tree
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.core.types import Tree
+from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.optimizers.adamw import adamw
+from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.sgd import sgd
 
 
 class Problem(NamedTuple):

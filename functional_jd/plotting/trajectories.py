@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from matplotlib.lines import Line2D
 
-from functional_jd.aggregation import Aggregator
-from functional_jd.plotting.looks import Array, Ax, axes, ink, look, numbers, quiet
-from functional_jd.plotting.looks import legend as beside
+from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.plotting.problems import Path, Problem, descend
+from functional_jd.plotting.style import Array, Ax, axes, ink, look, numbers, quiet
+from functional_jd.plotting.style import legend as beside
 
 GRID, LEVELS = 160, 9
 

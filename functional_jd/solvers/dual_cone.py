@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.types import Gramian
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.types import Gramian
 
 
 def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:

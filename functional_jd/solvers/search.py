@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.transforms import transformed
+from functional_jd.core.torch_internals import under_transform
 
 
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
 
     def run(*inputs: Any) -> Any:
         # Hiding takes as long as a small problem itself.
-        return op(*inputs) if transformed() else search(*inputs)
+        return op(*inputs) if under_transform() else search(*inputs)
 
     run.op = op  # pyright: ignore[reportFunctionMemberAccess]
     return run
@@ -53,7 +53,7 @@ def solve(factor: Tensor, right: Tensor) -> Tensor:
 
 def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
     """By an upper one, in two steps while transforms are active: nobody can trace the forward derivative of one."""
-    if not transformed():
+    if not under_transform():
         return torch.cholesky_solve(right.unsqueeze(-1), factor, upper=True).squeeze(-1)
     half = torch.linalg.solve_triangular(factor.mT, right.unsqueeze(-1), upper=False)
     return torch.linalg.solve_triangular(factor, half, upper=True).squeeze(-1)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, check_rule
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.types import Jacobian, Losses, Tree
 from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Case, Law, compiled
 from functional_jd.testing.strategies import jacobians as any_jacobians
-from functional_jd.tree import tree_leaves, tree_map
-from functional_jd.types import Jacobian, Losses, Tree
 
 Cases = st.SearchStrategy[Any]
 

@@ -15,7 +15,9 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregation, Aggregator, aggregate, start
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, start
+from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.testing.measures import (
     TOLERANCE,
     check_close,
@@ -32,8 +34,6 @@ from functional_jd.testing.measures import (
     rescaled,
     turned,
 )
-from functional_jd.tree import tree_leaves, tree_map
-from functional_jd.types import Carried, Jacobian, Losses, Tree
 
 Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`, others and losses for the rules that look at them."""
@@ -329,8 +329,8 @@ BY_CLAIM: tuple[Law, ...] = (
 """What a rule obeys if its paper says so."""
 
 
-def _on_rows(weight: Tensor | Carried) -> Tensor:
-    return weight.weights if isinstance(weight, Carried) else weight
+def _on_rows(weight: Tensor | AffineWeights) -> Tensor:
+    return weight.weights if isinstance(weight, AffineWeights) else weight
 
 
 def _variants(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> list[Case]:

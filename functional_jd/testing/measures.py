@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregation, combine
-from functional_jd.tree import tree_flatten, tree_leaves, tree_map
-from functional_jd.types import Jacobian, Tree
+from functional_jd.aggregation.aggregate import Aggregation, combine
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
+from functional_jd.core.types import Jacobian, Tree
 
 TOLERANCE = 2.0**-26
 

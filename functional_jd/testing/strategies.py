@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.tree import tree_flatten, tree_unflatten
-from functional_jd.types import Params, Tree
+from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.types import Params, Tree
 
 Size = int | tuple[int, int]
 """One number, or the least and the most."""

@@ -9,7 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.aggregation import Aggregator, start
+from functional_jd.aggregation.aggregate import Aggregator, start
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import Params
 from functional_jd.random import key
 from functional_jd.testing.laws import (
     Law,
@@ -23,8 +25,6 @@ from functional_jd.testing.laws import (
     weakly_stationary,
 )
 from functional_jd.testing.strategies import Size, jacobians
-from functional_jd.tree import tree_map
-from functional_jd.types import Params
 
 Builder = Callable[..., Aggregator]
 

@@ -9,10 +9,8 @@ from hypothesis.extra import numpy as hnp
 from scipy.linalg import polar
 from torch.func import grad, jacfwd, jacrev
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
-
-torch.set_num_threads(1)
 
 J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
 DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)

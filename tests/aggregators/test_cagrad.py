@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import minimize, nnls
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.cagrad import cagrad
 from functional_jd.aggregators.mean import mean
-
-torch.set_num_threads(1)
 
 jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
     lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)

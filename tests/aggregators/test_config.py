@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.func import grad, jacfwd, jacrev
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.config import config
-
-torch.set_num_threads(1)
 
 J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
 DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.constant import constant
-
-torch.set_num_threads(1)
 
 integers = st.integers(-9, 9).map(float)
 

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation import Aggregator, aggregate, blank, start, stateless, whole
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import full_jacobian, no_gradients
 from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.tree import tree_leaves
-
-torch.set_num_threads(1)
+from functional_jd.core.tree import tree_leaves
 
 
 def number(k):
@@ -25,12 +25,12 @@ def counting():
     def update(seen, calls):
         return seen + calls + 1, calls + 1
 
-    return Aggregator(blank, lambda seen: torch.zeros((), dtype=torch.float64), update)
+    return Aggregator(no_gradients, lambda seen: torch.zeros((), dtype=torch.float64), update)
 
 
 def entrywise():
     """Weights for every entry: how much of a row's absolute values it holds."""
-    return stateless(whole, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
+    return stateless(full_jacobian, lambda J: {key: leaf.abs() / leaf.abs().sum() for key, leaf in J.items()})
 
 
 @given(st.floats(0, 0.99), st.integers(1, 8))
@@ -45,7 +45,7 @@ def test_equal_to_the_running_mean_in_plain_numbers(momentum, calls):
 def test_equal_to_the_peer_over_four_calls():
     # torchjd 0.18, CRMOGMWeighting(w, alpha=0.5) where w returns the rows [1, 2, 3], [3, 2, 1], [0, 0, 4], [1, 1, 1]
     given = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [0.0, 0.0, 4.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    rule, state = cr_mogm(stateless(whole, lambda J: J[:, 0]), 0.5), None
+    rule, state = cr_mogm(stateless(full_jacobian, lambda J: J[:, 0]), 0.5), None
     for weights, expected in zip(given, [[1.0, 2.0, 3.0], [2.0] * 3, [1.0, 1.0, 3.0], [1.0, 1.0, 2.0]], strict=True):
         seen, state = aggregate(rule, weights.unsqueeze(1), state)[1:]
         torch.testing.assert_close(seen.tolist(), expected)

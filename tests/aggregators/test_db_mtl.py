@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_form, check_poison, check_slopes, check_transforms, number, sequences, values
 
-from functional_jd.aggregation import aggregate, combine
+from functional_jd.aggregation.aggregate import aggregate, combine
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
-from functional_jd.jacobian import jacobian_fn
-
-torch.set_num_threads(1)
+from functional_jd.engines.jacobian import jacobian_fn
 
 RULE = db_mtl(0.6, 0.3)
 

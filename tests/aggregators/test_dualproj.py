@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.dualproj import dualproj
-
-torch.set_num_threads(1)
 
 jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
     lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)

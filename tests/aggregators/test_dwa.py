@@ -19,7 +19,7 @@ from scalarizations import (
 )
 from torch.utils._pytree import tree_map
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.dwa import DwaState, dwa, end_epoch
 
 losses = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=3)

@@ -19,7 +19,7 @@ from scalarizations import (
     hidden,
 )
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.famo import after_step, famo
 
 positive = st.lists(st.floats(0.1, 10), min_size=3, max_size=3)

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.graddrop import graddrop
+from functional_jd.core.types import MultitaskJacobian
 from functional_jd.random import key, split
-from functional_jd.types import MultitaskJacobian
-
-torch.set_num_threads(1)
 
 EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
 MANY = 40_000

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_form, check_poison, check_slopes, check_transforms, number, sequences, values
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.gradnorm import gradnorm
-
-torch.set_num_threads(1)
 
 RULE = gradnorm(rate=0.3)
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate, start
+from functional_jd.aggregation.aggregate import aggregate, start
 from functional_jd.aggregators.gradvac import GradVacState, gradvac
 from functional_jd.aggregators.pcgrad import pcgrad
 from functional_jd.random import key, split
-
-torch.set_num_threads(1)
 
 THREE = torch.tensor([[1.5, 1.0, 2.0], [1.0, -0.5, -2.0], [-2.5, 2.0, -1.0]], dtype=torch.float64)
 TARGETS = torch.tensor([[0.0, 0.3, 0.5], [-0.4, 0.0, -0.2], [0.1, 0.7, 0.0]], dtype=torch.float64)

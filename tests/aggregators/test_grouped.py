@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from functional_jd import random
-from functional_jd.aggregation import Aggregator, aggregate, combine, gramian, losses, start, stateless, whole
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import full_jacobian, gramian, losses
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.excess_mtl import excess_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.modo import modo
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.tree import tree_leaves
-from functional_jd.types import MultitaskJacobian
-
-torch.set_num_threads(1)
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import MultitaskJacobian
 
 rows = hnp.arrays(float, (3, 5), elements=st.integers(-4, 4)).map(torch.from_numpy)
 
@@ -42,7 +42,7 @@ def drawn():
 
 
 def entrywise():
-    return stateless(whole, lambda J: torch.sign(J) + 2)
+    return stateless(full_jacobian, lambda J: torch.sign(J) + 2)
 
 
 def rules():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scalarizations import LOSSES, ROWS, calls, check_direction, check_restored, check_slopes, check_transforms
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.imtl_l import ImtlLState, imtl_l, value
 from functional_jd.aggregators.uw import uw
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.krum import krum
-
-torch.set_num_threads(1)
 
 SIX = torch.tensor([[-6.0, -4.0], [2.0, 7.0], [4.0, -8.0], [-4.0, 4.0], [2.0, -6.0], [8.0, -1.0]], dtype=torch.float64)
 

@@ -4,10 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.mean import mean
-
-torch.set_num_threads(1)
 
 
 @given(st.lists(st.lists(st.integers(-9, 9).map(float), min_size=3, max_size=3), min_size=1, max_size=6))

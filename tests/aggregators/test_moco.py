@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_form, check_poison, check_slopes, check_transforms, number, sequences, values
 
-from functional_jd.aggregation import aggregate, combine
+from functional_jd.aggregation.aggregate import aggregate, combine
 from functional_jd.aggregators.moco import moco
-
-torch.set_num_threads(1)
 
 RULE = moco(0.6, 0.2, 0.1)
 

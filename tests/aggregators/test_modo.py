@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import brentq
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.modo import modo
 
 pairs = hnp.arrays(np.float64, st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 4)), elements=st.integers(-3, 3))

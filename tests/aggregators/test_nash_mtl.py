@@ -9,10 +9,8 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import minimize
 from torch.func import grad, hessian, jacfwd, jacrev
 
-from functional_jd.aggregation import aggregate, start
+from functional_jd.aggregation.aggregate import aggregate, start
 from functional_jd.aggregators.nash_mtl import nash_mtl
-
-torch.set_num_threads(1)
 
 J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
 SEQUENCE = [J3, J3.flip(0) + 1, 3 * J3.flip(1), J3 + J3.flip(1)]

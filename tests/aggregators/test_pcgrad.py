@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.pcgrad import pcgrad
 from functional_jd.random import key, split
-
-torch.set_num_threads(1)
 
 EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
 THREE = torch.tensor([[1.5, 1.0, 2.0], [1.0, -0.5, -2.0], [-2.5, 2.0, -1.0]], dtype=torch.float64)

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.random_weights import random_weights
 from functional_jd.random import key, split
-
-torch.set_num_threads(1)
 
 J = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
 

@@ -9,10 +9,8 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.trimmed_mean import trimmed_mean
-
-torch.set_num_threads(1)
 
 FIVE = torch.tensor(
     [[5.0, -8.0, 1.0], [6.0, 5.0, 0.0], [8.0, 5.0, 1.0], [5.0, -1.0, 9.0], [-4.0, -9.0, -1.0]], dtype=torch.float64

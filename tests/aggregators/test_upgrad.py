@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.upgrad import upgrad
-
-torch.set_num_threads(1)
 
 
 def jacobians(most=6):

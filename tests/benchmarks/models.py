@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functional_jd as jd
-from functional_jd.tree import tree_leaves
+from functional_jd.core.tree import tree_leaves
 
 Trunk = tuple[nn.Module, int, tuple[int, ...]]
 """A network, the width of its features, and the shape of an example."""

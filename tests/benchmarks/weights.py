@@ -9,7 +9,7 @@ from measure import Case, Contest, apart
 from torch import Tensor
 from torchjd import Stateful
 
-from functional_jd.aggregation import Aggregator, aggregate
+from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.cagrad import cagrad
 from functional_jd.aggregators.config import config
@@ -33,8 +33,8 @@ from functional_jd.aggregators.sdmgrad import sdmgrad
 from functional_jd.aggregators.total import total
 from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.tree import tree_map
 from functional_jd.random import key
-from functional_jd.tree import tree_map
 
 ROWS, QUICK_ROWS = (2, 4, 8, 32, 128, 256), (2, 8, 32)
 BATCH, BATCHED_ROWS = 64, 8

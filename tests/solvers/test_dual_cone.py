@@ -10,8 +10,6 @@ from scipy.optimize import nnls
 
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers, row_multipliers
 
-torch.set_num_threads(1)
-
 jacobians = st.tuples(st.integers(1, 7), st.integers(1, 7)).flatmap(
     lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
 )

@@ -9,8 +9,6 @@ from torch.func import grad, hessian, jacfwd
 
 from functional_jd.solvers.fairness import fair_shares
 
-torch.set_num_threads(1)
-
 
 def problem(m, n, seed, spread=0.0, lean=0.5):
     """Cosines of random rows that lean to one side, and sizes spread over `10^spread`."""

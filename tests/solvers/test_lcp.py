@@ -13,8 +13,6 @@ from scipy.optimize import nnls
 from functional_jd.solvers import lcp
 from functional_jd.solvers.lcp import linear_complementarity
 
-torch.set_num_threads(1)
-
 
 @st.composite
 def problems(draw, most=6, entries=3):

@@ -11,8 +11,6 @@ from torch.func import grad, hessian, jacfwd, jacrev
 
 from functional_jd.solvers.spectral import inverse_root, pseudo_inverse
 
-torch.set_num_threads(1)
-
 
 def rows():
     shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))

@@ -8,8 +8,6 @@ from scipy.optimize import nnls
 from functional_jd.solvers import worst_gain
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
 
-torch.set_num_threads(1)
-
 
 def problem(m, seed=0, spread=1.0):
     """Unit rows N, a unit vector x, sizes."""

@@ -10,11 +10,12 @@ import torch
 from hypothesis import settings
 
 from functional_jd import testing
-from functional_jd.aggregation import cross_gramian, gramian, losses, stateless, whole
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.tree import tree_leaves
 from functional_jd.testing import ALWAYS, BY_CLAIM, Layer, jacobians, laws, laws_of, obeys
-from functional_jd.tree import tree_leaves
 
 torch.set_num_threads(1)
 
@@ -107,7 +108,7 @@ def test_jacobians_are_those_asked_for():
         seen.append((J.shape, J.dtype))
         return torch.ones(len(J), dtype=torch.float64)
 
-    obeys(stateless(whole, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
+    obeys(stateless(full_jacobian, weigh), laws.finite, jacobians=jacobians(rows=3, columns=2))(laws.finite)
     assert set(seen) == {((3, 2), torch.float64)}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from functional_jd.aggregation import aggregate
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.testing import RULES
 from functional_jd.testing.table import rule_of
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from functional_jd.aggregation import Aggregator, blank, gramian, losses, stateless, whole
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.tree import tree_flatten, tree_map
 from functional_jd.testing import laws, laws_of
-from functional_jd.tree import tree_flatten, tree_map
 
 torch.set_num_threads(1)
 
@@ -16,7 +18,7 @@ ones = torch.ones_like
 
 
 def forgetful(update, init=lambda view: ()):
-    return Aggregator(blank, init, update)
+    return Aggregator(no_gradients, init, update)
 
 
 def counting():
@@ -26,15 +28,15 @@ def counting():
         calls.append(1)
         return len(calls) * ones(view)
 
-    return stateless(blank, weigh)
+    return stateless(no_gradients, weigh)
 
 
 def scribbling():
-    return stateless(whole, lambda J: J.mul_(2)[:, 0])
+    return stateless(full_jacobian, lambda J: J.mul_(2)[:, 0])
 
 
 def chance():
-    return stateless(blank, lambda view: torch.rand(len(view), dtype=view.dtype))
+    return stateless(no_gradients, lambda view: torch.rand(len(view), dtype=view.dtype))
 
 
 def growing():
@@ -43,7 +45,7 @@ def growing():
 
 
 def half():
-    return stateless(blank, lambda view: ones(view).half())
+    return stateless(no_gradients, lambda view: ones(view).half())
 
 
 def singular():
@@ -58,16 +60,16 @@ def synchronous():
 
 def leafy():
     """Counts leaves."""
-    return stateless(whole, lambda J: len(tree_flatten(J)[0]) * blank(J) + len(tree_flatten(J)[0]))
+    return stateless(full_jacobian, lambda J: len(tree_flatten(J)[0]) * no_gradients(J) + len(tree_flatten(J)[0]))
 
 
 def narrow():
     """Weighs in the dtype of the Jacobian: squares overflow in float16."""
-    return stateless(whole, lambda J: 1 / (1 + (J * J).sum(1)).double())
+    return stateless(full_jacobian, lambda J: 1 / (1 + (J * J).sum(1)).double())
 
 
 def hiding():
-    return stateless(whole, lambda J: tree_map(lambda leaf: torch.where(leaf.isfinite(), 1, 0), J))
+    return stateless(full_jacobian, lambda J: tree_map(lambda leaf: torch.where(leaf.isfinite(), 1, 0), J))
 
 
 def sanitised():
@@ -80,7 +82,7 @@ def raising():
 
 
 def first():
-    return stateless(blank, lambda view: ones(view) * (torch.arange(len(view)) == 0))
+    return stateless(no_gradients, lambda view: ones(view) * (torch.arange(len(view)) == 0))
 
 
 def normalising():
@@ -88,7 +90,7 @@ def normalising():
 
 
 def nothing():
-    return stateless(blank, torch.zeros_like)
+    return stateless(no_gradients, torch.zeros_like)
 
 
 BROKEN = {
@@ -109,7 +111,7 @@ BROKEN = {
     "no weight": (laws.on_the_simplex, nothing),
     "stands still": (laws.weakly_stationary, nothing),
     "stands still too": (laws.strongly_stationary, nothing),
-    "looks at entries": (laws.rotation_blind, lambda: stateless(whole, lambda J: J[:, 0])),
+    "looks at entries": (laws.rotation_blind, lambda: stateless(full_jacobian, lambda J: J[:, 0])),
 }
 
 

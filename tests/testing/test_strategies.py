@@ -8,8 +8,8 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
+from functional_jd.core.tree import tree_flatten, tree_leaves
 from functional_jd.testing import Layer, gramians, jacobians, param_trees
-from functional_jd.tree import tree_flatten, tree_leaves
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,1 @@
+"""What is a rule? The protocol, the views, lifts, and what rules share."""

@@ -1,0 +1,173 @@
+"""Aggregation: a rule looks at the Jacobian and says how much each row counts; `aggregate` adds the rows up."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functional_jd.aggregation.views import View, shared_rows
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.tree import row_count, tree_leaves, tree_map
+from functional_jd.core.types import (
+    AffineWeights,
+    Direction,
+    Jacobian,
+    Losses,
+    MultitaskJacobian,
+    Tree,
+    Weights,
+)
+from functional_jd.precision.autocast import autocast_disabled
+
+
+@displayed_as(outline)
+class Aggregator(NamedTuple):
+    """An aggregation rule: three functions; its hyper-parameters live in their closures.
+
+    Attributes:
+        view: `view(jacobian, *others, losses=None)`: `no_gradients`, `losses`, `gramian`, `cross_gramian` or
+            `full_jacobian`. It tells the engines what the rule needs, and so what a step costs.
+        init: `init(view) -> state`, a pytree of tensors; `()` for a rule that remembers nothing.
+        update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian to count entry
+            by entry.
+    """
+
+    view: Callable[..., View]
+    init: Callable[[View], Tree]
+    update: Callable[[View, Tree], tuple[Weights, Tree]]
+
+
+@displayed_as(outline)
+class Aggregation(NamedTuple):
+    """What `aggregate` returns.
+
+    Attributes:
+        direction: pytree like params, in their dtypes: the weighted sum of the rows.
+        weights: float64 `[m]`, or a pytree like the Jacobian.
+        state: what the rule remembers, for the next call.
+    """
+
+    direction: Direction
+    weights: Weights
+    state: Tree
+
+
+def aggregate(
+    aggregator: Aggregator,
+    jacobian: Jacobian,
+    state: Tree = None,
+    *others: Jacobian,
+    losses: Losses = None,
+) -> Aggregation:
+    """Combine the rows of a Jacobian into one direction, as a rule says.
+
+    `direction = sum_i weights_i J_i`, with `weights, state = update(view(J), state)`.
+
+    Args:
+        aggregator: the rule.
+        jacobian: pytree with leaves `[m, *p]`, float16, bfloat16, float32 or float64; or a `MultitaskJacobian`, of
+            which the rule weighs `shared`, while `heads` pass through.
+        state: what the last call returned; `None` starts the rule.
+        others: Jacobians of the same objectives on independent batches, for the rules that look at `cross_gramian`.
+        losses: the m values, for the rules that look at `losses`.
+
+    Returns:
+        `Aggregation(direction, weights, state)`. A non-finite Jacobian gives a non-finite direction, never an
+        exception.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor of rows.
+        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; or `others` or `losses` missing
+            that the rule needs.
+
+    Laws:
+        Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
+    """
+    check_rule(aggregator, "aggregate")
+    m, *rest = (row_count(shared_rows(rows), "aggregate") for rows in (jacobian, *others))
+    if any(other != m for other in rest):
+        raise ValueError(
+            f"aggregate: all Jacobians need the same number of rows, found {[m, *rest]}. "
+            "Compute them with the same losses on independent batches."
+        )
+    if losses is not None and (found := sum(leaf.numel() for leaf in tree_leaves(losses))) != m:
+        raise ValueError(
+            f"aggregate: expected one loss per row, {m} in all, found {found}. Hand over the losses that the Jacobian "
+            "came with."
+        )
+    weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
+    return Aggregation(combine(jacobian, weights), weights, state)
+
+
+def check_rule(aggregator: Any, where: str) -> None:
+    """Refuse what is no rule, such as a builder that was not called."""
+    if not isinstance(aggregator, Aggregator):
+        raise TypeError(
+            f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
+        )
+
+
+def weigh(
+    aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
+) -> tuple[Weights, Tree]:
+    """The weights that `aggregate` adds up the rows with, and the next state."""
+    with autocast_disabled(jacobian):
+        view = aggregator.view(jacobian, *others, losses=losses)
+        return aggregator.update(view, aggregator.init(view) if state is None else state)
+
+
+def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
+    """The state that a rule starts with: what `aggregate` makes of `state=None` before its first update."""
+    with autocast_disabled(jacobian):
+        return aggregator.init(aggregator.view(jacobian, *others, losses=losses))
+
+
+def combine(jacobian: Jacobian, weights: Weights) -> Direction:
+    """Add up the rows: `direction = sum_i weights_i J_i`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
+        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry; a
+            leaf may be `AffineWeights(weights, rest)`, where `rest` `[*p]`, from earlier rows, is added.
+
+    Returns:
+        A pytree with leaves `[*p]` in the Jacobian's dtypes, added up in at least float32. For a `MultitaskJacobian`
+        the dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
+
+    Laws:
+        Linear in the weights; in the Jacobian too, but for what is carried. What is not finite stays so, also with
+        weight 0.
+    """
+    if isinstance(jacobian, MultitaskJacobian):
+        return {"shared": combine(jacobian.shared, weights), "heads": jacobian.heads}
+    m = row_count(jacobian, "combine")
+    with autocast_disabled(jacobian):
+        if isinstance(weights, Tensor) and weights.ndim < 2:
+            if weights.shape != (m,):
+                raise ValueError(
+                    f"combine: expected one weight per row, [{m}], found {list(weights.shape)}. "
+                    "Does the rule, or its preference, belong to another number of objectives?"
+                )
+            return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
+        bare = isinstance(weights, Tensor | AffineWeights)
+        if bare != isinstance(jacobian, Tensor) or not all(isinstance(x, Tensor) for x in tree_leaves(weights)):
+            found = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"combine: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
+                f"Jacobian, found {found}. What does the rule return?"
+            )
+        return tree_map(_counted_sum, jacobian, weights)
+
+
+def _counted_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
+    if isinstance(weights, AffineWeights):
+        return (_counted_sum(at_least_float32(leaf), weights.weights) + weights.rest).to(leaf.dtype)
+    if weights.shape[1:].numel() == 1:
+        return _weighted_sum(leaf, weights.reshape(len(weights)))
+    return (at_least_float32(leaf) * weights).sum(0).to(leaf.dtype)
+
+
+def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
+    matrix = as_matrix(at_least_float32(leaf))
+    return (weights.to(matrix.dtype) @ matrix).reshape(leaf.shape[1:]).to(leaf.dtype)

@@ -1,0 +1,126 @@
+"""Views: what a rule looks at, which tells the engines what a step costs."""
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products
+from functional_jd.core.tree import row_count, tree_leaves
+from functional_jd.core.types import Gramian, Jacobian, Losses, MultitaskJacobian, Tree
+from functional_jd.precision.autocast import autocast_disabled
+
+View = Any
+"""What a rule looks at: a tensor, or for `full_jacobian` the Jacobian itself."""
+
+
+def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The view of a rule that looks at nothing but the number of rows: float64 zeros `[m]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: not looked at.
+        losses: not looked at.
+
+    Returns:
+        float64 `[m]`.
+    """
+    leaf = tree_leaves(shared_rows(jacobian))[0]
+    return torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
+
+
+def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The view of a rule that looks at the losses: float64 `[m]`, in leaf order.
+
+    Args:
+        jacobian: not looked at.
+        others: not looked at.
+        losses: the m values: a tensor, or a pytree of tensors.
+
+    Returns:
+        float64 `[m]`.
+
+    Raises:
+        ValueError: there are no losses.
+    """
+    return loss_vector(losses)
+
+
+def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gramian:
+    """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
+
+    Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are exact there,
+    and neither rows of norm 1e-30 nor of norm 1e30 leave the range.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: not looked at.
+        losses: not looked at.
+
+    Returns:
+        float64 `[m, m]`.
+
+    Raises:
+        TypeError, ValueError: leaves that are no rows, or disagree on m.
+    """
+    row_count(shared_rows(jacobian), "gramian")
+    with autocast_disabled(jacobian):
+        return reduce(torch.add, [inner_products(as_matrix(leaf)) for leaf in tree_leaves(shared_rows(jacobian))])
+
+
+def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
+        others: the first of them is the same for the other batch.
+        losses: not looked at.
+
+    Returns:
+        float64 `[m, m]`; row i belongs to `jacobian`, column j to the other.
+
+    Raises:
+        TypeError, ValueError: no other; leaves that are no rows, or disagree on m.
+    """
+    if not others:
+        raise ValueError(
+            "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
+            "aggregate(rule, jacobian, state, other_jacobian)."
+        )
+    row_count(shared_rows(jacobian), "cross_gramian")
+    with autocast_disabled(jacobian):
+        pairs = zip(tree_leaves(shared_rows(jacobian)), tree_leaves(shared_rows(others[0])), strict=True)
+        return reduce(torch.add, [cross_inner_products(as_matrix(left), as_matrix(right)) for left, right in pairs])
+
+
+def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
+    """The view of a rule that looks at the Jacobian itself: the pytree with leaves `[m, *p]`.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
+        others: not looked at.
+        losses: not looked at.
+
+    Returns:
+        The Jacobian; of a `MultitaskJacobian`, `shared`.
+    """
+    return shared_rows(jacobian)
+
+
+def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
+    """The view of a rule that looks at `full_jacobian` and at `losses`."""
+    return full_jacobian(jacobian), loss_vector(losses)
+
+
+def loss_vector(losses: Losses) -> Tensor:
+    if losses is None:
+        raise ValueError(
+            "aggregate: this rule looks at the losses, found none. "
+            "Hand them over: aggregate(rule, jacobian, losses=losses)."
+        )
+    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+
+
+def shared_rows(jacobian: Jacobian) -> Tree:
+    return jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian

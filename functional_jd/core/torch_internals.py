@@ -1,0 +1,167 @@
+"""Every private name of torch that the package uses: what it is for, and what breaks without it.
+
+`tests/core/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what it
+means. "Loudly" below says that an exception is raised without the name; "quietly", that only time or memory is lost.
+
+| name of torch | used by | without it |
+| --- | --- | --- |
+| `_C._functorch.peek_interpreter_stack` | `under_functorch` | loudly: every function asks |
+| `autograd.forward_ad._current_level` | `under_transform`, `transform_level` | loudly |
+| `_functorch.pyfunctorch.retrieve_current_functorch_interpreter` | `transform_level`, compiled | loudly |
+| `_C._functorch.maybe_current_level` | `transform_level` | loudly |
+| `_C._functorch.is_batchedtensor`, `get_unwrapped`, `maybe_get_bdim` | the Gramian of examples | loudly |
+| `_C._functorch._unwrap_batched` | compiled Gramians | loudly |
+| `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
+| `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
+| `_C.DisableTorchFunction` | the layer recorder | loudly |
+| `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
+| `_fused_adamw_` | `adamw`, eager | loudly |
+| `Node._input_metadata` | the choice of row groups | loudly |
+| `_weight_norm` | second derivatives of `weight_norm` | loudly |
+| `Tensor._version`, `Tensor._is_view` | the layer recorder | loudly |
+| `ops.aten._unsafe_view` | the layer recorder | loudly |
+| `ops._c10d_functional` | collectives | loudly |
+| `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
+| globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
+"""
+
+from collections.abc import Callable
+from math import prod
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._guards import detect_fake_mode
+from torch.utils import _pytree as torch_pytree
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_forward_ad: Any = torch.autograd.forward_ad
+
+torch_function_disabled: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+"""A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
+
+pytree_nodes: dict[Any, Any] = torch_pytree.SUPPORTED_NODES
+"""The containers that are registered with torch's own pytree, with the functions that flatten them."""
+
+traced_grad: Any = _autograd_grad
+"""`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
+
+fused_adamw: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
+"""The in-place kernel behind `torch.optim.AdamW(fused=True)`."""
+
+weight_norm: Any = torch._weight_norm  # pyright: ignore[reportPrivateUsage]
+"""The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
+
+collective_ops: Any = torch.ops._c10d_functional
+"""Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
+
+
+def under_functorch() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def under_transform() -> bool:
+    """Whether torch.func, torch.compile, forward mode or inference mode is active, so that plain autograd on detached
+    tensors would fail or would not be seen.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or under_functorch()
+        or _forward_ad._current_level >= 0
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def transform_level() -> tuple[Any, int]:
+    """The number of active transforms: of torch.func, and of forward mode."""
+    if torch.compiler.is_compiling():  # torch.compile traces this form only
+        inner: Any = retrieve_current_functorch_interpreter().level() if under_functorch() else None
+    else:
+        inner = _functorch.maybe_current_level()
+    return inner, _forward_ad._current_level
+
+
+def is_batched(value: Any) -> bool:
+    """Whether the innermost `torch.vmap` hides a dimension of this value."""
+    return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)
+
+
+def unwrap_batched(x: Tensor) -> tuple[Tensor, int]:
+    """The tensor with the dimension that `torch.vmap` hides, and where that dimension is."""
+    return _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
+
+
+def varies_in_vmap(x: Tensor, level: int) -> bool:
+    """Whether a tensor differs from one element of the vmap at this level to the next; torch.compile traces this."""
+    return _functorch._unwrap_batched(x, level)[1] is not None
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func hides the values of a tensor."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def has_values(value: Any) -> bool:
+    """Whether it is a tensor with numbers to show, and not a stand-in of a transform or a tracer."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.device.type != "meta"
+        and detect_fake_mode() is None
+        and not torch._is_functional_tensor(value)  # pyright: ignore[reportPrivateUsage]
+        and not is_wrapped(value)
+    )
+
+
+def _base(x: Tensor) -> Tensor:
+    """The tensor below vmap: it counts changes in place, and knows whether it is a view."""
+    return _functorch.get_unwrapped(x) if _functorch.is_batchedtensor(x) else x
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    with torch_function_disabled():
+        return _base(x)._version
+
+
+def without_view(x: Tensor) -> Tensor:
+    """The same numbers as a tensor that is not a view, without a copy. Autograd records another graph for a view that
+    is changed in place, in which an edge recorded before does not lie.
+    """
+    return torch.ops.aten._unsafe_view(x, x.shape) if _base(x)._is_view() else x
+
+
+def graph_nodes(outputs: list[Tensor]) -> list[Any]:
+    """The nodes that a backward pass from these outputs may visit."""
+    # Dicts keep the order, so that what is appended below is visited too.
+    found = dict.fromkeys(y.grad_fn for y in outputs if y.grad_fn is not None)
+    order: list[Any] = list(found)
+    for node in order:
+        for following, _ in node.next_functions:
+            if following is not None and following not in found:
+                found[following] = None
+                order.append(following)
+    return order
+
+
+def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
+    """The number of elements of the largest gradient on the way to the inputs, without these and their transposes."""
+    ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
+    entries = (entry for node in graph for entry in node._input_metadata if not entry.is_nested_tensor)
+    return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
+
+
+def _ignoring_modes(f: Any) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that does not hand itself to a mode as one op, so that the mode sees the ops
+    inside it. There is no public way: `has_torch_function` is true wherever a mode is active.
+    """
+    return FunctionType(f.__code__, vars(nn.functional) | {"has_torch_function": lambda _: False}, None, f.__defaults__)
+
+
+transparent: dict[Any, Callable[..., Any]] = {
+    f: _ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)
+}
+"""Functions that torch shows to a mode as one op, in a form that shows the ops inside."""

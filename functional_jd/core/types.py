@@ -1,0 +1,66 @@
+"""The names of the values that every file speaks of."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from functional_jd.core.record_display import displayed_as, outline
+
+Tree: TypeAlias = Any
+"""A pytree of tensors: nested dicts, lists, tuples, NamedTuples, registered dataclasses, or one tensor."""
+
+
+Params: TypeAlias = Tree
+"""A pytree of floating-point tensors, leaves `[*p]`."""
+
+
+Losses: TypeAlias = Tree
+"""A tensor or a pytree of tensors with m elements in leaf order: one objective each."""
+
+
+Jacobian: TypeAlias = Tree
+"""A pytree like params with leaves `[m, *p]`: row i is the gradient of objective i. Or a `MultitaskJacobian`."""
+
+
+Direction: TypeAlias = Tree
+"""A pytree like params, leaves `[*p]`: an ascent direction, as a gradient is."""
+
+
+Gramian: TypeAlias = Tensor
+"""`[m, m]`: the inner products of the rows."""
+
+
+Weights: TypeAlias = Tree
+"""`[m]`: the weight of each row. Or a pytree like the Jacobian: the weight of each entry, or `AffineWeights`."""
+
+
+LossFunction: TypeAlias = Callable[..., Any]
+"""`losses(params, *args) -> Losses`."""
+
+
+@displayed_as(outline)
+class MultitaskJacobian(NamedTuple):
+    """The Jacobian of `multitask` losses: the trunk by objective, the heads already summed and unscaled.
+
+    Attributes:
+        shared: pytree like `params["shared"]`, leaves `[m, *p]`, row i multiplied by scale i.
+        heads: pytree like `params["heads"]`, leaves `[*p]`: the gradient of the plain sum of the losses.
+    """
+
+    shared: Tree
+    heads: Tree
+
+
+class AffineWeights(NamedTuple):
+    """In one leaf, how much the current rows count, and what is carried over from earlier ones.
+
+    `direction = sum_i weights_i J_i + rest`
+
+    Attributes:
+        weights: float64, broadcasts to the leaf `[m, *p]`.
+        rest: `[*p]`, at least float32.
+    """
+
+    weights: Tensor
+    rest: Tensor

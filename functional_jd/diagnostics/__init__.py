@@ -1,0 +1,1 @@
+"""What the objectives do to one another."""

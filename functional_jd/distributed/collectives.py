@@ -1,0 +1,114 @@
+"""Collectives as differentiable functions with vmap rules."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.torch_internals import collective_ops
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import Direction, Tree
+from functional_jd.precision.autocast import autocast_disabled
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`; `None` is all processes."""
+
+
+def sum_over_group(tree: Tree, group: Group) -> Tree:
+    return tree_map(lambda leaf: collective("sum", leaf, group), tree)
+
+
+def mean_over_group(tree: Tree, group: Group) -> Tree:
+    """Divided before it is added up, so that no sum of finite values overflows."""
+    replicas = known_group(group)[1]
+    return tree_map(lambda leaf: sum_over_group(at_least_float32(leaf) / replicas, group).to(leaf.dtype), tree)
+
+
+def shard_columns(leaf: Tensor, group: Group) -> Tensor:
+    """One share of the columns of the mean, `[m, k]`, per replica: a leaf `[m, *p]` in R parts, padded at the end."""
+    replicas = known_group(group)[1]
+    matrix = as_matrix(at_least_float32(leaf)) / replicas
+    if matrix.shape[1] % replicas:  # padding copies, with nothing to pad too
+        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % replicas))
+    parts = matrix.reshape(len(matrix), replicas, matrix.shape[1] // replicas).transpose(0, 1)
+    return collective("scatter", parts, group).to(leaf.dtype)
+
+
+def gather_columns(part: Tensor, like: Tensor, group: Group) -> Direction:
+    """The whole direction `[*p]`, from each replica's part `[k]`."""
+    return collective("gather", part, group).reshape(-1)[: like.numel()].reshape(like.shape)
+
+
+def known_group(group: Group) -> tuple[str, int, int]:
+    """The group's name, its number of replicas, and which of them this is."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "distributed: expected a process group, found none. Call torch.distributed.init_process_group('gloo') "
+            "(or 'nccl') first, and start the program with torchrun."
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"distributed: expected a process group that this process is in, found {group!r}. "
+            "Call this on members of the group only."
+        )
+    return group.group_name, group.size(), group.rank()
+
+
+def collective(kind: str, value: Tensor, group: Group) -> Tensor:
+    with autocast_disabled(value):
+        result: Any = _Collective.apply(value, kind, *known_group(group)[:2])
+    return result
+
+
+_ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter"}
+
+
+class _Collective(Function):
+    """A functional collective with the derivatives and the vmap rule of the linear map that it is.
+
+    `"sum"`, `"least"` and `"first"` keep the shape; `"scatter"` takes `[R, ...]` to `[...]`, `"gather"` back.
+    """
+
+    @staticmethod
+    def forward(value: Tensor, kind: str, name: str, replicas: int) -> Tensor:
+        value = value.contiguous()
+        ops = collective_ops
+        try:
+            if kind == "sum" or kind == "least":
+                result = ops.all_reduce(value, "sum" if kind == "sum" else "min", name)
+            elif kind == "first":
+                result = ops.broadcast(value, 0, name)
+            elif kind == "scatter":
+                result = ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
+            else:
+                result = ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
+            return ops.wait_tensor(result)
+        except RuntimeError as error:
+            found = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
+                "A replica stopped, fell out of step or hangs: see the first error of all processes, and start again "
+                "from the last checkpoint."
+            ) from error
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        _, *ctx.how = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        kind, *where = ctx.how
+        return _Collective.apply(cotangents[0], _ADJOINT[kind], *where), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Collective.apply(tangents[0], *ctx.how)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # noqa: ARG004
+        value, *how = args
+        return _Collective.apply(value.movedim(in_dims[0], -1), *how), -1

@@ -1,0 +1,1 @@
+"""How the Gramian of a layer is found without its rows."""

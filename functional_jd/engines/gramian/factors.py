@@ -1,0 +1,77 @@
+"""Rows that are not multiplied out: left and right factors of a leaf's rows."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.rows import at_least_float32
+
+
+class Factors(NamedTuple):
+    """Rows of a leaf, not multiplied out: `row_s = sum_p left_sp right_sp'`, group by group.
+
+    Attributes:
+        left: `[m, positions, groups, o]`; or int64 `[m, positions]`, which stands for unit vectors of length o.
+        right: `[m, positions, groups, i]`. What all rows share has 1 in place of m.
+    """
+
+    left: Tensor
+    right: Tensor
+
+
+def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
+    left, right = f.left, at_least_float32(f.right)
+    if left.ndim == 2:
+        scaled = _weighted(right, weights, alone=len(left) < m).flatten(0, 2)
+        return scaled.new_zeros(leaf.shape).index_add(0, left.flatten(), scaled).to(leaf.dtype)
+    left = at_least_float32(left)
+    if len(left) < m:
+        right = _weighted(right, weights, alone=True)
+    else:
+        left = _weighted(left, weights, alone=len(right) < m)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    # As they lie in memory: pixels next to one another stay so.
+    left, right = (side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right))
+    total = left[0] @ right[0].mT if len(left) == 1 else left @ right.mT
+    return total.reshape(leaf.shape).to(leaf.dtype)
+
+
+def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
+    """One side, row by row times its weight; where the other side is common to all rows, they can be added up first."""
+    weights = weights.to(side.dtype)
+    if alone:
+        return (weights @ side.flatten(1)).reshape(1, *side.shape[1:])
+    return side * weights[:, None, None, None]
+
+
+def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
+    """`[m, *p]`"""
+    left, right = f.left, at_least_float32(f.right)
+    if left.ndim == 2:
+        length = leaf.shape[0]
+        offsets = length * torch.arange(m, device=leaf.device)[:, None]
+        flat = right.expand(m, -1, -1, -1).flatten(0, 2)
+        return (
+            flat.new_zeros(m * length, leaf.shape[1])
+            .index_add(0, (left + offsets).flatten(), flat)
+            .unflatten(0, (m, length))
+        )
+    return products_of_sides(f).expand(m, -1, -1, -1).reshape(m, *leaf.shape)
+
+
+def products_of_sides(f: Factors) -> Tensor:
+    """`[m, groups, o, i]`"""
+    left, right = at_least_float32(f.left), at_least_float32(f.right)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
+
+
+def side_by_side(factors: list[Factors]) -> Factors:
+    """Several uses are more positions of one; a side stays common to all rows where it is so in all uses."""
+    return Factors(_joined([f.left for f in factors]), _joined([f.right for f in factors]))
+
+
+def _joined(sides: list[Tensor]) -> Tensor:
+    m = max(len(side) for side in sides)
+    return torch.cat([side.expand(m, *side.shape[1:]) for side in sides], dim=1)

@@ -1,0 +1,151 @@
+"""Inner products and weighted sums of rows, leaf by leaf, from factors or from the rows themselves."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.core.rows import CACHED, HALVE_FROM, as_matrix, at_least_float32, inner_products
+from functional_jd.engines.choose import factors_are_cheaper
+from functional_jd.engines.gramian.factors import (
+    Factors,
+    products_of_sides,
+    rows_of_factors,
+    side_by_side,
+    weighted_sum_of_factors,
+)
+
+# Rows of so many numbers that one product of many leaves is faster than one product for each.
+_SMALL = 1 << 15
+
+Pullback: TypeAlias = Callable[[Tensor], list[Tensor]]
+
+
+class Block(NamedTuple):
+    """What one leaf adds.
+
+    Attributes:
+        gramian: float64 `[m, m]`, its part of the Gramian.
+        pullback: `pullback(weights [m])`: the weighted sum of its rows, like the leaf.
+    """
+
+    gramian: Tensor
+    pullback: Callable[[Tensor], Tensor]
+
+
+def gramian_of_leaves(
+    parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int
+) -> tuple[Tensor, Pullback]:
+    """The Gramian of all leaves, each of whose rows are the sum of its parts, and the weighted sums of the rows.
+
+    Small rows are joined: what calls cost is more than what is computed in them. Large ones never are.
+    """
+    blocks: dict[int, Block] = {}
+    small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
+        rows = [part for part in own if isinstance(part, Tensor)]
+        if rows and len(rows) == len(own) and m * leaf.numel() <= _SMALL:
+            total = at_least_float32(sum(rows[1:], start=rows[0]))
+            dtype = torch.promote_types(total.dtype, leaf.dtype)
+            small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
+        else:
+            blocks[index] = block_of(own, leaf, m)
+    joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
+    gramians = [*(block.gramian for block in blocks.values()), *(inner_products(as_matrix(rows)) for _, rows in joined)]
+
+    def pullback(weights: Tensor) -> list[Tensor]:
+        found = {index: block.pullback(weights) for index, block in blocks.items()}
+        for indices, rows in joined:
+            pieces = (weights.to(rows.dtype) @ rows).split([leaves[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                found[index] = piece.reshape(leaves[index].shape).to(leaves[index].dtype)
+        return [found[index] for index in range(len(leaves))]
+
+    return reduce(torch.add, gramians), pullback
+
+
+def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
+    """The block of a leaf whose rows are the sum of these parts, at the smaller of two prices: of inner products of
+    factors, or of the rows themselves. What is kept for the pullback is the smaller of the two as well.
+    """
+    factors = [part for part in parts if isinstance(part, Factors)]
+    same = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
+    if same and len(factors) == len(parts):
+        return _block_of_factors(factors[0] if len(factors) == 1 else side_by_side(factors), leaf, m)
+    rows = [part for part in parts if isinstance(part, Tensor)] + [rows_of_factors(f, leaf, m) for f in factors]
+    if not rows:
+        return Block(leaf.new_zeros(m, m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
+    total = sum(rows[1:], start=rows[0])
+    return Block(inner_products(as_matrix(total)), lambda weights: _combined(total, weights, leaf))
+
+
+def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
+    if factors_are_cheaper(f, leaf, m):
+        gramian = _inner_products(f, m)
+    elif f.left.ndim == 2:
+        gramian = inner_products(as_matrix(rows_of_factors(f, leaf, m)))
+    elif m * leaf.numel() < f.left.numel() + f.right.numel():
+        rows = rows_of_factors(f, leaf, m)
+        return Block(inner_products(as_matrix(rows)), lambda weights: _combined(rows, weights, leaf))
+    else:
+        gramian = reduce(torch.add, [inner_products(as_matrix(products_of_sides(part))) for part in _parts(f, m)])
+    return Block(gramian, lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
+
+
+def _combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
+    """The weighted sum, where rows may be narrower than the leaf, or wider."""
+    return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
+
+
+def _parts(f: Factors, m: int) -> Iterator[Factors]:
+    """Factors of some columns of the rows at a time, which fit the cache: large blocks of fresh memory cost more than
+    what is computed in them.
+    """
+    left, right = at_least_float32(f.left), at_least_float32(f.right)
+    longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
+    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // CACHED)
+    for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):
+        yield Factors(piece, right) if longer is left else Factors(left, piece)
+
+
+def _inner_products(f: Factors, m: int) -> Tensor:
+    """`G_st = sum_pq <left_sp, left_tq> <right_sp, right_tq>`, in float64, whose range fourth powers do not leave."""
+    if len(f.left) == len(f.right):
+        return _pairs(Factors(f.left if f.left.ndim == 2 else f.left.double(), f.right.double()))
+    common, own = (f.left, f.right) if len(f.left) < m else (f.right, f.left)
+    own, common = own.double(), common if common.ndim == 2 else common.double()
+    across = torch.einsum("gpq,mqgo->mpgo", _alike(common, common), own)
+    return own.flatten(1) @ across.flatten(1).mT
+
+
+def _pairs(f: Factors) -> Tensor:
+    """Of all pairs of rows, those beside the diagonal once."""
+    m, positions = f.right.shape[:2]
+    if m == 1 or m * positions < HALVE_FROM:
+        return _crossed(f, f)
+    (left, left_below), (right, right_below) = (side.tensor_split(2) for side in f)
+    above, below = Factors(left, right), Factors(left_below, right_below)
+    return _symmetric(_pairs(above), _crossed(above, below), _pairs(below))
+
+
+def _crossed(f: Factors, other: Factors) -> Tensor:
+    product = _alike(f.left, other.left) * _alike(f.right, other.right)
+    total = product[0] if len(product) == 1 else product.sum(0)
+    positions = f.right.shape[1]
+    return total if positions == 1 else total.unflatten(1, (-1, positions)).sum(2).unflatten(0, (-1, positions)).sum(1)
+
+
+def _alike(side: Tensor, other: Tensor) -> Tensor:
+    """Inner products of all rows and positions: `[groups, m * positions, m * positions]`."""
+    if side.ndim == 2:
+        return (side.flatten()[:, None] == other.flatten()).double()[None]
+    if side.shape[2] == 1:
+        return (side.flatten(0, 2) @ other.flatten(0, 2).mT)[None]
+    return side.flatten(0, 1).movedim(1, 0) @ other.flatten(0, 1).permute(1, 2, 0)
+
+
+def _symmetric(above: Tensor, beside: Tensor, below: Tensor) -> Tensor:
+    return torch.cat([torch.cat([above, beside], -1), torch.cat([beside.mT, below], -1)], -2)

@@ -1,0 +1,210 @@
+"""Taps where transforms are active, a compiler traces, or somebody differentiates what comes out.
+
+Nobody knows there where a tensor lies in memory, and a compiler takes no exception for an answer: shapes decide.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.torch_internals import traced_grad, transform_level, varies_in_vmap
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.layers import Form, Layer
+from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView
+from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
+from functional_jd.engines.row_vjps import Rows
+from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
+from functional_jd.precision.autocast import autocast_disabled
+
+
+class TracedUse(NamedTuple):
+    """One recognised use of a leaf.
+
+    Attributes:
+        op: which of the ops that were seen.
+        part: what of the leaf.
+        form: how to form its rows.
+        options: arguments of the op that are no tensors.
+    """
+
+    op: int
+    part: ParameterView
+    form: Form
+    options: dict[str, Any]
+
+
+class RecordedVjp(NamedTuple):
+    """A function at a point, whose pullback ends at what came out of the ops seen, and behind that at the leaves.
+
+    Attributes:
+        point: with what went into those ops behind the rest of `extra`: `(extra, sources)`.
+        seen: the uses.
+    """
+
+    point: Vjp
+    seen: list[TracedUse]
+
+
+class TracedRecorder(LayerRecorder):
+    """Writes down the tensors themselves, into lists made by others: a compiler forgets what a mode keeps."""
+
+    def __init__(
+        self,
+        leaves: list[Tensor],
+        constants: list[Tensor],
+        seen: list[TracedUse],
+        ends: list[tuple[Tensor, Tensor]],
+    ):
+        super().__init__(leaves, constants, [], examples=False)
+        self.seen, self.ends = seen, ends
+        self.copies: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unflatten:  # which a compiler cannot follow from here
+            func = torch.unflatten
+        if self.copies and (_is_in_place(func, kwargs) or (func not in KNOWN and self.receives_copy(args, kwargs))):
+            for x in self.copies:  # which one was changed, or a view of which, nobody knows
+                self.known.pop(id(x), None)
+        before = len(self.ends)
+        output = super().__torch_function__(func, types, args, kwargs)
+        # A copy goes on, in case that the losses change it in place; a compiler drops it again.
+        return output.clone() if len(self.ends) > before and output is self.ends[-1][1] else output
+
+    def receives_copy(self, args: Any, kwargs: Any) -> bool:
+        """Whether an op that nobody knows, which may change what it receives, receives what was made of a leaf."""
+        copies = {id(x) for x in self.copies}
+        given = [*args, *(kwargs or {}).values()]
+        listed = [x for value in given if isinstance(value, list | tuple) for x in value]
+        return any(id(x) in copies for x in (*given, *listed))
+
+    def apart(self, output: Tensor) -> Tensor:
+        return output
+
+    def part(self, x: Any) -> ParameterView | None:
+        found = self.known.get(id(x))
+        return None if found is None else found[0]
+
+    def know(self, x: Tensor, part: ParameterView) -> None:
+        self.known[id(x)] = (part, x, 0)
+
+    def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        way = _way(func, args, part.constant, output)
+        if way is None or transform_level() != self.level or not output.requires_grad or output is args[0]:
+            return
+        view = func(part.constant, *args[1:], **kwargs)
+        distance, step = way
+        self.copies.append(output)
+        self.know(
+            output, ParameterView(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made)))
+        )
+
+    def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
+        return not layer.keeps and super().fits(layer, given, uses)
+
+    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
+        if not output.requires_grad:
+            return  # torch.no_grad, within the losses
+        options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        for name, part in uses.items():
+            shape = {"shape": tuple(part.constant.shape)}
+            self.seen.append(TracedUse(len(self.ends), part, layer.forms[name], options | shape))
+        self.ends.append((given[input_name(uses)].clone(), output))
+
+
+def _is_in_place(func: Any, kwargs: Any) -> bool:
+    return getattr(func, "__name__", "") in _IN_PLACE or "out" in (kwargs or {})
+
+
+def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
+    """How far an op leads away from a leaf, and how rows find back."""
+    if not isinstance(output, Tensor) or output.device != base.device:
+        return None
+    if func in _TRANSPOSES and base.ndim == 2 and (len(args) == 1 or (len(args) == 3 and args[1] % 2 != args[2] % 2)):
+        return MATRIX, _flipped
+    if func in _COPIES and output.shape == base.shape and output.is_floating_point():
+        return WHOLE, lambda made: made
+    if func in _SHAPES:
+        return FLAT, lambda rows: rows.reshape(len(rows), *base.shape)
+    return None
+
+
+def _flipped(made: Any) -> Any:
+    return Factors(made.right, made.left) if isinstance(made, Factors) else made.mT
+
+
+def recorded_vjp(
+    f: Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]], leaves: list[Tensor]
+) -> RecordedVjp:
+    """Evaluate `f(points, tapping) -> (outputs, extra)` once, and get the way back to its taps and its points.
+
+    The tensors that the pullback needs are those within the transform: they leave it by the side, as in `torch.func`.
+    """
+    seen: list[TracedUse] = []
+    ends: list[tuple[Tensor, Tensor]] = []
+    inside: list[list[Tensor]] = []
+
+    def tapped(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        points, constants = inputs[: len(leaves)], inputs[len(leaves) :]
+        outputs, extra = f(points, TracedRecorder(points, constants, seen, ends))
+        inside[:] = [outputs, [*[output for _, output in ends], *points]]
+        return outputs, (extra, [source for source, _ in ends])
+
+    point = vjp(tapped, [*leaves, *leaves], differentiable=True)
+    outputs, inputs = inside
+
+    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
+        # Zeros sent through an output would turn an infinity there into NaN; a compiler wants the same graph for all.
+        if torch.compiler.is_compiling():
+            sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
+        else:
+            sent = [(y, c) for y, c in pairs if c is not None]
+        with autocast_disabled(leaves):
+            return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])[among]
+
+    return RecordedVjp(Vjp(point.outputs, point.extra, pullback), seen)
+
+
+def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:
+    """`None` where a gradient is certainly zero."""
+    if torch.compiler.is_compiling():
+        # Which traces no other function for gradients. It gives zeros in place of None: to be told from gradients by
+        # this, that what does not vary with the cotangent is zero.
+        found = traced_grad(outputs, inputs, cotangent, retain_graph=True, create_graph=True)
+        depth = transform_level()[0]
+        return [g if varies_in_vmap(g, depth) else None for g in found]
+    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if y.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    given: Any = [[y for y, _ in pairs], inputs, [c for _, c in pairs]]
+    found = torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True)
+    return to_dense(found)
+
+
+def layer_uses(seen: list[TracedUse], sources: list[Tensor]) -> list[LayerUse]:
+    """Taps whose edges are numbers of ops; sources `[m or 1, *x]`."""
+    return [LayerUse(use.part.leaf, use.op, _form(use, sources[use.op])) for use in seen]
+
+
+def _form(use: TracedUse, source: Tensor) -> Callable[[Tensor], Any]:
+    return lambda gradient: use.part.back(use.form(source, gradient, use.options))
+
+
+def _of(words: str) -> set[Any]:
+    return {getattr(home, word, None) for home in (torch, Tensor) for word in words.split()} - {None}
+
+
+_TRANSPOSES = _of("t transpose swapaxes swapdims") | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
+
+
+_COPIES = _of("to half bfloat16 float double contiguous")
+
+
+_SHAPES = _of("view unsqueeze squeeze")  # always views, unlike a reshape
+
+
+_IN_PLACE = frozenset(name for name in dir(Tensor) if name.endswith("_") and name[0] != "_") | frozenset(
+    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"]
+)

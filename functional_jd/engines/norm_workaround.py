@@ -1,0 +1,63 @@
+"""Norms in parts: a workaround for second derivatives that torch gets wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core.torch_internals import weight_norm
+
+
+class SeparateNormAffine(TorchFunctionMode):
+    """Runs norms without weight and bias, which are applied apart, and the norm of a weight by itself.
+
+    Where rows are differentiated together, torch takes the mean and deviation that a norm saved for constants as soon
+    as its weight asks for a gradient: derivatives of the rows would be wrong (functorch#534). So are those of
+    `weight_norm`, whose second backward pass takes the norm that it saved for a constant.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        norm = _NORMS.get(func)
+        return (func if norm is None else norm)(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    return _affine(nn.functional.layer_norm(input, normalized_shape, eps=eps), weight, bias)
+
+
+def _by_channel(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apart(
+        input: Tensor,
+        running_mean: Any = None,
+        running_var: Any = None,
+        weight: Any = None,
+        bias: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        shape = (-1, *[1] * (input.ndim - 2))
+        parts = [None if part is None else part.reshape(shape) for part in (weight, bias)]
+        return _affine(norm(input, running_mean, running_var, None, None, *rest, **options), *parts)
+
+    return apart
+
+
+def _affine(plain: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = plain if weight is None else plain * weight
+    return (y if bias is None else y + bias).to(plain.dtype)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+_NORMS: dict[Any, Callable[..., Tensor]] = {
+    weight_norm: _weight_norm,
+    nn.functional.layer_norm: _layer_norm,
+    nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
+    nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),
+}

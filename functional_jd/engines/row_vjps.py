@@ -1,0 +1,139 @@
+"""Many vector-Jacobian products: rows by vmap, in groups, or one by one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.engines.choose import row_schedule
+from functional_jd.engines.vjp import Vjp
+from functional_jd.precision.autocast import autocast_disabled
+
+Rows: TypeAlias = list[Tensor | None]
+"""m cotangents or gradients, by tensor: each `[m, *x]`, or `None` where all rows are zero."""
+
+
+Result = TypeVar("Result")
+
+
+# Gradients of so few elements are stacked by one call sooner than written one by one.
+_SMALL = 1 << 14
+
+
+def vmap_or_loop(mode: str, together: Callable[[], Result], one_by_one: Callable[[], Result]) -> Result:
+    """Work with vmap, without it, or (`"auto"`) with vmap and, where that cannot go, without.
+
+    Losses that `together` evaluates are then evaluated again: what they change in place would move twice.
+    """
+    if mode == "loop":
+        return one_by_one()
+    if mode == "vmap" or torch.compiler.is_compiling():
+        return together()
+    try:
+        return together()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # Whatever it was that vmap refused: an error of the losses themselves comes back from the loop.
+        return one_by_one()
+
+
+def vjp_rows(point: Vjp, cotangents: Rows, mode: str, chunk_size: int | None) -> Rows:
+    """Pull back m cotangents: the vector-Jacobian product of each, stacked."""
+    m = next((len(c) for c in cotangents if c is not None), 0)
+    if m == 0:
+        return [None] * len(point.pullback([None] * len(cotangents)))
+
+    def one_by_one() -> Rows:
+        by_row = zip(*[[None] * m if c is None else c.unbind() for c in cotangents], strict=True)
+        return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
+
+    mode, chunk_size = row_schedule(point, m, mode, chunk_size)
+    return vmap_or_loop(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one)
+
+
+def jacobian_rows(point: Vjp, factors: Tensor, mode: str, chunk_size: int | None) -> Rows:
+    """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
+    m = len(factors)
+    mode, chunk_size = row_schedule(point, m, mode, chunk_size)
+    return vmap_or_loop(
+        mode,
+        lambda: _together(point, [*_diagonal(point, factors)], m, chunk_size),
+        lambda: stack_rows(gradients_one_by_one(point, factors), m),
+    )
+
+
+def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | None]]:
+    """The same rows one by one, each by itself: zeros sent through the outputs of others would cost time, and turn an
+    infinity there into NaN.
+    """
+    for owner, (y, own) in enumerate(
+        zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
+    ):
+        block = (own if y.numel() == 1 else torch.diag(own)).to(y.dtype)
+        for cotangent in block.reshape(y.numel(), *y.shape).unbind():
+            yield point.pullback([cotangent if k == owner else None for k in range(len(point.outputs))])
+
+
+def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
+    """Rows by input, from m gradients by row."""
+    parts = iter(gradients)
+    first = next(parts)
+    if under_transform() or sum(g.numel() for g in first if g is not None) < _SMALL:
+        return _stacked([first, *parts])
+    return _written(enumerate(chain([first], parts)), m)
+
+
+def _diagonal(point: Vjp, factors: Tensor) -> list[Tensor]:
+    """The m cotangents of the objectives, by output `[m, *y]`."""
+    matrix = torch.diag(factors)  # eye(m) * factors would turn one infinite factor into a NaN in every row
+    blocks = matrix.split([y.numel() for y in point.outputs], dim=1)
+    return [block.reshape(len(factors), *y.shape).to(y.dtype) for block, y in zip(blocks, point.outputs, strict=True)]
+
+
+def _together(point: Vjp, cotangents: Rows, m: int, chunk_size: int | None) -> Rows:
+    reached: list[bool] = []
+
+    def row(*given: Tensor) -> list[Tensor]:
+        rest = iter(given)
+        gradient = point.pullback([None if c is None else next(rest) for c in cotangents])
+        reached[:] = [g is not None for g in gradient]
+        return [g for g in gradient if g is not None]
+
+    def rows(group: slice, chunk_size: int | None = None) -> Rows:
+        found = iter(torch.vmap(row, chunk_size=chunk_size)(*[c[group] for c in cotangents if c is not None]))
+        return [next(found) if yes else None for yes in reached]
+
+    if chunk_size is None or chunk_size >= m:
+        return rows(slice(None))
+    if under_transform():
+        return rows(slice(None), chunk_size)
+    groups = (slice(i, i + chunk_size) for i in range(0, m, chunk_size))
+    return _written(((group, rows(group)) for group in groups), m)
+
+
+def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
+    rows: Rows = []
+    with autocast_disabled(gradients):
+        for column in zip(*gradients, strict=True):
+            like = next((g for g in column if g is not None), None)
+            filled = [torch.zeros_like(like) if g is None else g for g in column] if like is not None else None
+            rows.append(None if filled is None else torch.stack(filled))
+    return rows
+
+
+def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:
+    """Each part into its place at once, while it is in the cache: so a second Jacobian never exists."""
+    rows: Rows = []
+    for index, (place, part) in enumerate(parts):
+        rows = rows or [None] * len(part)
+        for k, (mine, g) in enumerate(zip(rows, part, strict=True)):
+            if g is not None and mine is None:
+                shape = g.shape if isinstance(place, int) else g.shape[1:]
+                rows[k] = mine = (g.new_zeros if index else g.new_empty)(m, *shape)
+            if mine is not None:
+                mine[place] = 0 if g is None else g
+    return rows

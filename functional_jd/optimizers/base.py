@@ -1,0 +1,65 @@
+"""The protocol of optimizers, and what `sgd` and `adamw` share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.tree import floating_leaves, tree_map
+from functional_jd.core.types import Direction, Params, Tree
+
+LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
+"""A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""
+
+
+@displayed_as(outline)
+class Optimizer(NamedTuple):
+    """Two pure functions; the hyper-parameters live in their closures.
+
+    Attributes:
+        init: `init(params) -> state`, a pytree of tensors whose structure never changes.
+        update: `update(direction, state, params) -> (params, state)`: one step against the direction. It may know the
+            keyword `moving=None`, bool `[]`, as that of `adamw` does: where that is false, it returns what it was
+            given, whatever the direction. `step` leaves the choice to it: cheaper than to choose afterwards.
+    """
+
+    init: Callable[[Params], Tree]
+    update: Callable[[Direction, Tree, Params], tuple[Params, Tree]]
+
+
+def check_settings(where: str, **values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, int | float) and not value >= 0:
+            raise ValueError(
+                f"{where}: {name} must be a number >= 0, found {value}. A step goes against the direction."
+            )
+
+
+def no_steps(params: Params, where: str) -> Tensor:
+    leaves, _ = floating_leaves(params, where)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+
+
+def current_rate(lr: LearningRate, steps: Tensor) -> Any:
+    """A number, or float64: with a float32 rate, `1 - lr weight_decay` would round float64 params."""
+    rate = lr(steps) if callable(lr) else lr
+    return rate.double() if isinstance(rate, Tensor) else rate
+
+
+def in_dtype_of(factor: Any, leaf: Tensor) -> Any:
+    """A factor that does not promote the leaf, not even a leaf `[]`."""
+    return factor.to(leaf.device, leaf.dtype) if isinstance(factor, Tensor) else factor
+
+
+def in_dtypes_of(direction: Direction, params: Params) -> Direction:
+    """The direction in the dtypes of params, so that they and the state keep theirs."""
+    return tree_map(lambda p, d: d.to(p.dtype), params, direction)
+
+
+def copy_with_strides(leaf: Tensor, like: Tensor) -> Tensor:
+    """A copy that lies in memory as `like` does, where the shapes agree: fused kernels trust in that."""
+    if leaf.shape != like.shape or leaf.stride() == like.stride():
+        return leaf.clone()
+    return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

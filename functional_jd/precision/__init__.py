@@ -1,0 +1,1 @@
+"""In which dtype? Op tables, autocast, policies, custom functions, loss scaling."""

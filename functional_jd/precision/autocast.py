@@ -1,0 +1,230 @@
+"""Mixed precision: PyTorch's autocast op reference, the same on every device and under every transform.
+
+Native autocast says whether, and in which dtype; the tables below say which op. They act where Python calls the op,
+before a transform takes it apart: vmap splits a biased `linear` into parts that native autocast treats differently.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Tree
+from functional_jd.precision.op_tables import (
+    ELIGIBLE,
+    LISTED,
+    WIDE,
+    compute_dtype,
+    is_foreign_operator,
+)
+
+
+def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
+    """Run a function in mixed precision, op by op as PyTorch's autocast op reference says.
+
+    `y = f(x)`, where an op of `HALF` computes in `dtype`, one of `FLOAT32` in float32, one of `PROMOTE` in the widest
+    dtype among its tensors; the others follow their inputs, and float64 stays float64.
+
+    Args:
+        f: any function of tensors; its shapes and units stay what they are.
+        dtype: `torch.float16` or `torch.bfloat16`.
+
+    Returns:
+        A function with the signature of `f`. Inside, autocast is on for the CPU and for the accelerator, if
+            there is one.
+
+    Raises:
+        TypeError: `f` cannot be called.
+        ValueError: another dtype.
+        RuntimeError: when `f` calls `binary_cross_entropy`, whose logarithms overflow in half precision.
+
+    Laws:
+        The dtype of every op is the same on every device and under vmap, grad, jacrev, jacfwd, jvp, vjp, hessian and
+        compile. Gradients come out in the dtype of what is differentiated (but `jacfwd` and `jvp` return the output's).
+        `with torch.autocast(device, enabled=False)` inside is float32, forward and backward: put `autocast` inside what
+        is differentiated, `grad(autocast(f))`, so that the backward pass runs as its forward pass did.
+        A weight used twice gets its gradients added in its own dtype. Same inputs, same bits.
+
+    Source:
+        PyTorch, "Automatic Mixed Precision: Autocast Op Reference" (the CUDA lists) and `ATen/autocast_mode.h`.
+
+    Differs:
+        gelu, square, local_response_norm, fft and matrix decompositions are computed in float32 too. batch_norm and
+        instance_norm, which the reference leaves alone, are computed in float32 and come back in their input's dtype.
+        An inner `torch.autograd.grad` runs with autocast off. There is no cache of weights cast to half. Parameters and
+        buffers belong in float32: running statistics in half precision are not updated.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"autocast: dtype must be torch.float16 or torch.bfloat16, found {dtype}. "
+            "Call the function as it is for full precision."
+        )
+    followed = with_op_tables(f)
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _switched(_devices(), enabled=True, dtype=dtype):
+            return followed(*args, **kwargs)
+
+    return run
+
+
+def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
+
+    `portable(f)(x) = f(x)`, bit for bit, wherever native autocast is off.
+
+    Args:
+        f: any function of tensors, with or without `with torch.autocast(...)` in it; shapes and units stay.
+
+    Returns:
+        A function with the signature of `f`.
+
+    Raises:
+        TypeError: `f` cannot be called.
+        RuntimeError: when `f` calls `binary_cross_entropy` under autocast.
+
+    Laws:
+        Idempotent. Composes with every transform, inside and outside. Nothing of a call stays in autocast's cache.
+
+    Differs:
+        From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
+        native autocast: it reaches the ops inside. What torch calls again by itself is out of reach: hand
+        `torch.utils.checkpoint` the wrapped block, `checkpoint(portable(block), x)`.
+    """
+    if not callable(f):
+        raise TypeError(
+            f"autocast: expected a function, found {type(f).__name__}. Hand over the function, not its value: "
+            "autocast(losses), not autocast(losses(params))."
+        )
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
+            with _OpTables():
+                return f(*args, **kwargs)
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            with _OpTables():
+                return f(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    return run
+
+
+def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
+    """A context in which native autocast is off for the devices of a tree's tensors.
+
+    Args:
+        tree: pytree of tensors of any shapes; leaves that are no tensors are passed over.
+
+    Returns:
+        A context manager, to be entered at once and once.
+
+    Laws:
+        Inside, `x @ y` has the dtype of `x` and `y`, whatever autocast surrounds it; afterwards all is as it was.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(x):
+        ...     (x @ x).dtype
+        torch.float32
+    """
+    # Where it is off already, and that is nearly always, torch.autocast would only cost time.
+    return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
+
+
+class _OpTables(TorchFunctionMode):
+    """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in LISTED:
+            _forget_weights()
+            return func(*args, **kwargs)
+        tensors = _tensors((*args, *kwargs.values()))
+        device = _device_type(tensors)
+        if device == "meta" or not torch.is_autocast_enabled(device) or is_foreign_operator(func):
+            return func(*args, **kwargs)
+        dtype = compute_dtype(name, device, tensors)
+        if dtype is None or kwargs.get("out") is not None:
+            return _without_autocast(device, func, args, kwargs)
+        cast = {key: _cast(value, dtype) for key, value in kwargs.items()}
+        result = _without_autocast(device, func, [_cast(value, dtype) for value in args], cast)
+        return _cast(result, tensors[0].dtype) if name in WIDE else result
+
+
+def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Native autocast must not see what a transform makes of the op, or it would change the dtypes again."""
+    if torch.compiler.is_compiling():
+        with torch.autocast(device, enabled=False):
+            return func(*args, **kwargs)
+    # The bare switch takes 0.3 us, torch.autocast 2.5: as much as a small op itself.
+    torch.set_autocast_enabled(device, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device, True)
+
+
+def _forget_weights() -> None:
+    """At every op, since whoever enters `torch.autocast` switches the cache on again; `portable` restores it."""
+    if not torch.compiler.is_compiling() and torch.is_autocast_cache_enabled():
+        torch.set_autocast_cache_enabled(False)
+
+
+def _switched(devices: list[str], enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+    if not devices:
+        return nullcontext()
+    context = torch.autocast(devices[0], dtype=dtype, enabled=enabled, cache_enabled=False)
+    return context if len(devices) == 1 else _nested(context, _switched(devices[1:], enabled, dtype))
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Generator[None]:
+    """An ExitStack of two: the compiler traces this one."""
+    with outer, inner:
+        yield
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is not dtype and value.dtype in ELIGIBLE else value
+    if isinstance(value, list):
+        return [_cast(part, dtype) for part in value]
+    return tuple(_cast(part, dtype) for part in value) if isinstance(value, tuple) else value
+
+
+def _device_type(tensors: list[Tensor]) -> str:
+    """The accelerator's, if there is one: single numbers on the CPU may join in."""
+    for tensor in tensors:
+        if not tensor.is_cpu:  # a fifth of what asking for the type takes
+            return tensor.device.type
+    return "cpu"
+
+
+def _device_types(tree: Tree) -> list[str]:
+    found = {leaf.device.type for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
+    return sorted(device for device in found if torch.amp.is_autocast_available(device))
+
+
+def _devices() -> list[str]:
+    """Not only those of the arguments: a function may bring tensors of its own."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

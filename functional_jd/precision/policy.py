@@ -1,0 +1,165 @@
+"""Policies: mixed precision by casting, for those who prefer it to autocasting."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import Tree
+from functional_jd.precision.op_tables import LOSS_FUNCTIONS, NORM_LAYERS
+
+_DTYPES = {
+    **dict.fromkeys(("half", "f16", "float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("full", "f32", "float32"), torch.float32),
+    **dict.fromkeys(("f64", "float64"), torch.float64),
+}
+
+
+_ROLES = {"p": "params", "c": "compute", "o": "output"}
+
+
+class Policy(NamedTuple):
+    """Three casts, and a decorator made of them.
+
+    Attributes:
+        cast_to_param: casts the floating-point tensors of a pytree to the dtype that parameters are kept in.
+        cast_to_compute: to the one that is computed in.
+        cast_to_output: to the one that results are handed out in.
+    """
+
+    cast_to_param: Callable[[Tree], Tree]
+    cast_to_compute: Callable[[Tree], Tree]
+    cast_to_output: Callable[[Tree], Tree]
+
+    def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Apply the policy to a function.
+
+        `y = cast_to_output(f(*cast_to_compute(args)))`, with norm layers and losses in float32.
+
+        Args:
+            f: any function of pytrees of tensors.
+
+        Returns:
+            A function with the signature of `f`.
+
+        Raises:
+            TypeError: `f` cannot be called.
+        """
+        if not callable(f):
+            raise TypeError(
+                f"policy: expected a function, found {type(f).__name__}. "
+                "Hand over the function, not its value: policy(...)(losses), not policy(...)(losses(params))."
+            )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            cast_args, cast_kwargs = self.cast_to_compute((args, kwargs))
+            with _NormsAndLosses():
+                result = f(*cast_args, **cast_kwargs)
+            return self.cast_to_output(result)
+
+        return wraps(f)(run) if hasattr(f, "__name__") else run
+
+
+def policy(description: str) -> Policy:
+    """Say in which dtypes parameters are kept, functions compute and results come out.
+
+    `policy("params=float32,compute=float16,output=float32")(losses)`
+
+    Args:
+        description: `params=`, `compute=` and `output=` (`p`, `c`, `o`), separated by commas; params left out are
+            float32, compute left out is as params, output left out is as compute. Or one dtype for all three. Dtypes:
+            float16 (f16, half), bfloat16 (bf16), float32 (f32, full), float64 (f64).
+
+    Returns:
+        A `Policy`: call it on a function of params and batch, or use its three casts by themselves. Integers, booleans
+            and what is no tensor stay. Any shapes and units.
+
+    Raises:
+        TypeError: the description is no string.
+        ValueError: an unknown role or dtype, a role twice, a part that is no `role=dtype`.
+
+    Laws:
+        Gradients come out in the dtype that the params came in, but forward mode's in the output's. Norm layers are
+        computed in float32 and return their input's dtype; the losses of `torch.nn.functional` are computed in float32
+        and stay there, so that a mean of huge losses does not overflow. Composes with every transform. A policy of one
+        dtype, the one that all comes in, changes nothing.
+
+    Source:
+        jmp, `get_policy`.
+
+    Differs:
+        From jmp: norm layers and losses in float32 by themselves, a role twice is refused, half is float16 everywhere.
+        From `autocast`: nothing but norm layers and losses is looked at, so that a loss written by hand computes in
+        half, sums included (use `cast_to_output` before it); the whole batch is cast, targets too; a weight used twice
+        gets its gradients added in half; a norm's weight is rounded before it is widened. Running statistics stay in
+        the module, in float32: handed in as arguments they would be cast, and their update lost.
+    """
+    if not isinstance(description, str):
+        raise TypeError(
+            f"policy: expected a string, found {type(description).__name__}. "
+            'Write policy("params=float32,compute=float16,output=float32").'
+        )
+    if "=" not in description:
+        params = compute = output = _dtype(description, description)
+    else:
+        found = _parse(description)
+        params = found.get("params", torch.float32)
+        compute = found.get("compute", params)
+        output = found.get("output", compute)
+    return Policy(_cast_to(params), _cast_to(compute), _cast_to(output))
+
+
+def _parse(description: str) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    for part in description.split(","):
+        word, equals, name = (piece.strip() for piece in part.partition("="))
+        role = _ROLES.get(word, word)
+        if not equals or role not in _ROLES.values():
+            raise ValueError(
+                f"policy: expected params=, compute= or output= and a dtype, found {part!r} in {description!r}. "
+                "Write for instance 'params=float32,compute=float16,output=float32'."
+            )
+        if role in found:
+            raise ValueError(f"policy: expected {role} once, found it again in {description!r}. Leave one out.")
+        found[role] = _dtype(name, description)
+    return found
+
+
+def _dtype(name: str, description: str) -> torch.dtype:
+    dtype = _DTYPES.get(name.strip())
+    if dtype is None:
+        raise ValueError(
+            f"policy: expected a dtype among {', '.join(_DTYPES)}, found {name!r} in {description!r}. "
+            "Write for instance 'params=float32,compute=float16,output=float32'."
+        )
+    return dtype
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tree], Tree]:
+    def cast(tree: Tree) -> Tree:
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+    return cast
+
+
+class _NormsAndLosses(TorchFunctionMode):
+    """Sees them where Python calls them, before the transforms take them apart, as `autocast` does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in NORM_LAYERS and name not in LOSS_FUNCTIONS:
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        result = func(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+        return result.to(x.dtype) if name in NORM_LAYERS else result
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value

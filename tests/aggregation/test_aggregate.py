@@ -1,0 +1,316 @@
+"""Aggregation: rows are added up as weights say, views show what they name, and the lifts keep their promises."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
+
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start, weigh
+from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
+from functional_jd.core.types import MultitaskJacobian
+
+numbers = st.integers(-4, 4).map(float)
+
+
+def rows_of(n, m=(1, 5)):
+    return st.lists(st.lists(numbers, min_size=n, max_size=n), min_size=m[0], max_size=m[1])
+
+
+def split(matrix):
+    """Six columns as a tree of three leaves, one of them without dimensions of its own."""
+    return {"w": matrix[:, :4].reshape(-1, 2, 2), "b": [matrix[:, 4], matrix[:, 5:]]}
+
+
+def random_tree(*batch, m=3, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"w": (2, 2), "b": (3,)}
+    return {
+        k: torch.randn(*batch, m, *s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()
+    }
+
+
+def close(a, b, **tolerance):
+    for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        torch.testing.assert_close(u, v, **tolerance)
+
+
+def counting():
+    """A rule that remembers how often it was asked, and weighs the rows with that."""
+    return Aggregator(no_gradients, lambda seen: seen.new_zeros(()), lambda seen, n: (seen + n + 1, n + 1))
+
+
+def geometric():
+    return scalarized(lambda v: v.log().mean().exp())
+
+
+# The numbers
+
+
+@given(rows_of(6), st.lists(numbers, min_size=5, max_size=5), st.sampled_from([torch.float32, torch.float64]))
+def test_combine_adds_up_the_rows_as_plain_numbers_do(rows, weights, dtype):
+    weights = weights[: len(rows)]
+    expected = [sum(w * row[i] for w, row in zip(weights, rows, strict=True)) for i in range(6)]
+    found = combine(split(torch.tensor(rows, dtype=dtype)), torch.tensor(weights, dtype=torch.float64))
+    assert [*found["w"].reshape(-1).tolist(), found["b"][0].item(), found["b"][1].item()] == expected
+    assert {leaf.dtype for leaf in tree_leaves(found)} == {dtype}
+
+
+@given(rows_of(6, (2, 2)), rows_of(6, (2, 2)))
+def test_combine_counts_entry_by_entry_what_has_a_weight_each(rows, counts):
+    expected = [sum(c[i] * row[i] for c, row in zip(counts, rows, strict=True)) for i in range(6)]
+    found = combine(split(torch.tensor(rows)), split(torch.tensor(counts)))
+    assert [*found["w"].reshape(-1).tolist(), found["b"][0].item(), found["b"][1].item()] == expected
+
+
+@given(rows_of(6), st.data())
+def test_gramians_are_the_inner_products_of_plain_numbers(rows, data):
+    others = data.draw(rows_of(6, (len(rows), len(rows))))
+    inner = lambda a, b: [[sum(x * y for x, y in zip(r, s, strict=True)) for s in b] for r in a]
+    jacobian, other = split(torch.tensor(rows)), split(torch.tensor(others))
+    assert gramian(jacobian).tolist() == inner(rows, rows)
+    assert cross_gramian(jacobian, other).tolist() == inner(rows, others)
+    assert gramian(jacobian).dtype == torch.float64
+
+
+@given(st.lists(st.integers(1, 30).map(lambda k: k / 4), min_size=1, max_size=6))
+def test_scalarized_weighs_with_the_derivatives_by_hand(values):
+    v = torch.tensor(values, dtype=torch.float64)
+    mean = math.prod(values) ** (1 / len(values))
+    jacobian = torch.eye(len(values), dtype=torch.float64)
+    found = aggregate(geometric(), jacobian, losses=v)
+    torch.testing.assert_close(found.direction, mean / len(values) / v, rtol=1e-12, atol=0)
+    assert found.weights.dtype == torch.float64
+    assert found.state == ()
+    top = aggregate(scalarized(lambda v: torch.logsumexp(v, 0)), jacobian, losses=v)
+    torch.testing.assert_close(top.weights, torch.softmax(v, 0))
+
+
+def test_scalarized_sees_float64_in_leaf_order_whatever_the_losses_are():
+    seen = []
+
+    def s(values):
+        seen.append(values.detach())
+        return (values * torch.arange(1.0, 4.0)).sum()
+
+    given_losses = {"b": torch.tensor([2.0, 3.0], dtype=torch.bfloat16), "a": torch.tensor(1.0)}
+    weights, _ = weigh(scalarized(s), torch.ones(3, 2), losses=given_losses)
+    assert weights.tolist() == [1, 2, 3]
+    assert seen[0].dtype == torch.float64
+
+
+def test_views_show_what_they_name():
+    jacobian = random_tree()
+    assert torch.equal(no_gradients(jacobian), torch.zeros(3, dtype=torch.float64))
+    assert full_jacobian(jacobian) is jacobian
+    shown = losses(jacobian, losses={"b": torch.tensor([[2.0, 3.0]]), "a": torch.tensor(1.0)})
+    assert shown.tolist() == [1, 2, 3]
+    assert shown.dtype == torch.float64
+
+
+def test_a_rule_weighs_the_trunk_and_the_heads_pass_through():
+    shared, heads = random_tree(), {"v": torch.tensor([1.0, 2.0])}
+    split_jacobian = MultitaskJacobian(shared, heads)
+    rule = stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0))
+    found = aggregate(rule, split_jacobian)
+    alone = aggregate(rule, shared)
+    close(found.direction["shared"], alone.direction, rtol=0, atol=0)
+    assert found.direction["heads"]["v"].tolist() == [1, 2]
+    assert torch.equal(gramian(split_jacobian), gramian(shared))
+    assert no_gradients(split_jacobian).shape == (3,)
+    assert full_jacobian(split_jacobian) is shared
+
+
+def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
+    jacobian = random_tree()
+    first = aggregate(counting(), jacobian)
+    second = aggregate(counting(), jacobian, first.state)
+    assert first.weights.tolist() == [1, 1, 1]
+    assert second.weights.tolist() == [2, 2, 2]
+    assert start(counting(), jacobian).item() == 0
+    close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
+    close(weigh(counting(), jacobian, first.state), (second.weights, second.state))
+
+
+def test_a_stateless_rule_remembers_nothing_and_hands_back_what_it_was_given():
+    rule = stateless(no_gradients, lambda seen: seen + 2)
+    assert start(rule, random_tree()) == ()
+    assert aggregate(rule, random_tree()).weights.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_rows_are_added_up_in_float32(dtype):
+    jacobian = torch.full((2049, 1), 1.0, dtype=dtype)
+    found = combine(jacobian, torch.ones(2049, dtype=torch.float64) / 2049)
+    assert found.dtype == dtype
+    assert found.item() == 1
+    assert gramian(jacobian[:2] * 300).tolist() == [[90000.0] * 2] * 2
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_gramians_neither_overflow_nor_vanish(size):
+    row = torch.tensor([[3.0, 4.0]]) * size
+    torch.testing.assert_close(gramian(row).item(), 25 * size**2, rtol=1e-6, atol=0)
+
+
+def test_surrounding_autocast_changes_nothing():
+    jacobian = random_tree(dtype=torch.float32)
+    values = torch.tensor([1.0, 2.0, 4.0])
+    for rule in (geometric(), stateless(gramian, lambda G: torch.softmax(G @ G[0], 0))):
+        expected = aggregate(rule, jacobian, losses=values)
+        with torch.autocast("cpu", torch.bfloat16):
+            close(aggregate(rule, jacobian, losses=values), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_what_is_not_finite_stays_so_also_with_weight_zero(poison):
+    jacobian = torch.tensor([[1.0, 1.0], [poison, 1.0]])
+    found = combine(jacobian, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert not found[0].isfinite()
+    assert found[1] == 1
+
+
+@pytest.mark.parametrize("values", [[1.0, -1.0], [1.0, 0.0], [math.nan, 1.0]])
+def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(values):
+    found = aggregate(geometric(), torch.eye(2), losses=torch.tensor(values))
+    assert not found.direction.isfinite().all()
+
+
+# Transforms
+
+RULES = {
+    "blank": counting,
+    "losses": geometric,
+    "gramian": lambda: stateless(gramian, lambda G: torch.softmax(G.diagonal(), 0)),
+    "cross": lambda: stateless(cross_gramian, lambda G: torch.softmax(G.diagonal(), 0)),
+    "whole": lambda: stateless(full_jacobian, lambda J: tree_map(torch.tanh, J)),
+}
+every_rule = pytest.mark.parametrize("rule", [build() for build in RULES.values()], ids=RULES)
+VALUES = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+
+
+def direction(rule, jacobian, other, values):
+    state = start(rule, jacobian, other, losses=values)
+    return aggregate(rule, jacobian, state, other, losses=values).direction
+
+
+@every_rule
+def test_vmap_is_a_loop(rule):
+    batch = random_tree(4), random_tree(4, seed=1), torch.stack([VALUES * k for k in (1, 2, 3, 4)])
+    loop = [direction(rule, *tree_map(lambda x, i=i: x[i], batch)) for i in range(4)]
+    together = torch.vmap(lambda *case: direction(rule, *case))(*batch)
+    close(together, tree_map(lambda *x: torch.stack(x), *loop))
+
+
+@every_rule
+def test_derivatives_are_those_of_finite_differences(rule):
+    case = (random_tree(), random_tree(seed=1), VALUES)
+    leaves, structure = torch.utils._pytree.tree_flatten(case)
+
+    def flat(*leaves):
+        return torch.cat(
+            [
+                x.reshape(-1)
+                for x in tree_leaves(direction(rule, *torch.utils._pytree.tree_unflatten(leaves, structure)))
+            ]
+        )
+
+    torch.autograd.gradcheck(flat, [x.clone().requires_grad_() for x in leaves])
+    tangents = tuple(x.cos() for x in leaves)
+    pushed = torch.func.jvp(flat, tuple(leaves), tangents)[1]
+    rows = torch.func.jacrev(flat, tuple(range(len(leaves))))(*leaves)
+    pulled = sum((r.flatten(1) @ t.flatten()) for r, t in zip(rows, tangents, strict=True))
+    torch.testing.assert_close(pushed, pulled)
+
+
+@every_rule
+def test_compiles_in_one_graph_that_serves_every_value(rule):
+    torch.compiler.reset()
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda *case: direction(rule, *case), fullgraph=True, backend=counted)
+    for k in (1, 2):
+        case = (random_tree(seed=k), random_tree(seed=k + 5), VALUES * k)
+        close(compiled(*case), direction(rule, *case))
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+# Mistakes
+
+ONES = torch.ones(2, 3)
+MISTAKES = {
+    "rows": (lambda: aggregate(counting(), {"w": ONES, "b": ONES[:1]}), ValueError, "found 1 in 'b' and 2 in 'w'"),
+    "none": (lambda: aggregate(counting(), {}), ValueError, "at least one row"),
+    "integers": (lambda: aggregate(counting(), {"n": ONES.int()}), TypeError, "found torch.int32 .* in 'n'"),
+    "others": (lambda: aggregate(counting(), ONES, None, ONES[:1]), ValueError, "same number of rows, found 2 and 1"),
+    "no other": (lambda: aggregate(stateless(cross_gramian, torch.diag), ONES), ValueError, "found only one"),
+    "no losses": (lambda: aggregate(geometric(), ONES), ValueError, "looks at the losses, found none"),
+    "no function": (lambda: scalarized(ONES), TypeError, "scalarized: s must be a function, found Tensor"),
+    "no scalar": (
+        lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
+        ValueError,
+        r"scalarized: s must give one scalar tensor, found shape \[2\]. Reduce it",
+    ),
+    "a number": (
+        lambda: aggregate(scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
+        ValueError,
+        "one scalar tensor, found float",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_with_their_cure(mistake):
+    make, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_weights_and_losses_of_another_m_are_named():
+    jacobian = random_tree(m=3)
+    with pytest.raises(ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Does the rule"):
+        combine(jacobian, torch.ones(2))
+    with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[4\]"):
+        aggregate(stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
+    with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[\]"):
+        combine(jacobian, torch.ones(()))
+    with pytest.raises(ValueError, match=r"aggregate: expected one loss per row, 3 in all, found 2\. Hand over"):
+        aggregate(stateless(losses, torch.ones_like), jacobian, losses=[torch.ones(()), torch.ones(1)])
+
+
+@given(st.sampled_from([1, 2, 127, 128, 131, 300]), st.integers(0, 2**32 - 1))
+def test_the_gramian_of_many_rows_is_the_product_and_symmetric(m, seed):
+    rows = torch.randint(-4, 5, (m, 3, 2100 if m > 128 else 5), generator=torch.Generator().manual_seed(seed)).float()
+    flat = rows.reshape(m, -1).numpy().astype("int64")
+    found = gramian({"a": rows, "b": rows[:, 0]})
+    expected = flat @ flat.T + rows[:, 0].numpy().astype("int64") @ rows[:, 0].numpy().astype("int64").T
+    assert torch.equal(found, torch.from_numpy(expected).double())
+    torch.testing.assert_close(
+        cross_gramian({"a": rows}, {"a": 2 * rows}), 2 * torch.from_numpy(flat @ flat.T).double()
+    )
+
+
+@pytest.mark.parametrize("jacobian", [{"w": torch.ones(2, 3)}, torch.ones(2, 3)], ids=["tree", "tensor"])
+@pytest.mark.parametrize("weights", [[1.0, 2.0], 1.0], ids=str)
+def test_weights_that_are_none_are_named(jacobian, weights):
+    with pytest.raises(ValueError, match=r"weights must be one tensor \[2\]"):
+        combine(jacobian, weights)
+
+
+def test_weights_for_entries_of_another_tree_are_named():
+    with pytest.raises(ValueError, match=r"found a tensor \[2, 2\]"):
+        combine({"w": torch.ones(2, 3)}, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("rule", ["upgrad", stateless])
+def test_what_is_no_rule_is_named(rule):
+    with pytest.raises(TypeError, match=r"aggregate: aggregator must be a rule, found (str|function)\. Call"):
+        aggregate(rule, torch.ones(2, 3))

@@ -1,0 +1,75 @@
+"""Numbers of the user: copied, checked by name where a rule is built, and one per row."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.aggregation.per_objective import FINITE, PREFERENCES, per_objective, preferences
+
+LOSSES = torch.zeros(3, dtype=torch.float64)
+G = torch.eye(2, dtype=torch.float64)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=4), st.sampled_from([None, FINITE, PREFERENCES]))
+def test_what_is_accepted_comes_back_and_nothing_else_is(numbers, domain):
+    if domain is PREFERENCES and (min(numbers) < 0 or max(numbers) == 0):
+        with pytest.raises(ValueError, match="rule: numbers must be finite and non-negative, with a positive element"):
+            per_objective(numbers, "rule", "numbers", domain)
+        return
+    found = per_objective(numbers, "rule", "numbers", domain)(torch.zeros(len(numbers)))
+    assert found.dtype == torch.float64
+    assert found.tolist() == numbers
+
+
+def test_a_tensor_is_copied_and_widened():
+    given = torch.ones(3)
+    of = per_objective(given, "rule", "numbers")
+    given.zero_()
+    assert torch.equal(of(LOSSES), torch.ones(3, dtype=torch.float64))
+
+
+def test_none_is_one_share_each_or_what_the_rule_says():
+    assert preferences(None, "rule")(torch.eye(4)).tolist() == [0.25] * 4
+    assert per_objective(None, "rule", "numbers", otherwise=lambda m: m + 0.5)(LOSSES).tolist() == [3.5] * 3
+    assert preferences(None, "rule")(LOSSES).dtype == torch.float64
+
+
+def test_derivatives_reach_what_was_given_also_batched():
+    f = lambda given: per_objective(given, "rule", "numbers", PREFERENCES)(LOSSES).square().sum()
+    given = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(f))(given), 2 * given)
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given), torch.tensor([14.0, 1.0], dtype=torch.float64))
+    u = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert torch.func.jacrev(lambda u: preferences(u, "rule")(G))(u).tolist() == [[1, 0], [0, 1]]
+    assert torch.func.jvp(lambda u: preferences(u, "rule")(G), (u,), (2 * u,))[1].tolist() == [2, 4]
+
+
+def test_numbers_are_checked_within_a_transform_of_something_else():
+    with pytest.raises(ValueError, match=r"rule: preference must be .*, found \[-1.0, 2.0\]"):
+        torch.vmap(lambda x: preferences([-1.0, 2.0], "rule")(G) * x)(torch.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [[], [[1.0]], 1.0, [math.nan], [math.inf, 0.0]])
+def test_shapes_and_values_are_checked(wrong):
+    with pytest.raises(ValueError, match=r"rule: numbers must .*, found .*\. .*"):
+        per_objective(wrong, "rule", "numbers")
+
+
+@pytest.mark.parametrize(
+    "u", [[-1.0, 2.0], [0.0, 0.0], [1.0, torch.inf], torch.tensor([torch.nan, 1.0]), [], [[1.0, 2.0]], torch.ones(())]
+)
+def test_what_is_no_preference_is_refused_in_the_name_of_the_rule(u):
+    with pytest.raises(ValueError, match=r"config: preference must .*, found .*\. .*"):
+        preferences(u, "config")
+
+
+def test_integers_and_other_lengths_are_refused():
+    with pytest.raises(TypeError, match=r"rule: numbers must be a floating-point tensor, found torch.int64"):
+        per_objective(torch.ones(3, dtype=torch.int64), "rule", "numbers")
+    with pytest.raises(ValueError, match="rule: numbers must be one per row, found 2 and 3 rows"):
+        per_objective([1.0, 2.0], "rule", "numbers")(LOSSES)

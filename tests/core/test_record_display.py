@@ -1,0 +1,288 @@
+"""How records show themselves: small, aligned, by name, wherever they are looked at; and still plain records."""
+
+import io
+import pickle
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functional_jd as jd
+from functional_jd.core.record_display import as_html, as_text, displayed_as, has_values, number, one_line, outline
+
+RULE, OPTIMIZER = jd.upgrad(), jd.adamw(1e-3)
+
+
+@displayed_as(outline)
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass
+class Box:
+    inside: torch.Tensor
+
+
+torch_pytree.register_dataclass(Box)
+
+
+def squares(params, x):
+    return {"right": (params["w"] * x).square().mean(), "left": (params["w"] - 1).square().sum()}
+
+
+def trained(scale=None):
+    params, x = {"w": torch.arange(3.0)}, torch.ones(3)
+    method = {"losses": squares, "aggregator": RULE, "optimizer": OPTIMIZER}
+    state = jd.train_state(params, x, scale=scale, **method)
+    return jd.step(state, x, **method)
+
+
+def lines(record):
+    return repr(record).splitlines()
+
+
+class Cells(HTMLParser):
+    """The text of the cells of a table."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.rows, self.tags = [], []
+        self.feed(html)
+        assert not self.tags
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.tags.pop() == tag
+
+    def handle_data(self, data):
+        if self.tags[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+class OnlySmallTensors(TorchDispatchMode):
+    """Nothing large is touched."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert all(x.numel() < 10 for x in args if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_state_of_ten_million_numbers_is_a_summary():
+    net = nn.Sequential(nn.Linear(3000, 3000), nn.ReLU(), nn.Linear(3000, 400))
+    params = dict(net.named_parameters())
+
+    def losses(params, x):
+        y = functional_call(net, params, (x,))
+        return {"a": y.mean(), "b": y.square().mean()}
+
+    state = jd.train_state(params, torch.ones(1, 3000), losses=losses, aggregator=jd.mean(), optimizer=OPTIMIZER)
+    with OnlySmallTensors():
+        displayed_as = lines(state)
+    assert displayed_as[0] == "TrainState"
+    assert re.fullmatch(r"  params +4 tensors, 10,203,400 numbers +float32", displayed_as[1])
+    assert re.fullmatch(r"    0.weight +tensor \[3000, 3000\] +float32", displayed_as[2])
+    assert any(re.fullmatch(r"    first +4 tensors, 10,203,400 numbers +float32", line) for line in displayed_as)
+    assert len(displayed_as) < 25
+    assert max(map(len, displayed_as)) < 120
+
+
+def test_many_keys_are_cut_short():
+    displayed_as = lines(Pair({f"layer{i}": torch.zeros(9) for i in range(50)}, ()))
+    assert displayed_as[-2].strip() == "... 42 more"
+    assert displayed_as[-1].split() == ["second", "empty"]
+    assert len(displayed_as) == 12
+
+
+def test_small_tensors_show_their_numbers_and_large_ones_their_shape():
+    record = Pair(
+        torch.tensor([1.0, 2.5]), {"grid": torch.zeros(2, 2), "long": torch.zeros(7), "flag": torch.ones(()) > 0}
+    )
+    text = repr(record)
+    for expected in ("[1, 2.5]", "tensor [2, 2]", "tensor [7]", "True"):
+        assert expected in text
+
+
+def test_step_info_lists_the_objectives_by_name():
+    _, info = trained(jd.scale_state(shape=2))
+    assert info.losses.keys() == {"right", "left"}
+    displayed_as = lines(info)
+    assert displayed_as[0] == "StepInfo: step taken"
+    assert [line.split() for line in displayed_as[1:]] == [
+        ["objective", "loss", "weight", "finite"],
+        ["left", "2", f"{info.weights[0]:.4g}", "yes"],
+        ["right", "1.667", f"{info.weights[1]:.4g}", "yes"],
+    ]
+    assert len({len(line) for line in displayed_as[1:]}) == 1
+
+
+def test_a_skipped_step_says_so():
+    info = jd.StepInfo(torch.tensor([1.0, torch.inf]), torch.tensor([0.5, 0.5]), torch.tensor([True, False]))
+    assert lines(info)[0] == "StepInfo: step skipped, not everything was finite"
+    assert lines(info)[-1].split() == ["1", "inf", "0.5", "no"]
+    info = jd.StepInfo(torch.tensor([1.0, torch.nan]), torch.tensor([0.5, 0.5]), torch.tensor(False))
+    assert "skipped" in lines(info)[0]
+    assert lines(info)[-1].split() == ["1", "nan", "0.5"]
+
+
+def test_step_info_of_other_forms_shows_too():
+    entrywise = jd.StepInfo(torch.ones(2), {"w": torch.ones(2, 3)}, torch.tensor(True))
+    assert lines(entrywise)[0] == "StepInfo: step taken, weights entry by entry"
+    replicas = jd.StepInfo({"a": torch.ones(5), "b": torch.ones(5)}, torch.ones(5, 2), torch.ones(5) > 0)
+    assert lines(replicas)[0] == "StepInfo"
+    assert "tensor [5, 2]" in repr(replicas)
+    many = jd.StepInfo(torch.arange(256.0), torch.ones(256), torch.ones(256) > 0)
+    assert len(lines(many)) == 22
+    assert "... 237 more" in repr(many)
+    assert lines(many)[-1].split()[0] == "255"
+
+
+def test_a_scale_is_one_line_in_powers_of_two():
+    assert repr(jd.scale_state()) == (
+        "ScaleState(scale=2**16, growth_tracker=0, growth_factor=2, backoff_factor=0.5, growth_interval=2000)"
+    )
+    each = jd.scale_state(shape=2)._replace(scale=torch.tensor([2.0**-20, 100.0]))
+    assert repr(each).startswith("ScaleState(scale=[2**-20, 100], growth_tracker=[0, 0],")
+    many = jd.scale_state(shape=32)._replace(scale=2.0 ** torch.arange(32))
+    assert repr(many).startswith("ScaleState(scale=32 from 1 to 2**31, growth_tracker=32 times 0,")
+    assert len(lines(many)) == 1
+
+
+@given(st.floats(width=32))
+def test_numbers_are_short_and_right(x):
+    text = number(x)
+    assert len(text) <= 10
+    value = 2.0 ** int(text[3:]) if text.startswith("2**") else float(text)
+    assert value == pytest.approx(x, rel=1e-3, nan_ok=True)
+
+
+keys = st.text("ab<&\" '", min_size=1, max_size=4)
+trees = st.recursive(
+    st.sampled_from([torch.zeros(()), torch.ones(3), torch.zeros(40, 2), torch.ones(0), None, 3, "x", len]),
+    lambda child: (
+        st.dictionaries(keys, child, max_size=12) | st.lists(child, max_size=3) | st.builds(Pair, child, child)
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees, trees)
+def test_whatever_a_record_holds_both_forms_say_the_same(first, second):
+    record = Pair(first, second)
+    text = lines(record)
+    cells = Cells(record._repr_html_()).rows
+    assert len(text) == len(cells) + 1
+    for line, row in zip(text[1:], cells, strict=True):
+        assert re.sub(r"\s", "", line) == re.sub(r"\s", "", "".join(row))
+
+
+def test_registered_dataclasses_are_seen_through():
+    assert "inside" in repr(Pair({"box": 0}, Box(torch.zeros(3, 3))))
+
+
+def test_html_is_escaped_and_has_no_colours():
+    html = jd.StepInfo({"<b>&": torch.ones(())}, torch.ones(1), torch.tensor(True))._repr_html_()
+    assert "<b>" not in html
+    assert "&lt;b&gt;&amp;" in html
+    assert "color" not in html
+    assert Cells(html).rows == [["objective", "loss", "weight"], ["<b>&", "1", "1"]]
+    assert jd.no_scale()._repr_html_().startswith("<code>ScaleState(scale=1,")
+
+
+def everywhere(x):
+    """All records, holding x."""
+    scale = jd.scale_state()._replace(scale=x)
+    yield scale
+    yield jd.TrainState({"w": x}, jd.sgd(0.1, 0.9).init({"w": x}), (), scale)
+    yield OPTIMIZER.init({"w": x})
+    yield jd.StepInfo({"a": x}, x, x > 0)
+    yield jd.StepInfo(x, {"w": x}, x > 0)
+    yield jd.MultitaskJacobian({"w": x}, [x])
+    yield jd.Aggregation({"w": x}, x, ())
+    yield RULE
+    yield OPTIMIZER
+
+
+def look(x):
+    for record in everywhere(x):
+        assert type(record).__name__ in repr(record)
+        assert f"{record}" == str(record) == repr(record)
+        assert type(record).__name__ in record._repr_html_()
+    return x.sum()
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(3), torch.ones(3, device="meta"), torch.ones(2, 0)])
+def test_records_show_themselves_under_every_transform(x):
+    look(x)
+    look(x.requires_grad_())
+    x = x.detach()
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.vmap(torch.func.grad(look))(x.expand(2, *x.shape))
+    torch.func.functionalize(look)(x)
+    with torch.inference_mode():
+        look(x.clone())
+
+
+def test_records_show_themselves_where_values_are_fake():
+    real = torch.ones(3)
+    with FakeTensorMode():
+        look(torch.ones(3))
+        assert repr(jd.StepInfo(torch.ones(3), torch.ones(3), torch.ones(()))).startswith("StepInfo\n  losses ")
+        assert not has_values(real)
+        look(jd.no_scale().scale)
+
+
+def test_what_is_printed_while_compiling_does_not_break_the_graph():
+    @torch.compile(fullgraph=True, backend="eager")
+    def f(state, x):
+        return state.scale * x, str(state)
+
+    found, text = f(jd.no_scale(), torch.ones(2))
+    assert found.tolist() == [1, 1]
+    assert text.startswith("ScaleState(")
+
+
+@given(st.integers(0, 3))
+def test_records_are_plain_records_still(n):
+    for record in everywhere(torch.ones(n)):
+        cls = type(record)
+        assert cls.__bases__ == (tuple,)
+        assert record._replace(**record._asdict())._fields == record._fields
+        leaves, spec = torch_pytree.tree_flatten(record)
+        again = torch_pytree.tree_unflatten(leaves, spec)
+        assert type(again) is cls
+        assert repr(again) == repr(record)
+        if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            assert repr(pickle.loads(pickle.dumps(record))) == repr(record)
+            file = io.BytesIO()
+            torch.save(record, file)
+            file.seek(0)
+            assert repr(torch.load(file, weights_only=True)) == repr(record)
+
+
+def test_tables_without_rows_are_their_title():
+    assert as_text(outline(())) == "tuple"
+    assert as_html(one_line(Pair(torch.ones(()), torch.zeros(())))) == "<code>Pair(first=1, second=0)</code>"
+
+
+def test_help_on_a_rule_reads_well():
+    text = jd.upgrad.__doc__.splitlines()
+    assert text[0] == "Project every row on the dual cone of all rows, then combine the projections as preferred."
+    assert all(len(line) <= 120 for line in text)

@@ -1,0 +1,50 @@
+"""Leaves of rows: every helper keeps what it is given, and differentiates as the identity does."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.core import rows
+from functional_jd.core.rows import as_matrix, at_least_float32, per_row
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@given(st.integers(1, 3), shapes)
+def test_rows_times_numbers_are_rows_of_the_matrix_times_numbers(m, shape):
+    leaf = torch.arange(m * torch.Size(shape).numel(), dtype=torch.float64).reshape(m, *shape)
+    numbers = torch.arange(m, dtype=torch.float64) + 2
+    expected = torch.stack([row.reshape(-1) * number for row, number in zip(leaf, numbers, strict=True)])
+    assert torch.equal(as_matrix(leaf * per_row(numbers, leaf)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_wide_is_at_least_float32_and_keeps_the_values(dtype):
+    x = torch.tensor([1.5, 3.0], dtype=dtype)
+    assert at_least_float32(x).dtype == torch.promote_types(dtype, torch.float32)
+    assert at_least_float32(x).tolist() == x.tolist()
+    assert (at_least_float32(x) is x) == (dtype.itemsize >= 4)
+    assert torch.func.grad(lambda x: at_least_float32(x).sum())(x).dtype == dtype
+
+
+def test_composes_with_every_transform():
+    leaf, numbers = torch.arange(24.0).reshape(2, 3, 2, 2).half(), torch.ones(2, 3)
+    f = lambda leaf, numbers: as_matrix(at_least_float32(leaf) * per_row(numbers, leaf))
+    expected = leaf.flatten(2).float()
+    assert torch.equal(torch.vmap(f)(leaf, numbers), expected)
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    assert torch.equal(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(leaf, numbers), expected)
+    assert torch.equal(torch.func.jvp(lambda x: f(x, numbers[0]), (leaf[0],), (leaf[1],))[1], expected[1])
+
+
+@given(st.integers(1, 4), st.integers(0, 5), st.sampled_from([1, 3, 1 << 18]), st.sampled_from([1, 2, 128]))
+def test_products_are_those_of_float64_however_they_are_cut(m, n, cached, halving):
+    left, right = (((torch.arange(m * n).reshape(m, n) * k) % 7 - 3).to(torch.float32) for k in (3, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "CACHED", cached)
+        patch.setattr(rows, "HALVE_FROM", max(halving, 2))  # one row is not cut
+        assert torch.equal(rows.inner_products(left), left.double() @ left.double().mT)
+        assert torch.equal(rows.cross_inner_products(left, right), left.double() @ right.double().mT)
+        batch = torch.stack([left, right])
+        assert torch.equal(rows.symmetric_product(batch), batch @ batch.mT)

@@ -1,0 +1,187 @@
+"""Pytrees: leaf order, round trips, foreign containers, and what is said about mistakes."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree
+
+from functional_jd.core import tree as trees
+
+Point = namedtuple("Point", ["z", "a"])
+
+
+@dataclass
+class Foreign:
+    """Registered with torch only."""
+
+    second: Tensor
+    first: Tensor
+
+
+_pytree.register_dataclass(Foreign)
+
+
+@dataclass
+class Unregistered:
+    w: Tensor
+
+
+leaf = st.integers(-9, 9).map(lambda n: torch.tensor(float(n)))
+keys = st.sampled_from(["a", "b", "c", "layers", "0"])
+nested = st.recursive(
+    leaf,
+    lambda inner: st.one_of(
+        st.dictionaries(keys, inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.builds(Point, inner, inner),
+        st.builds(Foreign, inner, inner),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def in_order(tree):
+    """The leaves by a walk of our own: plain dicts by sorted key, everything else as it stands, with their paths."""
+    if isinstance(tree, OrderedDict):
+        return [((key, *path), x) for key, part in tree.items() for path, x in in_order(part)]
+    if isinstance(tree, dict):
+        return [((key, *path), x) for key in sorted(tree) for path, x in in_order(tree[key])]
+    if isinstance(tree, list | tuple):
+        return [((str(i), *path), x) for i, part in enumerate(tree) for path, x in in_order(part)]
+    if isinstance(tree, Foreign):
+        return [((str(i), *path), x) for i, part in enumerate((tree.second, tree.first)) for path, x in in_order(part)]
+    return [((), tree)]
+
+
+def kinds(tree):
+    """What a tree is made of, without its leaves."""
+    if isinstance(tree, dict):
+        return type(tree), {key: kinds(part) for key, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [kinds(part) for part in tree]
+    return (Foreign, [kinds(tree.second), kinds(tree.first)]) if isinstance(tree, Foreign) else Tensor
+
+
+@given(nested)
+def test_leaves_come_in_sorted_order_and_go_back_where_they_were(tree):
+    leaves, structure = trees.tree_flatten(tree)
+    expected = [x for _, x in in_order(tree)]
+    assert len(leaves) == len(expected)
+    assert all(x is y for x, y in zip(leaves, expected, strict=True))
+    assert all(x is y for x, y in zip(trees.tree_leaves(tree), expected, strict=True))
+    again = trees.tree_unflatten(structure, leaves)
+    assert kinds(again) == kinds(tree)
+    assert all(x is y for (_, x), (_, y) in zip(in_order(again), in_order(tree), strict=True))
+
+
+@given(nested)
+def test_map_acts_leaf_by_leaf_and_keeps_the_kinds(tree):
+    mapped = trees.tree_map(lambda x, y: 2 * x + y, tree, trees.tree_map(lambda x: x * x, tree))
+    assert kinds(mapped) == kinds(tree)
+    for (_, x), (_, y) in zip(in_order(tree), in_order(mapped), strict=True):
+        assert y == 2 * x + x * x
+
+
+@given(nested)
+def test_names_match_the_leaves(tree):
+    names = trees.tree_names(tree)
+    assert names == [".".join(path) or "value" for path, _ in in_order(tree)]
+
+
+def test_insertion_order_of_keys_does_not_matter():
+    one, other = {"b": torch.tensor(1.0), "a": torch.tensor(2.0)}, {"a": torch.tensor(20.0), "b": torch.tensor(10.0)}
+    assert [x.item() for x in trees.tree_leaves(one)] == [2, 1]
+    assert trees.tree_map(torch.add, one, other) == {"b": 11, "a": 22}
+    assert list(trees.tree_map(torch.neg, one)) == ["b", "a"]
+
+
+def test_map_refuses_another_structure():
+    with pytest.raises(ValueError, match="b"):
+        trees.tree_map(torch.add, {"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+def test_what_is_no_container_is_a_leaf():
+    assert trees.tree_names(torch.ones(1)) == ["value"]
+    assert trees.tree_leaves(None) == []
+    assert [type(x) for x in trees.tree_leaves({"u": Unregistered(torch.ones(1)), "n": 3})] == [int, Unregistered]
+
+
+def test_flattening_composes_with_transforms():
+    def double(tree):
+        leaves, structure = trees.tree_flatten(tree)
+        return trees.tree_unflatten(structure, [2 * x for x in leaves])
+
+    tree = {"b": torch.ones(3), "a": Point(torch.arange(3.0), [torch.zeros(3), {}])}
+    expected = {"b": 2 * torch.ones(3), "a": Point(2 * torch.arange(3.0), [torch.zeros(3), {}])}
+    total = lambda tree: sum(x.sum() for x in trees.tree_leaves(double(tree)))
+    torch.testing.assert_close(torch.vmap(double)(tree), expected)
+    torch.testing.assert_close(torch.func.grad(total)(tree)["b"], torch.full((3,), 2.0))
+    torch.testing.assert_close(torch.func.jvp(double, (tree,), (tree,))[1], expected)
+    torch.testing.assert_close(torch.compile(double, fullgraph=True, backend="aot_eager")(tree), expected)
+    mapped = lambda tree: trees.tree_map(lambda x, y: x + y, tree, tree)
+    torch.testing.assert_close(torch.compile(mapped, fullgraph=True, backend="aot_eager")(tree), expected)
+    torch.compiler.reset()
+
+
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=4))
+def test_row_count_is_the_first_dimension_of_all(m, shapes):
+    jacobian = {str(i): torch.ones(m, *shape) for i, shape in enumerate(shapes)}
+    assert trees.row_count(jacobian, "here") == m
+    with pytest.raises(ValueError, match=f"here: .*found {m} in '0' and {m + 1} in 'more'.*mix Jacobians"):
+        trees.row_count({**jacobian, "more": torch.ones(m + 1)}, "here")
+
+
+MISTAKES = {
+    "integers": (
+        {"a": torch.ones(2), "b": torch.ones(2).int()},
+        TypeError,
+        r"int32 of shape \[2\] in 'b'.*Stack",
+    ),
+    "no rows": ({"a": torch.tensor(1.0)}, TypeError, r"of shape \[\] in 'a'"),
+    "no tensor": ({"l": [torch.ones(2), 2.0]}, TypeError, "found float in 'l.1'.*Register"),
+    "stranger": ({"u": Unregistered(torch.ones(2))}, TypeError, "found Unregistered in 'u'.*Register the container"),
+    "empty": ({}, ValueError, r"at least one row \(one objective\), found none"),
+    "none": ({"a": torch.ones(0, 3)}, ValueError, "at least one row"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rows_that_are_none_are_named(mistake):
+    tree, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=f"place: .*{message}"):
+        trees.row_count(tree, "place")
+
+
+def test_floating_leaves_are_the_leaves_or_a_named_mistake():
+    params = {"b": torch.ones(2).half(), "a": [torch.zeros(()).double()]}
+    leaves, structure = trees.floating_leaves(params, "place")
+    assert [x.dtype for x in leaves] == [torch.float64, torch.float16]
+    assert trees.tree_unflatten(structure, leaves)["b"] is params["b"]
+    with pytest.raises(TypeError, match=r"place: all leaves must be.*found torch.int64 in 'n.0'.*further arguments"):
+        trees.floating_leaves({**params, "n": [torch.tensor(1)]}, "place")
+    with pytest.raises(TypeError, match=r"found torch.complex64 in 'c'"):
+        trees.floating_leaves({"c": torch.ones(1) + 1j}, "place")
+    with pytest.raises(TypeError, match="found str in 's'"):
+        trees.floating_leaves({"s": "relu"}, "place")
+    with pytest.raises(ValueError, match="place: expected at least one parameter tensor, found an empty tree"):
+        trees.floating_leaves([{}, ()], "place")
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), None])
+@pytest.mark.parametrize("where", range(4))
+def test_one_value_that_is_not_finite_is_seen(poison, where):
+    leaves = [torch.tensor(1.0), torch.tensor([-2.0, 3.0], dtype=torch.float16), torch.zeros(0), torch.ones(2, 2)]
+    values = torch.cat([leaf.flatten().double() for leaf in leaves])
+    if poison is not None:
+        values[where] = poison
+    parts = values.split([leaf.numel() for leaf in leaves])
+    tree = {"a": [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], "b": {}}
+    assert trees.all_finite(tree) == (poison is None)
+    assert trees.all_finite({}) == True  # noqa: E712

@@ -1,0 +1,366 @@
+"""Diagnostics against NumPy and SciPy, closed forms and exact counts; laws, transforms, tables."""
+
+import math
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from functional_jd.aggregation.aggregate import aggregate, combine
+from functional_jd.aggregation.views import gramian
+from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.names import objective_names
+from functional_jd.core.types import MultitaskJacobian
+from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
+from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.objectives import multitask
+
+jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
+    lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
+)
+
+
+def random_rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(found, expected, **tolerance):
+    for name, x, y in zip(Diagnosis._fields, found, expected, strict=True):
+        torch.testing.assert_close(x, y, msg=lambda text, name=name: f"{name}: {text}", equal_nan=True, **tolerance)
+
+
+def shortest(J):
+    """The length of the shortest convex combination of rows, by non-negative least squares."""
+    unit = np.abs(J).max() or 1.0
+    system = np.vstack([J.T / unit, np.ones(len(J))])
+    v = scipy.optimize.nnls(system, np.eye(len(system))[-1])[0]
+    return np.linalg.norm(J.T @ v) / v.sum()
+
+
+@given(jacobians, st.data())
+def test_equal_to_numpy_and_scipy(J, data):
+    x = torch.tensor(data.draw(st.lists(st.integers(-3, 3).map(float), min_size=J.shape[1], max_size=J.shape[1])))
+    found, rows, m = diagnose([J], [x]), J.numpy(), len(J)
+    lengths, length = np.linalg.norm(rows, axis=1), float(x.norm())
+    inverse = np.divide(1, lengths, out=np.zeros(m), where=lengths > 0)
+    s = np.linalg.svd(np.pad(rows, ((0, 0), (0, m))), compute_uv=False)[:m]  # wide, so that there are m of them
+    s[s < 1e-9 * max(s[0], 1)] = 0
+    p = s[s > 0] / (s.sum() or 1)
+    expected = Diagnosis(
+        norms=torch.from_numpy(lengths),
+        cosines=torch.from_numpy(inverse[:, None] * (rows @ rows.T) * inverse),
+        alignment=torch.from_numpy(rows @ x.double().numpy() * inverse / (length or 1)),
+        conflict=found.conflict,  # counted below
+        stationarity=torch.tensor(shortest(rows), dtype=torch.float64),
+        rank=torch.tensor(np.exp(-(p * np.log(p)).sum()) if len(p) else 0.0, dtype=torch.float64),
+        condition=torch.tensor(s[0] / s[-1] if s[-1] else math.inf, dtype=torch.float64),
+    )
+    assert_same(found, expected, rtol=1e-7, atol=3e-7)
+
+
+@given(jacobians)
+def test_conflicting_pairs_are_counted_exactly(J):
+    rows = [[Fraction(x) for x in row] for row in J.tolist()]
+    pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i]]
+    opposed = sum(sum(x * y for x, y in zip(a, b, strict=True)) < 0 for a, b in pairs)
+    assert float(diagnose([J]).conflict) == pytest.approx(opposed / len(pairs) if pairs else 0.0, abs=1e-15)
+
+
+@given(jacobians, st.lists(st.integers(-40, 40), min_size=6, max_size=6), st.randoms())
+def test_angles_do_not_see_lengths_and_order_does_not_matter(J, exponents, chance):
+    factors = 2.0 ** torch.tensor(exponents[: len(J)], dtype=torch.float64)
+    x = torch.ones(J.shape[1], dtype=torch.float64)
+    plain, scaled = diagnose([J], [x]), diagnose([J * factors.unsqueeze(1)], [x])
+    assert torch.equal(scaled.cosines, plain.cosines)
+    assert torch.equal(scaled.alignment, plain.alignment)
+    assert scaled.conflict == plain.conflict
+    assert torch.equal(scaled.norms, plain.norms * factors)
+    order = list(range(len(J)))
+    chance.shuffle(order)
+    moved = diagnose([J[order]], [x])
+    assert_same(
+        moved,
+        Diagnosis(plain.norms[order], plain.cosines[order][:, order], plain.alignment[order], *plain[3:]),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@given(jacobians, st.integers(-200, 200))
+def test_all_scales_with_the_jacobian(J, exponent):
+    c, plain = 2.0**exponent, diagnose([J])
+    expected = plain._replace(norms=plain.norms * c, stationarity=plain.stationarity * c)
+    assert_same(diagnose([J * c]), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("c", [1e-18, 1e-9, 1.0, 1e18])
+def test_a_jacobian_in_closed_form(c):
+    found = diagnose(torch.tensor([[3.0 * c, 0, 0], [0, 4 * c, 0]], dtype=torch.float64))
+    p = torch.tensor([3, 4], dtype=torch.float64) / 7
+    assert found.stationarity.item() == pytest.approx(2.4 * c)  # the height of the triangle 3, 4, 5
+    assert found.condition.item() == pytest.approx(4 / 3)
+    assert found.rank.item() == pytest.approx(torch.exp(torch.special.entr(p).sum()).item())
+    torch.testing.assert_close(found.alignment, p.new_tensor([0.6, 0.8]), rtol=1e-12, atol=0)
+    assert found.conflict == 0
+
+
+def test_opposite_rows_are_stationary_and_their_mean_is_no_direction():
+    row = random_rows(1, 7)
+    found = diagnose(torch.cat([row, -row]))
+    assert (found.stationarity, found.conflict, found.condition) == (0, 1, math.inf)
+    assert found.alignment.tolist() == [0, 0]
+    assert found.rank.item() == pytest.approx(1)
+
+
+def test_zeros_and_a_single_row():
+    found = diagnose({"w": torch.zeros(2, 3)})
+    assert_same(found, Diagnosis(*map(torch.zeros_like, found))._replace(condition=torch.tensor(torch.inf).double()))
+    found = diagnose(torch.tensor([[0.0, 3.0, 4.0]]))
+    assert [x.item() for x in found] == pytest.approx([5, 1, 1, 0, 5, 1, 1])
+    found = diagnose(torch.tensor([[0.0, 0, 0], [0, 3, 4]]))
+    assert found.norms.tolist() == [0, 5]
+    assert found.cosines.tolist() == [[0, 0], [0, 1]]
+    assert found.stationarity == 0
+
+
+def test_orthogonal_rows_do_not_conflict_by_rounding():
+    J = torch.linalg.qr(random_rows(200, 12))[0].T
+    assert diagnose(J).conflict == 0
+    assert diagnose(gramian(J).float()).conflict == 0
+    assert (gramian(J) < 0).any()  # though rounding says so
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_counts_as_the_numbers_it_holds(dtype):
+    J = random_rows(4, 30).to(dtype)
+    assert_same(diagnose(J), diagnose(J.double()), rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(diagnose(J), diagnose(J.double()), rtol=0, atol=0)
+
+
+def test_jacobian_and_gramian_weights_and_direction_agree():
+    J = {"w": random_rows(3, 2, 4), "b": random_rows(3, 5, seed=1)}
+    weights = random_rows(3, seed=2)
+    expected = diagnose(J, combine(J, weights))
+    assert_same(diagnose(J, weights), expected)
+    assert_same(diagnose(gramian(J), weights), expected)
+    assert_same(diagnose(gramian(J).float(), weights.float()), expected, rtol=1e-4, atol=1e-5)
+    assert_same(diagnose(J), diagnose(J, torch.ones(3)))
+    flat = torch.cat([J["w"].flatten(1), J["b"]], dim=1)
+    assert_same(diagnose(flat, weights @ flat), expected)
+    assert_same(diagnose(flat, weights), expected)
+
+
+def test_a_rule_that_never_conflicts_is_seen_not_to():
+    J = random_rows(5, 5) - 0.4
+    plain, projected = diagnose([J]), diagnose([J], [aggregate(upgrad(), J).direction])
+    assert plain.conflict > 0
+    assert (projected.alignment > -1e-12).all()
+
+
+def test_what_the_engines_return_is_taken():
+    def features(shared, x):
+        return torch.tanh(x @ shared)
+
+    def heads(p, z, x):
+        return {"right": (z @ p).square().mean(), "left": (z @ p).mean()}
+
+    params = {"shared": random_rows(4, 3), "heads": random_rows(3, 2, seed=1)}
+    x = random_rows(6, 4, seed=2)
+    losses = multitask(features, heads)
+    jacobian, values = jacobian_fn(losses)(params, x)
+    assert isinstance(jacobian, MultitaskJacobian)
+    expected = diagnose(jacobian.shared)
+    assert_same(diagnose(jacobian), expected)
+    assert_same(diagnose(jacobian, combine(jacobian, torch.ones(2))), expected)
+    assert_same(diagnose(gramian_fn(losses)(params, x)[0]), expected, rtol=1e-4, atol=1e-5)
+    assert objective_names(values) == ["left", "right"]
+
+
+def test_a_row_that_is_not_finite_leaves_what_is_said_of_the_others():
+    J = random_rows(3, 6)
+    sound = diagnose([J], [torch.ones(6)])
+    for poison in (torch.nan, torch.inf):
+        bad = J.clone()
+        bad[1, 2] = poison
+        found = diagnose([bad], [torch.ones(6)])
+        assert torch.equal(found.norms[[0, 2]], sound.norms[[0, 2]])
+        assert torch.equal(found.cosines[0, 2], sound.cosines[0, 2])
+        assert torch.equal(found.alignment[[0, 2]], sound.alignment[[0, 2]])
+        for value in (found.norms[1], found.alignment[1], found.cosines[1].sum()):
+            assert not value.isfinite()
+        for value in found[3:]:
+            assert value.isnan()
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)])
+def test_derivatives(weights):
+    J = (random_rows(3, 4) + 0.5).requires_grad_()
+
+    def smooth(J, x):
+        found = diagnose([J], x)
+        return (*found[:3], *found[4:])
+
+    assert torch.autograd.gradcheck(lambda J: smooth(J, weights), (J,), check_forward_ad=True)
+    x = random_rows(4, seed=3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda J, x: smooth(J, [x]), (J, x), check_forward_ad=True)
+    assert not diagnose(J).conflict.requires_grad
+
+
+@pytest.mark.parametrize("J", [torch.eye(3).double(), torch.zeros(3, 4).double(), random_rows(1, 4).repeat(3, 1)])
+def test_derivatives_are_finite_where_something_is_zero_or_equal(J):
+    for field in ("norms", "cosines", "alignment", "stationarity", "rank"):
+        slope = torch.func.grad(lambda J, field=field: getattr(diagnose([J]), field).sum())(J)
+        assert slope.isfinite().all(), field
+
+
+def test_vmap_is_a_loop():
+    J, weights, x = random_rows(5, 3, 4), random_rows(5, 3, seed=1), random_rows(5, 4, seed=2)
+    J[2, 1] = 0
+    for f, inputs in (
+        (lambda J, w: diagnose([J], w), (J, weights)),
+        (lambda J, x: diagnose([J], [x]), (J, x)),
+        (diagnose, (J @ J.mT, weights)),
+    ):
+        expected = Diagnosis(*map(torch.stack, zip(*map(f, *inputs), strict=True)))
+        assert_same(torch.vmap(f)(*inputs), expected, rtol=1e-9, atol=1e-12)
+
+    def stationarity(J):
+        return diagnose([J]).stationarity
+
+    slopes = torch.vmap(torch.func.grad(stationarity))(J)
+    assert torch.equal(slopes[2], torch.zeros(3, 4))
+    torch.testing.assert_close(slopes[0], torch.func.grad(stationarity)(J[0]))
+
+
+def test_compiles_in_one_graph():
+    J = {"w": random_rows(3, 2, 4), "b": random_rows(3, 5, seed=1)}
+    weights = random_rows(3, seed=2)
+    compiled = torch.compile(diagnose, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(J, weights), diagnose(J, weights))
+    assert_same(compiled(J, combine(J, weights)), diagnose(J, combine(J, weights)))
+    assert_same(compiled(gramian(J), weights), diagnose(gramian(J), weights))
+
+
+def test_is_pure():
+    J, weights = {"w": random_rows(3, 2)}, random_rows(3)
+    before = J["w"].clone(), weights.clone()
+    diagnose(J, weights)
+    assert torch.equal(J["w"], before[0])
+    assert torch.equal(weights, before[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1.0, 2], [3, 4]],), "read as a Gramian"),
+        (([[1.0, 2], [2, 1]],), "gramian=False"),
+        (([[-1.0, 0], [0, 1]],), "read as a Gramian"),
+        (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"expected weights \[2\] beside a Gramian, found shape \[3\]"),
+        (([[1.0, 0], [0, 1]], {"w": torch.ones(2)}), "hand over the Jacobian"),
+        (({"w": torch.ones(2, 3)}, [1.0, 2, 3]), "direction with the structure of params, found"),
+        (({"w": torch.ones(2, 3)}, {"v": torch.ones(3)}), r"found \{'v': \[3\]\}"),
+        (({"w": torch.ones(2, 3)}, {"w": torch.ones(2, 3)}), "entry by entry"),
+        (({"w": torch.ones(2, 3), "b": torch.ones(3)},), "2 in 'w'|3 in 'b'"),
+        ((torch.ones(0, 0),), "at least one row"),
+    ],
+)
+def test_errors_say_what_to_do(arguments, message):
+    arguments = [torch.tensor(x) if isinstance(x, list) else x for x in arguments]
+    with pytest.raises(ValueError, match=message):
+        diagnose(*arguments)
+
+
+def test_what_is_said_to_be_a_gramian_is_square():
+    with pytest.raises(ValueError, match=r"gramian=True, expected .* \[m, m\], found shape \[2, 3\]"):
+        diagnose(torch.ones(2, 3), gramian=True)
+    with pytest.raises(ValueError, match="found dict"):
+        diagnose({"w": torch.eye(2)}, gramian=True)
+
+
+def test_no_gramian_is_nan_where_values_are_not_known():
+    found = torch.vmap(diagnose)(torch.stack([torch.eye(2), torch.tensor([[1.0, 2], [3, 4]])]))
+    assert found.norms[0].tolist() == [1, 1]
+    assert all(value[1].isnan().all() for value in found)
+
+
+def test_a_square_jacobian_can_be_said_to_be_one():
+    J, x = random_rows(4, 3, 3), random_rows(4, 3, seed=1)
+    bare = partial(diagnose, gramian=False)
+    for rows, direction in zip(J, x, strict=True):
+        assert_same(bare(rows, direction), diagnose([rows], [direction]))
+        assert_same(bare(rows), diagnose([rows]))
+        assert_same(bare(rows, combine(rows, direction)), diagnose([rows], direction))
+        assert_same(diagnose(gramian(rows), direction, gramian=True), diagnose(gramian(rows), direction))
+    in_a_list = torch.vmap(lambda J, x: diagnose([J], [x]))(J, x)
+    assert_same(torch.vmap(bare)(J, x), in_a_list)
+    assert_same(torch.compile(bare, fullgraph=True, backend="aot_eager")(J[0], x[0]), bare(J[0], x[0]))
+    slopes = torch.func.grad(lambda J: bare(J, x[0]).alignment.sum())(J[0])
+    torch.testing.assert_close(slopes, torch.func.grad(lambda J: diagnose([J], [x[0]]).alignment.sum())(J[0]))
+    pushed = torch.func.jvp(lambda J: bare(J).norms, (J[0],), (J[0],))
+    torch.testing.assert_close(*pushed)  # of degree one
+    wide = random_rows(2, 3)
+    assert_same(bare(wide, torch.ones(2)), diagnose(wide))  # no direction has two entries: these are weights
+
+
+@given(jacobians.filter(lambda J: len(J) == J.shape[1]), st.data())
+def test_a_symmetric_jacobian_is_not_taken_for_its_gramian(J, data):
+    J, x = J @ J.mT, torch.tensor(data.draw(st.lists(st.integers(-3, 3), min_size=len(J), max_size=len(J)))).double()
+    found, along = diagnose(J, x, gramian=False), J @ x
+    torch.testing.assert_close(found.norms, J.norm(dim=1))
+    assert torch.equal(found.alignment.sign(), along.sign())
+
+
+def test_second_derivatives_of_the_rank_are_right_where_singular_values_differ():
+    J = torch.diag(torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda J: diagnose([J])[5:], (J,))
+
+
+def test_the_table_names_the_rows():
+    J = torch.tensor([[3.0, 4], [-3, 4], [0, -2]])
+    names = objective_names({"left": torch.zeros(()), "image": torch.zeros(2)})
+    lines = describe(diagnose(J), names).splitlines()
+    assert lines[0].startswith("Diagnosis: 67% of the pairs conflict, distance to stationarity 0, effective rank")
+    assert lines[1].split() == ["objective", "norm", "direction", *names]
+    assert lines[2].split() == ["image[0]", "5", "+0.80", "+1.00", "+0.28", "-0.80"]
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert repr(diagnose(J)) == describe(diagnose(J), ["0", "1", "2"])
+    with pytest.raises(ValueError, match="one name for each of 3 objectives, found 2"):
+        describe(diagnose(J), names[:2])
+
+
+def test_the_table_of_many_rows_stays_small():
+    J = random_rows(100, 3)
+    lines = describe(diagnose(J)).splitlines()
+    assert len(lines) == 22
+    assert max(map(len, lines)) < 120
+    row, cosines = lines[2].split(), diagnose(J).cosines[0]
+    assert row[-2:] == [f"{cosines[1:].min():+.2f}", str(int(cosines[1:].argmin()) + 1)]
+
+
+def test_a_diagnosis_shows_itself_everywhere():
+    seen = []
+
+    def look(J):
+        found = diagnose([J])
+        seen.append(repr(found))
+        seen.append(found._repr_html_())
+        return found
+
+    batch = torch.vmap(look)(random_rows(2, 3, 4))
+    torch.func.grad(lambda J: look(J).norms.sum())(random_rows(3, 4))
+    assert len(seen) == 4
+    assert "tensor [3, 3]" in seen[0]
+    assert "tensor [2, 3, 3]" in repr(batch)
+
+
+def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
+    J = torch.tensor([[1.0, 2.0], [0.0, -1.0], [1.0, 1.0]], requires_grad=True)
+    assert describe(diagnose(J)) == describe(diagnose(J.detach()))

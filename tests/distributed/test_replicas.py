@@ -1,0 +1,187 @@
+"""Replicas: several processes on loopback do what one would do; and one that dies is heard of."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import functional_jd as fj
+from functional_jd import distributed
+
+HERE = Path(__file__).parent
+WORKER = HERE / "worker.py"
+CHECKS = [line[len("def check_") : line.index("(")] for line in WORKER.read_text().splitlines() if "def check_" in line]
+SLOW = {"the_step_compiles_in_a_full_graph", "a_step_of_a_step_can_be_differentiated"}
+"""On 2 replicas only: with 4 they would show nothing new."""
+
+
+def torchrun(replicas, *command):
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return subprocess.run(
+        [sys.executable, *arguments, "--nproc-per-node", str(replicas), *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=HERE.parents[1],
+    )
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What each replica says of each check, by number of replicas: one launch for all."""
+    seen = {}
+
+    def of(replicas):
+        if replicas not in seen:
+            folder = tmp_path_factory.mktemp(f"replicas{replicas}")
+            done = torchrun(replicas, WORKER, folder, *(SLOW if replicas > 2 else ()))
+            files = [folder / f"{r}.json" for r in range(replicas)]
+            assert all(file.exists() for file in files), done.stderr[-4000:]
+            seen[replicas] = [json.loads(file.read_text()) for file in files]
+        return seen[replicas]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "check"), [(n, c) for n in (2, 4) for c in CHECKS if n == 2 or c not in SLOW])
+def test_on_replicas(reports, replicas, check):
+    for number, report in enumerate(reports(replicas)):
+        assert report.get(check, "not reached").startswith("passed"), f"replica {number}: {report.get(check)}"
+
+
+def test_a_replica_that_hangs_or_dies_gives_the_others_an_error_in_time():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), "survive", port, str(me)], stdout=subprocess.PIPE, text=True, cwd=HERE.parent
+        )
+        for me in range(2)
+    ]
+    try:
+        told, _ = both[0].communicate(timeout=60)
+        assert both[1].wait(timeout=60) == 3
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    (hung, waited), (died, until_death) = map(json.loads, told.splitlines())
+    for message in (hung, died):
+        assert message.startswith("distributed: expected an answer of all 2 replicas, found ")
+        assert "A replica stopped, fell out of step or hangs" in message
+    assert 0.5 < waited < 3.5, "the group's time-out is 1 s, and the other replica sleeps for 4 s"
+    assert until_death < 30, "the time-out is 60 s: a death is heard of at once"
+
+
+def test_the_example_prints_what_it_says():
+    source = (HERE / "two_replicas.py").read_text()
+    done = torchrun(2, HERE / "two_replicas.py")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip()
+    assert done.stdout.strip() in source
+
+
+def line(p, x):
+    return torch.stack([(p["w"] * x).sum(), p["w"].sum()])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: distributed.mean_jacobian({"w": torch.ones(2, 3)}),
+        lambda: distributed.agree(torch.tensor(True)),
+        lambda: distributed.replicate({"w": torch.ones(2, 3)}),
+    ],
+)
+def test_without_a_process_group_the_error_says_how_to_make_one(call):
+    with pytest.raises(ValueError, match=r"expected a process group, found none\. Call .*init_process_group"):
+        call()
+
+
+def test_what_is_no_floating_point_tensor_or_flag_is_named():
+    with pytest.raises(TypeError, match=r"mean_jacobian: .*int64 in 'w'"):
+        distributed.mean_jacobian({"w": torch.ones(2, 3, dtype=torch.int64)})
+    with pytest.raises(TypeError, match=r"agree: finite must be a bool tensor, found torch.float32"):
+        distributed.agree(torch.ones(2))
+
+
+def test_rules_and_optimizers_are_checked_before_anything_is_sent():
+    params, x = {"w": torch.ones(3)}, torch.ones(3)
+    how = {"losses": line, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, x, **how)
+    for wrong, words in (
+        ({"aggregator": fj.upgrad}, "aggregator must be a rule, found function"),
+        ({"aggregator": fj.modo()}, "expected a rule that is content with one batch"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer must be a pair .*found SGD"),
+    ):
+        kind = ValueError if "content" in words else TypeError
+        with pytest.raises(kind, match=f"step: {words}"):
+            distributed.step(state, x, **(how | wrong))
+        with pytest.raises(kind, match=f"train_state: {words}"):
+            distributed.train_state(params, x, **(how | wrong))
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_is_sent():
+    params, x = {"w": torch.ones(3)}, torch.ones(3)
+    how = {"losses": line, "aggregator": fj.trimmed_mean(0), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, x, **how)
+    with pytest.raises(
+        ValueError, match=r"sharded=True serves rules .*found one that looks at 'full_jacobian'.*sharded=False"
+    ):
+        distributed.step(state, x, sharded=True, **how)
+    examples = how | {"losses": fj.per_example(lambda p, x: (p["w"] * x).sum()), "aggregator": fj.upgrad()}
+    with pytest.raises(ValueError, match=r"found per_example losses.*sharded=False"):
+        distributed.step(state, x[None], sharded=True, **examples)
+
+
+def test_autocast_in_threads_is_each_threads_own():
+    """As nn.DataParallel runs its replicas: one thread each, at the same time, in one process."""
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(6, 6, generator=draw), "b": torch.randn(6, generator=draw)}
+    batches = [torch.randn(8, 6, generator=draw) for _ in range(4)]
+    dtypes = [torch.float16, torch.bfloat16, None, torch.float16]
+
+    def losses(p, x):
+        h = torch.nn.functional.layer_norm(x @ p["w"], (6,)) @ p["w"] + p["b"]
+        seen.append((threading.get_ident(), h.dtype))
+        return (h.float() ** 2).mean(0)
+
+    def gradient(i):
+        f = losses if dtypes[i] is None else fj.autocast(losses, dtypes[i])
+        return fj.jacobian_fn(f)(params, batches[i])[0]
+
+    seen = []
+    expected = [gradient(i) for i in range(4)]
+    found, ready, mistakes = [[] for _ in range(4)], threading.Barrier(4), []
+
+    def replica(i):
+        try:
+            ready.wait()
+            for _ in range(5):
+                found[i].append(gradient(i))
+            assert not torch.is_autocast_enabled("cpu")
+        except BaseException as mistake:
+            mistakes.append(mistake)
+
+    with torch.autocast("cpu", torch.bfloat16):  # of this thread only
+        threads = [threading.Thread(target=replica, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert not mistakes
+    for i, wanted in enumerate(expected):
+        for jacobian in found[i]:
+            assert all(torch.equal(jacobian[name], wanted[name]) for name in params)
+    by_thread = {}
+    for who, dtype in seen:
+        by_thread.setdefault(who, set()).add(dtype)
+    assert all(len(dtypes) == 1 for who, dtypes in by_thread.items() if who != threading.get_ident())

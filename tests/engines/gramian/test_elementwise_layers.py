@@ -1,0 +1,356 @@
+"""Taps of affine parameters, attention's projections, and parts of leaves, against rows of plain autograd."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from gramian_by_hand import (
+    agree,
+    both_prices,
+    check_autocast,
+    engine,
+    expectation,
+    found,
+    is_tapped,
+    model_of,
+    priced,
+    single,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import KINDS, leaves
+from torch import nn
+from torch.utils import _pytree
+from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
+
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, WHOLE, ParameterView, view_of
+from functional_jd.engines.gramian.recorder import LayerRecorder
+from functional_jd.engines.jacobian import jacobian_fn
+
+F = nn.functional
+gramian_fn = engine.gramian_fn
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+NORMS = ["layer_norm", "rms_norm", "group_norm", "batch_norm_no_statistics", "instance_norm", "prelu"]
+ATTENTION = ["attention", "fused_attention", "encoder_norm_first"]
+
+
+@cache
+def case_of(name, kind):
+    return KINDS[kind]((MODELS | MORE)[name]())
+
+
+def untapped(monkeypatch, case):
+    """The shapes of the leaves that get rows from autograd, and how many taps there are."""
+    seen = []
+    together = engine._together
+
+    def spy(taps, edges, rows, leaves, m):
+        direct = rows[len(edges) :]
+        seen.append(([tuple(x.shape) for x, r in zip(leaves, direct, strict=True) if r is not None], len(taps)))
+        return together(taps, edges, rows, leaves, m)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_together", spy)
+        found(case)
+    assert len(seen) == 1
+    return seen[0]
+
+
+# The numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MORE)
+def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    is_tapped(monkeypatch, case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(case), expected)
+        agree(found(case, scale=torch.tensor(64.0)), expected, 1e-9, 1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*NORMS, *ATTENTION, "scaled", "packed", "prelu_2d", "group_norm_2d", "decoder"])
+def test_float32_is_right_to_rounding(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(single(case)), expected, 1e-4, 3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize("name", [*NORMS, *ATTENTION, "scaled", "cross_attention", "group_norm_2d"])
+def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, tolerance, kind, monkeypatch):
+    case = check_autocast((MODELS | MORE)[name](), kind, dtype, tolerance, monkeypatch)
+    values = gramian_fn(case.losses)(case.params, *case.args)[1]
+    for x, y in zip(leaves(values), leaves(jacobian_fn(case.losses)(case.params, *case.args)[1]), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance / 4, atol=tolerance / 4)
+
+
+# What is tapped
+
+
+@pytest.mark.parametrize("name", [*NORMS, *ATTENTION, *MORE, "batch_norm_eval"])
+def test_every_leaf_of_a_known_layer_is_tapped_where_examples_are_hidden(name, monkeypatch):
+    # Keys that are appended, columns of a slice, and what a parametrization makes of a weight.
+    left = {"attention_biased": 2, "packed": 1, "weight_norm": 2, "spectral_norm": 1}
+    direct, taps = untapped(monkeypatch, case_of(name, "by_example"))
+    assert len(direct) == left.get(name, 0)
+    assert taps
+
+
+@pytest.mark.parametrize("kind", ["plain", "tasks"])
+@pytest.mark.parametrize("name", [*ATTENTION, "cross_attention", "attention_apart", "attention_unpacked", "decoder"])
+def test_projections_of_attention_are_tapped_everywhere(name, kind, monkeypatch):
+    direct, _ = untapped(monkeypatch, case_of(name, kind))
+    assert all(len(shape) == 1 for shape in direct)  # scales and shifts, which autograd sums up as fast
+
+
+def test_weights_of_attention_come_out_of_it_in_the_same_dtype():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    params = {name: p.detach() for name, p in attention.named_parameters()}
+
+    def losses(params, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y, weights = torch.func.functional_call(attention, params, (x, x, x))
+        return y.float().mean((0, 1)), weights
+
+    f = lambda params, x: (losses(params, x)[0], losses(params, x)[1])
+    _, (_, mine), _ = gramian_fn(f, has_aux=True)(params, numbers(BATCH, 3, 4, dtype=torch.float32))
+    _, (_, theirs) = jacobian_fn(f, has_aux=True)(params, numbers(BATCH, 3, 4, dtype=torch.float32))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+# What taps must not overlook
+
+
+def cast_and_changed(params, x):
+    weight = params["w"].float()
+    weight.mul_(2)
+    return F.linear(x.float(), weight).double() + x @ params["v"]
+
+
+def view_without_graph(params, x):
+    with torch.no_grad():
+        weight, shift = params["w"].mT, params["v"][0]
+    return x @ weight + shift + F.linear(x, params["w"][0:3], params["v"][1])
+
+
+def chosen_by_index(params, x):
+    return F.linear(x, params["w"][torch.tensor([2, 0, 0])]) * params["v"][0, ::2].sum() + params["v"][1].expand(1, 3)
+
+
+def both_are_leaves(params, x):
+    product = params["w"] * params["v"] + params["w"]
+    return x @ product - params["w"][0] * params["w"][0]
+
+
+def alpha(params, x):
+    return torch.add(torch.sub(x, params["w"][0], alpha=2), params["v"][0], alpha=3)
+
+
+def constant_source(params, x):
+    position = torch.arange(3.0, dtype=torch.float64)
+    return torch.tanh(x * (position * params["w"][0] + params["v"][1])) + F.layer_norm(position, (3,), params["w"][2])
+
+
+def without_grad_in_norm(params, x):
+    with torch.no_grad():
+        x = F.layer_norm(x, (3,), params["w"][0], params["v"][0])
+    return F.rms_norm(x, (3,), params["w"][0]) + F.layer_norm(x, (3,), bias=params["v"][1], weight=params["v"].mT[0])
+
+
+def mapped_inside(params, x):
+    return torch.vmap(lambda row: F.layer_norm(row, (3,), params["w"][0]) * params["v"][0])(x)
+
+
+STRANGE = (
+    cast_and_changed,
+    view_without_graph,
+    chosen_by_index,
+    both_are_leaves,
+    alpha,
+    constant_source,
+    without_grad_in_norm,
+    mapped_inside,
+)
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("predict", STRANGE, ids=lambda f: f.__name__)
+def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case = KINDS[kind](model_of(predict))
+    is_tapped(monkeypatch, case)
+    tolerance = 1e-5 if predict is cast_and_changed else 1e-9
+    agree(found(case), expectation(case), tolerance, tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_unused_and_shared_norms(kind):
+    def predict(params, x):
+        y = F.layer_norm(x @ params["v"], (3,), params["w"][0], fixed)
+        y = F.group_norm(torch.tanh(y), 1, params["w"][0], params["w"][1])
+        return F.prelu(y, params["w"][1]) * fixed
+
+    fixed = numbers(3, seed=5)
+    params = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1), "idle": numbers(3)}
+    case = KINDS[kind](model_of(predict, params))
+    agree(found(case), expectation(case))
+
+
+# Norms of every make
+
+
+@given(
+    op=st.sampled_from(["layer", "rms", "group", "batch", "instance"]),
+    spatial=st.lists(st.integers(2, 3), min_size=1, max_size=2),
+    groups=st.sampled_from([1, 2, 4]),
+    eps=st.sampled_from([1e-5, 0.5]),
+    stored=st.booleans(),
+    weight=st.booleans(),
+    kind=st.sampled_from(sorted(KINDS)),
+)
+def test_norms_of_every_make(op, spatial, groups, eps, stored, weight, kind):
+    shape = (spatial[-1],) if op in ("layer", "rms") else (4,)
+    mean, var = numbers(4, seed=3), numbers(4, seed=4) ** 2 + 0.1
+    kept = (mean, var) if stored else (None, None)
+
+    def predict(params, x):
+        w, b = params["w"] if weight else None, params["b"]
+        y = {
+            "layer": lambda: F.layer_norm(x, shape, w, b, eps),
+            "rms": lambda: F.rms_norm(x, shape, params["w"], eps=eps),
+            "group": lambda: F.group_norm(x, groups, params["w"], b, eps=eps),
+            "batch": lambda: F.batch_norm(x, *kept, w, b, training=not stored, eps=eps),
+            "instance": lambda: F.instance_norm(x, *kept, weight=w, bias=b, use_input_stats=not stored, eps=eps),
+        }[op]()
+        y = torch.tanh(y).flatten(1)
+        return torch.stack([y.mean(1), (y**2).mean(1), y[:, 0]], 1)
+
+    params = {"w": numbers(*shape), "b": numbers(*shape, seed=1)}
+    case = KINDS[kind](Model(params, predict, numbers(BATCH, 4, *spatial, seed=2)))
+    agree(found(case), expectation(case))
+
+
+@given(
+    left=st.sampled_from([(), (1,), (3,), (2, 1), (2, 3), (1, 1, 3)]),
+    right=st.sampled_from([(), (1,), (3,), (2, 1), (2, 3), (1, 2, 1)]),
+    op=st.sampled_from(["mul", "add", "sub"]),
+    flipped=st.booleans(),
+    kind=st.sampled_from(sorted(KINDS)),
+)
+def test_scales_and_shifts_of_every_shape(left, right, op, flipped, kind):
+    other = numbers(*left, seed=4)
+
+    def predict(params, x):
+        y = x.mean(1).reshape(-1, *[1] * len(left)).expand(-1, *left) + other
+        rows = [getattr(torch, op)(*((params, z) if flipped else (z, params))) for z in y]
+        return torch.stack([torch.stack([z.mean(), (z**2).mean(), z.sum().sin()]) for z in rows])
+
+    case = KINDS[kind](Model(numbers(*right), predict, numbers(BATCH, 2, seed=2)))
+    agree(found(case), expectation(case))
+
+
+# Parts
+
+
+PATHS = {
+    "transpose": lambda x, _: x.mT if x.ndim > 1 else x.reshape(1, -1).T,
+    "narrow": lambda x, n: x.narrow(0, min(n, len(x) - 1), 1 if n % 2 else len(x) - min(n, len(x) - 1)),
+    "chunk": lambda x, n: x.chunk(2)[-1 if n % 2 else 0],
+    "split": lambda x, n: x.split(2)[0],
+    "slice": lambda x, n: x[-2:] if n % 2 else x[None, :2],
+    "strided": lambda x, n: x[::2],
+    "columns": lambda x, n: x[..., n % 2 :],
+    "flatten": lambda x, n: x.flatten(),
+    "unsqueeze": lambda x, n: x.unsqueeze(n % 2),
+    "select": lambda x, n: x.select(0, 0) if x.ndim > 1 else x,
+    "cast": lambda x, n: x.to(torch.float32),
+    "unbind": lambda x, n: x.unbind()[-1] if x.ndim > 1 else x,
+    "reshape": lambda x, n: x.reshape(-1, 2) if x.numel() % 2 == 0 else x,
+}
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(PATHS)), st.integers(0, 3)), max_size=4),
+    shape=st.sampled_from([(4,), (4, 3), (6, 2), (1, 4), (3, 1), (2, 3, 2)]),
+    m=st.integers(1, 2),
+)
+def test_rows_of_a_part_find_the_way_back(steps, shape, m):
+    leaf = numbers(*shape).requires_grad_()
+    part = ParameterView(0, leaf)
+    for name, n in steps:
+        view = PATHS[name](part.constant, n)
+        found_part = view_of(part, view)
+        if found_part is None:
+            break
+        part = found_part
+    end = part.constant
+    rows = numbers(m, *end.shape, seed=1)
+    true = torch.stack([torch.autograd.grad(end, leaf, row.to(end.dtype), retain_graph=True)[0] for row in rows])
+    torch.testing.assert_close(part.back(rows).double(), true, rtol=1e-6, atol=1e-6)
+    if part.distance < FLAT and end.ndim == 2:
+        left, right = numbers(m, 5, 1, end.shape[0], seed=2), numbers(m, 5, 1, end.shape[1], seed=3)
+        outer = lambda f: torch.einsum("mpgo,mpgi->moi", f.left, f.right)
+        made = part.back(Factors(left, right))
+        torch.testing.assert_close(outer(made), part.back(outer(Factors(left, right))))
+
+
+def test_a_part_is_none_where_numbers_were_copied_or_left_out():
+    base = ParameterView(0, numbers(4, 3).requires_grad_())
+    assert view_of(base, base.constant.clone()) is None
+    assert view_of(base, base.constant[::2]) is None
+    assert view_of(base, base.constant[:, 1:]) is None
+    assert view_of(base, base.constant.expand(2, 4, 3)) is None
+    assert view_of(base, base.constant[4:]) is None
+    assert view_of(base, base.constant.view(torch.int64)) is None
+    half = view_of(base, base.constant.half())
+    assert half.distance == WHOLE
+    assert view_of(half, half.constant.view(torch.bfloat16)) is None
+    assert {torch.chunk, torch.Tensor.chunk, torch.Tensor.T.__get__} <= VIEWS
+
+
+def test_a_tapped_value_is_the_value():
+    """Constants take the leaves' places: nothing but gradients may differ."""
+    model = MORE["packed"]()
+    flat, spec = _pytree.tree_flatten(model.params)
+    points, constants = ([x.clone().requires_grad_() for x in flat] for _ in range(2))
+    taps = []
+    with LayerRecorder(points, constants, taps, examples=False):
+        y = model.predict(_pytree.tree_unflatten(points, spec), model.inputs)
+    torch.testing.assert_close(y, model.predict(model.params, model.inputs), rtol=0, atol=0)
+    assert {tap.leaf for tap in taps} == {0, 1, 2}
+    assert y.shape == (BATCH, WIDTH)
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("name", ["attention", "group_norm_2d", "scaled"])
+def test_vmap_and_grad_go_through(name):
+    case = case_of(name, "by_example")
+    x = case.args[0]
+    weights = numbers(BATCH, seed=3)
+
+    def number(x):
+        gramian, _, pullback = gramian_fn(case.losses)(case.params, x, case.args[1])
+        return gramian.mean() + sum((leaf**2).sum() for leaf in leaves(pullback(weights)))
+
+    assert x.is_floating_point()
+    together = torch.vmap(number)(torch.stack([x, x / 2]))
+    for value, alone in zip(together, (x, x / 2), strict=True):
+        torch.testing.assert_close(value, number(alone))
+    direction = numbers(*x.shape, seed=4)
+    slope = (number(x + 1e-6 * direction) - number(x - 1e-6 * direction)) / 2e-6
+    assert math.isclose((torch.func.grad(number)(x) * direction).sum().item(), slope.item(), rel_tol=1e-4)

@@ -1,0 +1,596 @@
+"""The Gramian engine against rows of plain autograd: every model, kind of losses, price, scale and transform."""
+
+import pytest
+import torch
+from gramian_by_hand import (
+    STEPS,
+    WEIGHTS,
+    F,
+    Largest,
+    agree,
+    both_prices,
+    check_autocast,
+    close,
+    engine,
+    expectation,
+    expectation_by_finite_differences,
+    found,
+    gramian_fn,
+    is_tapped,
+    model_of,
+    network,
+    priced,
+    single,
+    tangent,
+    weights_for,
+    wide,
+)
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jacobian_by_hand import CASES, KINDS, case_of, leaves, rows_of
+from torch.utils import _pytree
+from zoo import BATCH, MODELS, Case, Cube, Model, mlp, numbers, plain
+
+from functional_jd.objectives import PerExample, multitask, per_example
+from functional_jd.precision.loss_scale import scale_state
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+# The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    tolerance = 1e-6 if name == "mixed" else 1e-9
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(case), expected, tolerance, tolerance)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_takes_all_rows_only_where_vmap_refuses_the_examples(name, kind, monkeypatch):
+    case, model = case_of(name, kind), MODELS[name]()
+    # Whose buffers change in place, and whose rows a batching rule lacks.
+    if kind != "by_example" or (model.examples and name != "dropout"):
+        is_tapped(monkeypatch, case)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_scales_leave_no_trace(name, kind):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    m = len(weights_for(case))
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    tolerance = 1e-6 if name == "mixed" else 1e-9
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
+        agree(found(case, scale=scale), expected, tolerance, max(tolerance, 1e-7))
+
+
+SINGLE = "mlp deep tied reused conv1d conv2d conv_transpose conv_grouped layer_norm group_norm embedding encoder lstm"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SINGLE.split())
+def test_float32_is_right_to_rounding(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(single(case)), expected, 1e-4, 3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
+def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkeypatch):
+    check_autocast(MODELS[name](), kind, dtype, tolerance, monkeypatch)
+
+
+# Networks at random
+
+
+def step_linear(p, x, w):
+    return F.linear(x, p[w])
+
+
+def step_biased(p, x, w):
+    return F.linear(x, p[w], p["b"])
+
+
+def step_right(p, x, w):
+    return x @ p[w]
+
+
+def step_transposed(p, x, w):
+    return torch.matmul(x, p[w].mT)
+
+
+def step_twice_transposed(p, x, w):
+    return F.linear(x, p[w].T.t())
+
+
+def step_left(p, x, w):
+    return (p[w] @ x.mT).mT
+
+
+def step_scaled(p, x, w):
+    return x * p[w].diagonal() + p[w][0]
+
+
+def step_looked_up(p, x, w):
+    """Positions that all examples share."""
+    return x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2)
+
+
+def step_convolved(p, x, w):
+    return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
+
+
+def step_normed(p, x, w):
+    return F.layer_norm(x, (3,), p[w][0], p["b"], eps=0.1) + F.rms_norm(x, (3,), p[w][:, 1], eps=0.1)
+
+
+def step_normed_by_channel(p, x, w):
+    x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
+    return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
+
+
+def step_cut(p, x, w):
+    first, rest = p[w].split([1, 2])
+    return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
+
+
+def step_attended(p, x, w):
+    x, heads = x.transpose(0, 1), {"q_proj_weight": p["u"], "k_proj_weight": p[w], "v_proj_weight": p["v"]}
+    fixed = (3, 3, None, p[w].flatten(), None, None, False, 0.0, p["u"], p["b"])
+    return F.multi_head_attention_forward(x, x, x, *fixed, use_separate_proj_weight=True, **heads)[0].transpose(0, 1)
+
+
+def step_hidden(p, x, w):
+    """A custom function takes the weight: no mode sees it."""
+    return x * Cube.apply(p[w]).mean()
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=5),
+    kind=st.sampled_from(sorted(KINDS)),
+    lean=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, lean, seed):
+    case = network(steps, kind, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        agree(found(case), expectation(case))
+
+
+@given(
+    dims=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.one_of(st.integers(0, 2), st.sampled_from(["same", "valid"])),
+    dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 2]),
+    transposed=st.booleans(),
+    extra=st.integers(0, 1),
+    kind=st.sampled_from(sorted(KINDS)),
+    lean=st.booleans(),
+)
+@example(
+    dims=2,
+    kernel=2,
+    stride=1,
+    padding="same",
+    dilation=1,
+    groups=1,
+    transposed=False,
+    extra=0,
+    kind="plain",
+    lean=True,
+)
+# Which makes a copy, and says so; more on the right than on the left is what is to be shown.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, groups, transposed, extra, kind, lean):
+    named = isinstance(padding, str)
+    stride = 1 if padding == "same" else stride
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if transposed:
+        how |= {"padding": 0 if named else padding, "output_padding": min(extra, max(stride, dilation) - 1)}
+    f = getattr(F, f"conv_transpose{dims}d" if transposed else f"conv{dims}d")
+    shape = (2, 3, *[kernel] * dims) if transposed else (4, 2 // groups, *[kernel] * dims)
+    channels = 3 * groups if transposed else 4
+
+    def predict(params, x):
+        y = torch.tanh(f(x, params["w"], params["b"], **how))
+        y = y.flatten(1)
+        return torch.stack([y.mean(1), (y**2).mean(1), y[:, 0]], 1)
+
+    model = Model(
+        {"w": numbers(*shape), "b": numbers(channels, seed=1)}, predict, numbers(BATCH, 2, *[6] * dims, seed=2)
+    )
+    case = KINDS[kind](model)
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        agree(found(case), expectation(case))
+
+
+# What taps must not overlook
+
+
+def penalty(params, x):
+    """A derivative within the losses, differentiated again."""
+    inner = x.detach().requires_grad_()
+    y = torch.tanh(F.linear(inner, params["w"]))
+    (slope,) = torch.autograd.grad(y.sum(), inner, create_graph=True)
+    return y + slope
+
+
+def functional_penalty(params, x):
+    return torch.func.grad(lambda x: torch.tanh(F.linear(x, params["w"])).sum())(x)
+
+
+def mapped(params, x):
+    return torch.vmap(lambda row: torch.tanh(F.linear(row, params["w"])))(x)
+
+
+def half_frozen(params, x):
+    with torch.no_grad():
+        x = torch.tanh(F.linear(x, params["w"]))
+    return F.linear(x, params["w"]) @ params["v"].detach()
+
+
+def overwritten(params, x):
+    y = F.linear(x, params["w"])
+    y.mul_(2)
+    return F.linear(torch.tanh(y), params["v"])
+
+
+def counted(params, x):
+    return F.embedding(torch.tensor([[0], [1], [1], [1]]), params["w"], scale_grad_by_freq=True)[: len(x), 0] * x
+
+
+def both_sides(params, x):
+    return F.linear(params["w"], params["w"])[0] * x + F.linear(x, params["v"][0])[:, None]
+
+
+STRANGE = {f.__name__: f for f in (penalty, functional_penalty, tangent, mapped, half_frozen, overwritten, both_sides)}
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("predict", STRANGE.values(), ids=STRANGE)
+def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case = KINDS[kind](model_of(predict))
+    expected = expectation_by_finite_differences(case) if predict is tangent else expectation(case)
+    agree(found(case), expected, 1e-6, 1e-6)
+
+
+def test_frequencies_and_renormed_tables_are_left_to_autograd():
+    case = plain(model_of(counted))
+    agree(found(case), expectation(case))
+
+
+def test_a_source_changed_in_place_is_an_error_as_in_autograd():
+    def predict(params, x):
+        x = x * 1
+        y = F.linear(x, params["w"])
+        x.zero_()
+        return y
+
+    case = plain(model_of(predict))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found(case)
+
+
+# Leanness
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_known_layers_are_never_formed(kind):
+    case, m = wide(kind)
+    with Largest() as largest:
+        _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
+        pullback(torch.ones(m, dtype=torch.float64))
+    assert largest.numel < m * 64 * 64
+
+
+def test_rows_are_formed_where_inner_products_of_factors_would_cost_more():
+    params = {"w": numbers(2, 2)}
+    case = Case(params, lambda p, x: torch.tanh(x @ p["w"]).sum((0, 1)), (numbers(5, 40, 2),))
+    with Largest() as largest:
+        agree(found(case, WEIGHTS[:2]), expectation(case, WEIGHTS[:2]))
+    assert largest.numel < 200 * 200
+
+
+# Overflow
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "tied", "conv2d", "lstm"])
+def test_a_row_that_overflowed_is_a_row_and_column_that_are_not_finite(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    m = len(weights_for(case))
+    expected, _ = expectation(case)
+    scale = torch.ones(m)
+    scale[1] = torch.inf
+    others = [i for i in range(m) if i != 1]
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        gramian, _, pullback = gramian_fn(case.losses, scale=scale)(case.params, *case.args)
+        assert not gramian[1].isfinite().any()
+        assert not gramian[:, 1].isfinite().any()
+        close(gramian[others][:, others], expected[others][:, others], 1e-9, 1e-9)
+        shared = pullback(torch.ones(m))
+        assert not all(x.isfinite().all() for x in leaves(shared["shared"] if kind == "tasks" else shared))
+
+
+def test_heads_that_are_not_finite_spoil_all_rows():
+    losses = multitask(lambda p, x: p * x, lambda h, z, x: [h.sqrt() + z.sum(), z.mean()])
+    case = Case({"shared": numbers(3), "heads": torch.zeros((), dtype=torch.float64)}, losses, (numbers(3, seed=1),))
+    for scale in (None, torch.tensor(8.0)):
+        gramian, _, _ = gramian_fn(losses, scale=scale)(case.params, *case.args)
+        assert not gramian.isfinite().any()
+
+
+def test_float16_losses_and_parameters_scale_without_overflow():
+    params = {"w": numbers(3, 3, dtype=torch.float16)}
+    x = numbers(4, 3, seed=1, dtype=torch.float16)
+    losses = lambda p, x: torch.tanh(F.linear(x, p["w"])).mean(1) * 1e-3
+    gramian, _, pullback = gramian_fn(losses, scale=torch.tensor(2.0**14))(params, x)
+    wide_params = {"w": params["w"].double()}
+    expected, direction = expectation(Case(wide_params, losses, (x.double(),)))
+    close(gramian, expected, 1e-2, 1e-2)
+    close(pullback(WEIGHTS)["w"].double().reshape(-1), direction[0], 1e-2, 1e-2)
+
+
+def test_sizes_beyond_the_range_of_float32_squares_are_no_overflow():
+    x = numbers(4, 64, seed=1, dtype=torch.float32)
+    params = {"w": numbers(64, 64, dtype=torch.float32)}
+    for size in (1e-25, 1e25):
+        losses = per_example(lambda p, x, size=size: torch.tanh(F.linear(x, p["w"]) / 8).mean() * size)
+        gramian, _, _ = gramian_fn(losses)(params, x)
+        assert gramian.isfinite().all()
+        one = gramian_fn(per_example(lambda p, x: torch.tanh(F.linear(x, p["w"]) / 8).mean()))(params, x)[0]
+        close(gramian / size**2, one, 1e-5, 1e-5)
+
+
+# Structure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_aux_come_back_as_they_are(kind):
+    case = case_of("mlp", kind)
+    plain_values = gramian_fn(case.losses)(case.params, *case.args)[1]
+    if kind == "tasks":
+        losses = multitask(case.losses.features, lambda *args: (case.losses.heads(*args), {"seen": args[1]}))
+    elif kind == "by_example":
+        losses = per_example(lambda *args: (case.losses.loss(*args), {"seen": args[1]}))
+    else:
+        losses = lambda *args: (case.losses(*args), {"seen": args[1]})
+    gramian, (values, aux), _ = gramian_fn(losses, has_aux=True)(case.params, *case.args)
+    close(gramian, expectation(case)[0], 1e-9, 1e-9)
+    assert len(aux["seen"]) == BATCH
+    for x, y, z in zip(leaves(values), leaves(plain_values), leaves(case.losses(case.params, *case.args)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, z)
+        assert not x.requires_grad
+
+
+@pytest.mark.parametrize(("argnums", "order"), [(1, [1]), (-1, [1]), ((0, 1), [0, 1]), ((1, 0), [1, 0])])
+def test_any_arguments_can_be_differentiated(argnums, order):
+    given = (numbers(3, 3), numbers(4, 3, seed=1))
+    losses = lambda w, x: torch.tanh(F.linear(x, w)).mean(1)
+    swapped = lambda chosen: losses(*[chosen[order.index(i)] if i in order else given[i] for i in range(2)])
+    expected, direction = expectation(Case([given[i] for i in order], swapped, ()))
+    gramian, _, pullback = gramian_fn(losses, argnums=argnums)(*given)
+    mine = pullback(WEIGHTS)
+    assert isinstance(mine, tuple) == isinstance(argnums, tuple)
+    agree((gramian, [x.reshape(-1) for x in leaves(mine)]), (expected, direction))
+
+
+def test_nothing_changes_and_the_same_inputs_give_the_same_bits():
+    for kind in KINDS:
+        case = case_of("encoder", kind)
+        before = [x.clone() for x in leaves(case.params)]
+        first, second = found(case), found(case)
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[0], first[0].mT)
+        assert all(map(torch.equal, first[1], second[1]))
+        assert all(map(torch.equal, before, leaves(case.params)))
+        assert not any(x.requires_grad or x.grad is not None for x in leaves(case.params))
+
+
+def test_errors_say_where_and_what_to_do():
+    with pytest.raises(TypeError, match="gramian_fn: losses must be a function, found int"):
+        gramian_fn(3)
+    with pytest.raises(ValueError, match="zero for everybody"):
+        gramian_fn(lambda p: _raise("zero for everybody"))(numbers(2))
+    with pytest.raises(ValueError, match="one per objective"):
+        gramian_fn(lambda p: p, scale=torch.ones(3))(numbers(2))
+    with pytest.raises(ValueError, match="one scalar"):
+        gramian_fn(per_example(lambda p, x: p * x))(numbers(2), numbers(4))
+
+
+def _raise(message):
+    raise ValueError(message)
+
+
+# Transforms
+
+
+def small(kind):
+    return KINDS[kind](mlp((2, 3, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_replicas_equals_a_loop(kind):
+    case = small(kind)
+    weights = weights_for(case)
+
+    def f(factor):
+        params = _pytree.tree_map(lambda x: x * factor, case.params)
+        gramian, _, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
+        return gramian, leaves(pullback(weights))
+
+    together = torch.vmap(f)(torch.tensor([1.0, 0.5], dtype=torch.float64))
+    for i, factor in enumerate((1.0, 0.5)):
+        alone = f(factor)
+        torch.testing.assert_close(together[0][i], alone[0])
+        for x, y in zip(together[1], alone[1], strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_the_gramian_are_those_of_finite_differences(kind):
+    case = small(kind)
+    flat, spec = _pytree.tree_flatten(case.params)
+
+    def f(*flat):
+        gramian, _, pullback = gramian_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
+        return gramian, pullback(weights_for(case))["shared" if kind == "tasks" else "layer0"]
+
+    def number(*flat):
+        gramian, direction = f(*flat)
+        return (gramian * numbers(*gramian.shape, seed=5)).sum() + sum((x**2).sum() for x in leaves(direction))
+
+    points = [x.clone().requires_grad_() for x in flat]
+    assert torch.autograd.gradcheck(number, points)
+    plain_gradient = torch.autograd.grad(number(*points), points)
+    functional = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
+    tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
+    _, forward = torch.func.jvp(number, tuple(flat), tuple(tangents))
+    for x, y in zip(functional, plain_gradient, strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(forward, sum((g * t).sum() for g, t in zip(functional, tangents, strict=True)))
+
+
+def test_derivatives_towards_the_weights_are_the_rows():
+    case = small("by_example")
+    _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
+    rows = torch.func.jacrev(lambda w: pullback(w)["layer0"]["w"])(WEIGHTS)
+    true = rows_of(case.losses, case.params, *case.args)
+    names = [x.shape[1:] for x in true]
+    torch.testing.assert_close(rows.movedim(-1, 0), true[names.index(rows.shape[:-1])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiles_to_one_graph(kind):
+    case = small(kind)
+
+    def f(params, *args):
+        gramian, values, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *args)
+        return gramian, values, pullback(weights_for(case))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
+    for x, y in zip(leaves(compiled), leaves(f(case.params, *case.args)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
+    case = small("plain")
+    monkeypatch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
+    torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+@pytest.mark.parametrize("known", [True, False], ids=["tapped", "rows"])
+def test_what_was_unscaled_is_at_least_float32(kind, known):
+    # The direction is 2^-26 times small integers: below the range of float16, which the scaled rows do not leave.
+    params, x = {"w": numbers(3, 3, dtype=torch.float16)}, numbers(2, 3, seed=1, dtype=torch.float16)
+
+    def forward(w, x):
+        return (x @ w.mT if known else torch.einsum("oi,...i->...o", w, x)).float()
+
+    tiny = 2.0**-26
+    losses = {
+        "plain": lambda p, x: tiny * forward(p["w"], x).sum(-1),
+        "per_example": per_example(lambda p, x: tiny * forward(p["w"], x).sum()),
+        "multitask": multitask(lambda p, x: forward(p["w"], x), lambda p, h, x: [tiny * row.sum() for row in h]),
+    }[kind]
+    given = {"shared": params, "heads": {}} if kind == "multitask" else params
+    gramian, _, pullback = gramian_fn(losses, scale=torch.tensor(2.0**26))(given, x)
+    direction = leaves(pullback(torch.ones(2, dtype=torch.float64)))[0]
+    assert direction.dtype == torch.float32
+    torch.testing.assert_close(direction, tiny * x.float().sum(0).expand(3, 3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(gramian, 3 * tiny**2 * (x.double() @ x.double().mT), rtol=1e-3, atol=0)
+
+
+# What changes in place, or shares its memory
+
+
+def agrees(case, rtol=1e-9, atol=1e-9):
+    weights = numbers(
+        len(case.args[0]) if isinstance(case.losses, PerExample) else len(case.losses(case.params, *case.args))
+    )
+    agree(found(case, weights), expectation(case, weights), rtol, atol)
+
+
+def in_place_after_linear(p, x):  # a linear layer of a batch of sequences gives a view
+    return F.linear(x, p["w"], p["b"]).relu_().square().mean((1, 2))
+
+
+def in_place_after_convolution(p, x):  # and so does a convolution of one image
+    return torch.stack([F.relu(F.conv1d(row, p["w"][:, :, None], p["b"]), inplace=True).sum() for row in x])
+
+
+@pytest.mark.parametrize("f", [in_place_after_linear, in_place_after_convolution])
+def test_what_a_layer_gives_may_be_changed_in_place(f):
+    params, x = {"w": numbers(3, 3), "b": numbers(3, seed=1)}, numbers(4, 3, 3, seed=2)
+    agrees(Case(params, f, (x,)))
+    agrees(Case(params, per_example(lambda p, x: f(p, x[None]).sum()), (x,)))
+
+
+def transposed_copy(w):
+    view = w.double().t()
+    view[0].mul_(2)
+    return view
+
+
+def rectified_copy(w):
+    copy = w.double()
+    F.relu(copy, inplace=True)
+    return copy
+
+
+def doubled_copy(w):
+    copy = w.double()
+    torch._foreach_mul_([copy], 2.0)
+    return copy
+
+
+@pytest.mark.parametrize("change", [transposed_copy, rectified_copy, doubled_copy])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_copy_of_a_weight_may_be_changed_in_place(change, attached):
+    params = {"w": numbers(3, 3, dtype=torch.float32).requires_grad_(attached)}
+    agrees(Case(params, lambda p, x: F.linear(x, change(p["w"])).sin().sum(0), (numbers(4, 3, seed=1),)), 1e-4, 1e-5)
+
+
+def test_a_leaf_whose_numbers_share_memory_is_not_taken_for_its_transpose():
+    params = {"w": torch.tensor(0.5, dtype=torch.float64).expand(3, 3)}
+    agrees(Case(params, lambda p, x: F.linear(x, p["w"].T).sin().sum(0), (numbers(4, 3),)))
+
+
+def test_an_infinite_loss_stays_alone_where_somebody_differentiates_the_gramian():
+    p = numbers(3).requires_grad_()
+    losses = lambda p: [p.sin().sum(), p.exp().sum() * torch.inf, p.tanh().sum()]
+    assert gramian_fn(losses)(p)[0].diagonal().isfinite().tolist() == [True, False, True]
+
+
+def test_running_out_of_memory_is_no_reason_to_form_the_rows():
+    calls = []
+
+    def losses(p):
+        calls.append(1)
+        raise torch.OutOfMemoryError("mine")
+
+    with pytest.raises(torch.OutOfMemoryError, match="mine"):
+        gramian_fn(losses)(numbers(3))
+    assert len(calls) == 1

@@ -1,0 +1,212 @@
+"""The lean road under transforms, under compile, and where somebody differentiates: same numbers, no rows."""
+
+import pytest
+import torch
+from gramian_by_hand import (
+    STEPS,
+    STRANGE,
+    Largest,
+    agree,
+    engine,
+    expectation,
+    expectation_by_finite_differences,
+    model_of,
+    network,
+    tangent,
+    weights_for,
+    wide,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import CASES, KINDS, case_of, leaves
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils import _pytree
+from zoo import MODELS
+
+from functional_jd.engines.gramian.engine import gramian_fn
+
+F = nn.functional
+
+pytestmark = [
+    # Slow operators are no errors; the others are of torch's own making when it compiles.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+]
+
+
+def run(case, params=None):
+    params = case.params if params is None else params
+    gramian, _, pullback = gramian_fn(case.losses)(params, *case.args)
+    return gramian, [x.double().reshape(-1) for x in leaves(pullback(weights_for(case)))]
+
+
+def asking(case):
+    """Somebody differentiates the parameters."""
+    params = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    torch.manual_seed(0)
+    gramian, direction = run(case, params)
+    assert gramian.requires_grad
+    return gramian.detach(), [x.detach() for x in direction]
+
+
+def replicas(case):
+    """The second of two; both have the same parameters, which vmap does not know."""
+
+    def one(factor):
+        return run(case, _pytree.tree_map(lambda x: x * factor.to(x.dtype), case.params))
+
+    if not torch.compiler.is_compiling():
+        torch.manual_seed(0)
+    gramian, direction = torch.vmap(one, randomness="same")(torch.ones(2))
+    return gramian[1], [x[1] for x in direction]
+
+
+def compiled(case, backend="aot_eager"):
+    torch._dynamo.reset()
+    return torch.compile(lambda params: run(case, params), fullgraph=True, backend=backend)(case.params)
+
+
+AROUND = {"asking": asking, "replicas": replicas}
+everywhere = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+
+
+# The numbers
+
+
+@everywhere
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_the_inner_products_of_the_rows(name, kind, around, monkeypatch):
+    model = MODELS[name]()
+    if name == "numpy_backward" or (
+        around is replicas and not (model.func and (model.examples or kind != "by_example"))
+    ):
+        pytest.skip("torch cannot differentiate it so")
+    case = case_of(name, kind)
+    # The batching rule of `prelu` fails in two dimensions of examples.
+    if model.func and model.examples and name not in ("dropout", "prelu"):
+        monkeypatch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+    tolerance = 1e-6 if name == "mixed" else 1e-9
+    agree(around(case), expectation(case), tolerance, tolerance)
+
+
+# One of each make; the kinds in turn, since a compiler takes its time.
+COMPILED = ["tied", "reused", "in_place", "scalars", "fused_attention", "embedding", "layer_norm", "batch_norm_eval"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, list(KINDS)[i % 3]) for i, name in enumerate(COMPILED)])
+def test_compiles_to_one_graph_with_the_same_numbers(name, kind):
+    case = case_of(name, kind)
+    agree(compiled(case), expectation(case), 1e-9, 1e-9)
+
+
+def test_inductor_gives_the_same_numbers():
+    case = case_of("mlp", "by_example")
+    agree(compiled(case, "inductor"), expectation(case), 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_over_replicas(kind):
+    case = case_of("reused", kind)
+    torch._dynamo.reset()
+    gramian, direction = torch.compile(lambda: replicas(case), fullgraph=True, backend="aot_eager")()
+    agree((gramian, direction), expectation(case), 1e-9, 1e-9)
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from("uv")), min_size=1, max_size=4),
+    kind=st.sampled_from(sorted(KINDS)),
+    around=st.sampled_from(sorted(AROUND)),
+    seed=st.integers(0, 99),
+)
+def test_networks_at_random_that_share_weights_equal_the_plain_loop(steps, kind, around, seed):
+    steps = [step for step in steps if step[0] != "hidden"]  # a custom function in the old manner
+    case = network(steps, kind, seed)
+    agree(AROUND[around](case), expectation(case))
+
+
+# What taps must not overlook
+
+
+def changed_copy(params, x):
+    """What was a part of a leaf is none any more, by way of a view of it."""
+    w = params["w"].half().double()
+    w.view(-1)[0].mul_(3)
+    return torch.tanh(F.linear(x, w)) @ params["v"]
+
+
+def changed_source(params, x):
+    x = x * 1
+    y = F.linear(x, params["w"].detach()) + F.linear(x, params["v"]).detach()
+    x.zero_()
+    return y * params["w"][0] * params["v"][0]
+
+
+def overwritten(params, x):
+    y = F.linear(x, params["w"])
+    y.mul_(2)
+    y[:, 0] = 1
+    return F.linear(torch.tanh(y), params["v"])
+
+
+ODD = {f.__name__: f for f in (*STRANGE.values(), changed_copy, changed_source, overwritten)}
+
+
+@everywhere
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("predict", ODD.values(), ids=ODD)
+def test_uses_that_no_tap_may_take_alone_count(predict, kind, around):
+    if predict.__name__ == "penalty" and around is replicas:
+        pytest.skip("plain autograd within torch.func")
+    case = KINDS[kind](model_of(predict))
+    expected = expectation_by_finite_differences(case) if predict is tangent else expectation(case)
+    agree(around(case), expected, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["functional_penalty", "mapped", "half_frozen", "overwritten", "changed_copy"])
+def test_uses_that_no_tap_may_take_alone_count_when_compiled(name):
+    case = KINDS["by_example" if name == "half_frozen" else "plain"](model_of(ODD[name]))
+    agree(compiled(case), expectation(case), 1e-6, 1e-6)
+
+
+# Leanness
+
+
+def unscaled(kind):
+    case, m = wide(kind)
+    return case, m, torch.ones(m, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_form_no_rows(kind):
+    case, m, weights = unscaled(kind)
+
+    def one(factor):
+        params = _pytree.tree_map(lambda x: x * factor, case.params)
+        gramian, _, pullback = gramian_fn(case.losses)(params, *case.args)
+        return gramian, leaves(pullback(weights))
+
+    with Largest() as largest:
+        torch.vmap(one)(torch.ones(1, dtype=torch.float64))
+    assert largest.numel < m * 64 * 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_graph_holds_no_rows(kind):
+    case, m, weights = unscaled(kind)
+    sizes = []
+
+    def look(graph, _inputs):
+        graph.graph.eliminate_dead_code()
+        for node in graph.graph.nodes:
+            sizes.extend(x.numel() for x in _pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
+        return graph
+
+    def f(params):
+        gramian, _, pullback = gramian_fn(case.losses)(params, *case.args)
+        return gramian, leaves(pullback(weights))
+
+    torch._dynamo.reset()
+    torch.compile(f, fullgraph=True, backend=aot_autograd(fw_compiler=look))(case.params)
+    assert 64 * 64 <= max(sizes) < m * 64 * 64

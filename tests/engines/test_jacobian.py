@@ -1,0 +1,899 @@
+"""The Jacobian engine against a loop of plain autograd: every model, kind of losses, mode and transform."""
+
+import gc
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import CASES, KINDS, case_of, every_kind, leaves, moved, rows_of, same
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils import _pytree
+from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks
+
+from functional_jd.core.types import MultitaskJacobian
+from functional_jd.engines.jacobian import MODES, jacobian_fn
+from functional_jd.objectives import Multitask, PerExample, multitask, per_example
+from functional_jd.precision.loss_scale import scale_state
+
+pytestmark = [
+    # Of torch's own decompositions for forward mode.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    # Slow operators are no errors: `mode="vmap"` takes them row by row.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+# The expectation: plain autograd, one row after the other, and a flattening of our own
+
+
+def jacobian_of(losses, params, *args, factors=None):
+    """What `jacobian_fn` should return, leaf by leaf: rows times their factors, the heads' as a plain sum."""
+    rows = rows_of(losses, params, *args)
+    scaled = [
+        r if factors is None else (r.mT * factors.to(r.dtype)).mT if r.ndim == 2 else _times(factors, r) for r in rows
+    ]
+    if not isinstance(losses, Multitask):
+        return scaled
+    heads = len(leaves(params["heads"]))  # sorted before "shared"
+    return [*scaled[heads:], *[r.sum(0) for r in rows[:heads]]]
+
+
+def _times(factors, rows):
+    return factors.to(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1)) * rows
+
+
+def possible(model, kind, mode):
+    if mode == "vmap":
+        return model.examples if kind == "by_example" else model.vmap
+    return model.forward if mode == "forward" else True
+
+
+# The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_a_loop_of_plain_autograd_in_every_mode(name, kind):
+    case, model = case_of(name, kind), MODELS[name]()
+    expected = jacobian_of(case.losses, case.params, *case.args)
+    for mode in MODES:
+        f = jacobian_fn(case.losses, mode=mode)
+        torch.manual_seed(0)
+        if not possible(model, kind, mode):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                f(case.params, *case.args)
+            continue
+        jacobian, _ = f(case.params, *case.args)
+        same(jacobian, expected)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_row_comes_out_multiplied_by_its_scale(name, kind):
+    case, model = case_of(name, kind), MODELS[name]()
+    m = 3 if kind == "tasks" else 4
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
+        factors = getattr(scale, "scale", scale).expand(m)
+        expected = jacobian_of(case.losses, case.params, *case.args, factors=factors)
+        for mode in ("auto", "loop", *["forward"] * possible(model, kind, "forward")):
+            torch.manual_seed(0)
+            jacobian, _ = jacobian_fn(case.losses, mode=mode, scale=scale)(case.params, *case.args)
+            same(jacobian, expected, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_structures_and_values_are_those_of_the_function(name, kind):
+    case = case_of(name, kind)
+    torch.manual_seed(0)
+    values = case.losses(case.params, *case.args)
+    torch.manual_seed(0)
+    jacobian, found = jacobian_fn(case.losses, scale=torch.tensor(8.0))(case.params, *case.args)
+    assert _pytree.tree_structure(found) == _pytree.tree_structure(values)
+    torch.testing.assert_close(found, values, rtol=1e-10, atol=0)
+    if kind == "tasks":
+        assert isinstance(jacobian, MultitaskJacobian)
+        assert _pytree.tree_structure(jacobian.heads) == _pytree.tree_structure(case.params["heads"])
+        assert _pytree.tree_structure(jacobian.shared) == _pytree.tree_structure(case.params["shared"])
+    else:
+        assert _pytree.tree_structure(jacobian) == _pytree.tree_structure(case.params)
+
+
+@every_kind
+@every_mode
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
+def test_chunks_change_nothing(kind, mode, chunk_size):
+    case = kind(mlp())
+    jacobian, _ = jacobian_fn(case.losses, mode=mode, chunk_size=chunk_size)(case.params, *case.args)
+    same(jacobian, jacobian_of(case.losses, case.params, *case.args))
+
+
+Named = namedtuple("Named", ["z", "a"])
+
+
+@every_mode
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda a, b: torch.cat([a[None], b]),
+        lambda a, b: {"z": b, "a": a},
+        lambda a, b: (a, [b, {"k": a}]),
+        lambda a, b: Named(a, b),
+        lambda a, b: {"same": a, "again": a, "none": b[:0], "grid": torch.outer(b, b)},
+        lambda a, b: a,
+        lambda a, b: {"constant": torch.ones(2, dtype=torch.float64), "b": b},
+    ],
+)
+def test_rows_are_in_leaf_order_whatever_the_structure(arrange, mode):
+    def losses(w):
+        return arrange((w**3).sum(), torch.sin(w))
+
+    w = numbers(3)
+    jacobian, values = jacobian_fn(losses, mode=mode)(w)
+    same(jacobian, rows_of(losses, w))
+    assert _pytree.tree_structure(values) == _pytree.tree_structure(losses(w))
+
+
+@every_mode
+def test_losses_that_depend_on_nothing_or_are_the_parameters(mode):
+    w = numbers(3)
+    assert jacobian_fn(lambda w: torch.ones(2), mode=mode)(w)[0].count_nonzero() == 0
+    assert torch.equal(jacobian_fn(lambda w: w, mode=mode)(w)[0], torch.eye(3, dtype=torch.float64))
+
+
+@every_mode
+def test_parameters_without_elements_have_rows_without_elements(mode):
+    params = {"empty": torch.zeros(0, 2), "w": torch.ones(2)}
+    jacobian, _ = jacobian_fn(lambda p: p["w"] * (1 + p["empty"].sum()), mode=mode)(params)
+    assert jacobian["empty"].shape == (2, 0, 2)
+    assert torch.equal(jacobian["w"], torch.eye(2))
+
+
+@every_mode
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), [2, 0], (-1, 1)])
+def test_argnums_choose_the_arguments(argnums, mode):
+    args = numbers(3), {"b": numbers(seed=1), "a": numbers(2, seed=2)}, numbers(3, seed=3)
+
+    def losses(x, y, z):
+        return {"one": (x * z).sin() * y["b"], "two": (y["a"] ** 3).sum() * z.sum()}
+
+    jacobian, _ = jacobian_fn(losses, argnums=argnums, mode=mode)(*args)
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    for part, position in zip([jacobian] if isinstance(argnums, int) else jacobian, positions, strict=True):
+
+        def alone(chosen, position=position % 3):
+            return losses(*[chosen if k == position else arg for k, arg in enumerate(args)])
+
+        same(part, rows_of(alone, args[position]))
+    assert isinstance(argnums, int) or type(jacobian) is tuple
+
+
+@every_mode
+def test_other_arguments_of_structured_losses_are_differentiated_the_plain_way(mode):
+    case = by_example(mlp())
+    jacobian, _ = jacobian_fn(case.losses, argnums=1, mode=mode)(case.params, *case.args)
+    same(jacobian, rows_of(lambda x: case.losses(case.params, x, case.args[1]), case.args[0]))
+
+
+@every_mode
+@every_kind
+def test_aux_comes_back_beside_the_losses(kind, mode):
+    case = kind(mlp())
+
+    def with_aux(f):
+        return lambda *args: (f(*args), {"n": torch.tensor(7), "nested": [args[-1].exp(), args[-1] > 0]})
+
+    losses = case.losses
+    if isinstance(losses, PerExample):
+        both = per_example(with_aux(losses.loss))
+    elif isinstance(losses, Multitask):
+        both = multitask(losses.features, with_aux(losses.heads))
+    else:
+        both = with_aux(losses)
+    jacobian, (values, aux) = jacobian_fn(both, has_aux=True, mode=mode)(case.params, *case.args)
+    same(jacobian, jacobian_of(losses, case.params, *case.args))
+    torch.testing.assert_close(values, losses(case.params, *case.args))
+    assert torch.equal(aux["nested"][0], case.args[1].exp())
+    assert torch.equal(aux["nested"][1], case.args[1] > 0)
+    assert (aux["n"] == 7).all()
+    assert aux["n"].shape == ((BATCH,) if kind is by_example else ())
+
+
+@every_mode
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_come_out_in_the_parameters_dtype(kind, mode, dtype):
+    case = kind(mlp())
+    exact = jacobian_of(case.losses, case.params, *case.args)
+    params, args = _pytree.tree_map(lambda x: x.to(dtype), (case.params, case.args))
+    f = jacobian_fn(case.losses, mode=mode, scale=torch.tensor(4.0))
+    for outer in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            jacobian, values = f(params, *args)
+        assert {x.dtype for x in leaves(jacobian)} == {dtype}
+        if not outer:
+            assert {x.dtype for x in leaves(values)} == {dtype}
+            heads = 0 if kind is not tasks else 3
+            for index, (x, y) in enumerate(zip(leaves(jacobian), exact, strict=True)):
+                y = y if index >= len(exact) - heads else 4 * y
+                assert (x.double() - y).norm() <= 30 * torch.finfo(dtype).eps * (y.norm() + 1)
+
+
+@every_mode
+def test_complex_features_carry_the_gradient_to_the_trunk(mode):
+    def heads(h, f):
+        return {"size": f.abs().sum() * h, "turn": f.imag.sum()}
+
+    losses = multitask(lambda w: torch.complex(w, w**2), heads)
+    w = numbers(3)
+    jacobian, _ = jacobian_fn(losses, mode=mode)({"shared": w, "heads": torch.ones((), dtype=torch.float64)})
+    expected = torch.stack([(w + 2 * w**3) / (w**2 + w**4).sqrt(), 2 * w])  # |w + i w^2| and its imaginary part
+    same(jacobian.shared, [expected])
+
+
+@every_mode
+def test_what_a_closure_captures_is_no_input_even_if_it_is_the_parameter_itself(mode):
+    w = numbers(3).requires_grad_()
+    jacobian, _ = jacobian_fn(lambda p: p * w, mode=mode)(w)
+    same(jacobian, [torch.diag(w.detach())])
+
+
+def test_several_dtypes_of_losses_and_parameters_in_one_call():
+    params = {"half": torch.ones(2, dtype=torch.float16), "double": torch.ones(2, dtype=torch.float64)}
+
+    def losses(p):
+        return {"a": p["half"] * 3, "b": (p["double"] * p["half"].double()).sum()}
+
+    for mode in MODES:
+        jacobian, values = jacobian_fn(losses, mode=mode)(params)
+        assert {k: v.dtype for k, v in jacobian.items()} == {k: v.dtype for k, v in params.items()}
+        assert jacobian["half"].tolist() == [[3, 0], [0, 3], [1, 1]]
+        assert jacobian["double"].tolist() == [[0, 0], [0, 0], [1, 1]]
+        assert values["a"].dtype == torch.float16
+
+
+@given(st.data())
+def test_random_networks_of_random_structure_equal_the_loop(data):
+    depth = data.draw(st.integers(1, 4), "depth")
+    width = data.draw(st.integers(1, 4), "width")
+    shared = [data.draw(st.integers(0, depth - 1), "weight") for _ in range(depth)]
+    acts = [data.draw(st.sampled_from([torch.tanh, torch.relu, torch.sin, nn.functional.gelu])) for _ in range(depth)]
+    params = {f"w{i}": numbers(width, width, seed=i) for i in range(depth)}
+    x = numbers(3, width, seed=40)
+
+    def losses(params, x):
+        for weight, act in zip(shared, acts, strict=True):
+            x = act(x @ params[f"w{weight}"])
+        return form(x)
+
+    form = data.draw(
+        st.sampled_from(
+            [lambda y: y, lambda y: y.sum(0), lambda y: {"b": y.mean(), "a": y[0]}, lambda y: [y[0], y.std()]]
+        )
+    )
+    chunk_size = data.draw(st.sampled_from([None, 1, 2, 5]))
+    expected = rows_of(losses, params, x)
+    m = len(expected[0])
+    scale = torch.tensor(data.draw(st.lists(st.sampled_from([0.25, 1.0, 3.0, 2.0**20]), min_size=m, max_size=m)))
+    for mode in MODES:
+        ones, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size)(params, x)
+        same(ones, expected)
+        scaled, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size, scale=scale)(params, x)
+        same(scaled, [_times(scale, rows) for rows in expected], rtol=1e-9, atol=1e-4)
+
+
+# Purity
+
+
+@every_mode
+@every_kind
+def test_nothing_stays_attached_when_no_input_requires_grad(kind, mode):
+    captured = numbers(3).requires_grad_()
+    model = mlp()
+    case = kind(model._replace(predict=lambda p, x: model.predict(p, x) * captured))
+    found = jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+    assert not any(x.requires_grad for x in leaves(found))
+    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    with torch.no_grad():
+        silent = jacobian_fn(case.losses, mode=mode)(asking, *case.args)
+    assert not any(x.requires_grad for x in leaves(silent))
+    same(silent, leaves(found))
+    loud = jacobian_fn(case.losses, mode=mode)(asking, *case.args)
+    assert all(x.requires_grad for x in leaves(loud))
+    same(loud, leaves(found))
+
+
+@every_mode
+@every_kind
+def test_inputs_keep_their_bits_and_the_answer_its_own(kind, mode):
+    case = kind(mlp())
+    before = [x.clone() for x in leaves(case.params)]
+    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    f = jacobian_fn(case.losses, mode=mode)
+    first, second = f(case.params, *case.args), f(case.params, *case.args)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(second), strict=True))
+    f(asking, *case.args)
+    assert all(torch.equal(x, y) and not x.requires_grad for x, y in zip(leaves(case.params), before, strict=True))
+    assert all(x.grad is None and x.is_leaf for x in leaves(asking))
+
+
+@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("kind", [plain, tasks])
+def test_running_statistics_are_updated_exactly_once(kind, mode):
+    norm = nn.BatchNorm1d(4).double()
+    case = kind(of_module(lambda: norm, numbers(BATCH, 4)))
+    norm.reset_running_stats()
+    jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * case.args[0].mean(0))
+
+
+def test_running_statistics_of_single_examples_are_updated_once_for_each():
+    norm = nn.BatchNorm2d(2).double()
+    case = by_example(of_module(lambda: norm, numbers(BATCH, 2, 3, 3)))
+    norm.reset_running_stats()
+    jacobian_fn(case.losses)(case.params, *case.args)
+    assert norm.num_batches_tracked == BATCH
+
+
+def test_one_infinite_scale_leaves_the_other_rows_alone():
+    for mode in MODES:
+        jacobian, _ = jacobian_fn(lambda w: w * 2, mode=mode, scale=torch.tensor([1.0, torch.inf]))(torch.ones(2))
+        assert jacobian[0].tolist() == [2, 0]
+        assert not jacobian[1].isfinite().all()
+
+
+def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
+    def losses(w):
+        return {"root": torch.sqrt((0 * w).sum()), "square": (w**2).sum()}
+
+    jacobian, _ = jacobian_fn(losses, mode="loop")(torch.ones(3))
+    assert not jacobian[0].isfinite().any()
+    assert jacobian[1].tolist() == [2, 2, 2]
+    heads = multitask(lambda s: s, lambda h, f: {"root": torch.sqrt((0 * f).sum()) * h, "square": (f**2).sum() * h})
+    jacobian, _ = jacobian_fn(heads)({"shared": torch.ones(3), "heads": torch.tensor(1.0)})
+    assert jacobian.shared[1].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
+def test_inference_mode_gives_the_same_numbers(mode):
+    case = plain(mlp())
+    with torch.inference_mode():
+        jacobian, _ = jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+    same(jacobian, rows_of(case.losses, case.params, *case.args))
+
+
+# Mixed precision
+
+
+SEEN = []
+
+
+class Spy(torch.autograd.Function):
+    """Notes whether its backward pass runs under autocast."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        SEEN.append(torch.is_autocast_enabled("cpu"))
+        return gradient * 2
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return Spy.apply(x), in_dims[0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
+@every_kind
+def test_the_backward_pass_is_never_autocast(kind, mode):
+    model = mlp()
+    case = kind(model._replace(predict=lambda p, x: Spy.apply(model.predict(p, x))))
+    SEEN.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+    assert SEEN
+    assert not any(SEEN)
+
+
+NORMS = {name: MODELS[name] for name in MODELS if "norm" in name}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_native_autocast_inside_the_losses_works_with_every_norm(name, dtype):
+    model = MODELS[name]()
+    params, inputs = _pytree.tree_map(torch.Tensor.float, (model.params, model.inputs))
+
+    model.module.float()
+
+    def half(params, x):
+        with torch.autocast("cpu", dtype):
+            return model.predict(params, x).float()
+
+    for kind, make in KINDS.items():
+        if kind == "by_example" and not model.single:
+            continue
+        case = make(Model(params, half, inputs))
+        case = case._replace(args=(inputs, case.args[1].float()))
+        case = case._replace(params=_pytree.tree_map(torch.Tensor.float, case.params))
+        exact = make(Model(params, model.predict, inputs)).losses
+        expected = jacobian_of(exact, case.params, *case.args)
+        for mode in MODES:
+            if possible(model, kind, mode):
+                jacobian, _ = jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+                found = leaves(jacobian)
+                error = sum(((x - y).double() ** 2).sum() for x, y in zip(found, expected, strict=True)).sqrt()
+                norm = sum((y.double() ** 2).sum() for y in expected).sqrt()
+                assert error <= (64 if mode == "forward" else 32) * torch.finfo(dtype).eps * norm
+                assert {x.dtype for x in found} == {torch.float32}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from Linux")
+def test_no_memory_grows_under_autocast():
+    params, x = torch.ones(512, 512), torch.ones(2, 512)
+
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    with torch.autocast("cpu", torch.bfloat16):
+        f = jacobian_fn(lambda w, x: (x @ w).sum(1))
+        for call in range(110):
+            if call == 10:
+                before = resident()
+            f(params, x)
+        grown = resident() - before
+    assert grown < 20e6  # one more cast weight each call would be 50 MB
+
+
+@every_mode
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_autocast_around_the_engine_reaches_the_losses_only(kind, mode, dtype):
+    """Elementwise losses are the same under autocast, so all that differs would be the engine's own work."""
+    model = Model(numbers(3, dtype=dtype), lambda w, x: (x * w).sin() * w, numbers(BATCH, 3, seed=1, dtype=dtype))
+    case = kind(model)
+    heads = multitask(
+        lambda s, x, y: model.predict(s, x),
+        lambda h, f, x, y: {"b": (f[0] * h)[0], "a": (f[1] * h)[0] * (f[2] - y[0])[1]},
+    )
+    losses = {
+        "plain": lambda w, x, y: (model.predict(w, x) - y)[:, 0] * w[0],
+        "by_example": per_example(lambda w, x, y: (model.predict(w, x) * y)[1]),
+        "tasks": heads,
+    }[kind.__name__]
+    params = {"shared": model.params, "heads": numbers(3, seed=4, dtype=dtype)} if kind is tasks else model.params
+    f = jacobian_fn(losses, mode=mode, scale=torch.tensor([1.1, 3.3] if kind is tasks else [1.1, 3.3, 0.7, 9.1]))
+    args = case.args[0], case.args[1].to(dtype)
+    expected = f(params, *args)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = f(params, *args)
+    assert all(torch.equal(x, y) for x, y in zip(leaves(found), leaves(expected), strict=True))
+
+
+# Derivatives of derivatives, and other transforms
+
+
+def reading(f, params, *args):
+    """One number that looks at every entry of the Jacobian and every loss."""
+    parts = leaves(f(params, *args))
+    waves = [torch.arange(1.0 + i, 1.0 + i + x.numel(), dtype=torch.float64).cos() for i, x in enumerate(parts)]
+    return sum((x.double() * wave.reshape(x.shape)).sum() for x, wave in zip(parts, waves, strict=True))
+
+
+# No second derivative in torch, or (mixed) a float32 that finite differences cannot resolve.
+# Dropout draws anew at every point.
+ONCE = {"fused_attention", "encoder", "encoder_norm_first", "embedding_bag", "numpy_backward", "mixed", "dropout"}
+SPARSE = {"sparse_embedding"}  # double backward of sparse gradients: torch cannot reshape them
+TWICE = [(name, kind) for name, kind in CASES if name not in ONCE]
+
+
+@pytest.mark.parametrize(("name", "kind"), TWICE)
+def test_a_derivative_of_the_jacobian_is_that_of_finite_differences(name, kind):
+    case, model = case_of(name, kind), MODELS[name]()
+    direction = _pytree.tree_map(lambda x: numbers(*x.shape, seed=123), case.params)
+    for mode in ("auto", "loop"):
+        f = jacobian_fn(case.losses, mode=mode)
+        up, down = (reading(f, moved(case.params, direction, step), *case.args) for step in (1e-5, -1e-5))
+        expected = (up - down) / 2e-5
+        found = []
+        asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+        if name not in SPARSE:
+            slopes = torch.autograd.grad(
+                reading(f, asking, *case.args), leaves(asking), materialize_grads=True, allow_unused=True
+            )
+            found.append(sum((g * v).sum() for g, v in zip(slopes, leaves(direction), strict=True)))
+        if model.func and name != "frozen":  # torch warns of a captured tensor that requires grad
+            slopes = torch.func.grad(lambda p, f=f: reading(f, p, *case.args))(case.params)
+            found.append(sum((g * v).sum() for g, v in zip(leaves(slopes), leaves(direction), strict=True)))
+        for value in found:
+            torch.testing.assert_close(value, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.xfail(reason="the second forward derivative of norms is wrong in torch (pytorch#196700)")
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm_no_statistics", "instance_norm"])
+def test_a_derivative_of_forward_rows_through_norms(name):
+    case = case_of(name, "plain")
+    direction = _pytree.tree_map(lambda x: numbers(*x.shape, seed=123), case.params)
+    f = jacobian_fn(case.losses, mode="forward")
+    up, down = (reading(f, moved(case.params, direction, step), *case.args) for step in (1e-5, -1e-5))
+    slope = torch.func.jvp(lambda p: reading(f, p, *case.args), (case.params,), (direction,))[1]
+    torch.testing.assert_close(slope, (up - down) / 2e-5, rtol=1e-5, atol=1e-5)
+
+
+@every_mode
+@every_kind
+def test_jvp_and_jacrev_of_the_jacobian_agree_with_finite_differences(kind, mode):
+    case = kind(mlp())
+    f = jacobian_fn(case.losses, mode=mode)
+    direction = _pytree.tree_map(lambda x: numbers(*x.shape, seed=5), case.params)
+    parts = [leaves(f(moved(case.params, direction, step), *case.args)) for step in (1e-5, -1e-5)]
+    expected = [(x - y) / 2e-5 for x, y in zip(*parts, strict=True)]
+    pushed = torch.func.jvp(lambda p: f(p, *case.args), (case.params,), (direction,))[1]
+    same(pushed, expected, rtol=1e-5, atol=1e-6)
+    slopes = torch.func.jacrev(lambda p: f(p, *case.args)[1])(case.params)
+    first = leaves(slopes)[: len(leaves(case.params))] if kind is by_example else leaves(slopes)
+    assert all(x.isfinite().all() for x in first)
+    if mode in ("auto", "vmap", "loop"):
+        with forward_ad.dual_level():
+            dual = _pytree.tree_map(forward_ad.make_dual, case.params, direction)
+            tangents = [forward_ad.unpack_dual(x).tangent for x in leaves(f(dual, *case.args))]
+        same(tangents, expected, rtol=1e-5, atol=1e-6)
+
+
+@every_mode
+@every_kind
+def test_vmap_over_replicas_is_a_loop_over_them(kind, mode):
+    case = kind(mlp())
+    f = jacobian_fn(case.losses, mode=mode)
+    replicas = [_pytree.tree_map(lambda x, r=r: x * r, case.params) for r in (1.0, -0.5, 2.0)]
+    stacked = _pytree.tree_map(lambda *x: torch.stack(x), *replicas)
+    expected = [torch.stack(x) for x in zip(*[leaves(f(r, *case.args)) for r in replicas], strict=True)]
+    same(torch.vmap(lambda p: f(p, *case.args))(stacked), expected)
+    slopes = [leaves(torch.func.grad(lambda p: reading(f, p, *case.args))(r)) for r in replicas]
+    batched = torch.vmap(torch.func.grad(lambda p: reading(f, p, *case.args)))(stacked)
+    same(batched, [torch.stack(x) for x in zip(*slopes, strict=True)])
+
+
+@every_mode
+@every_kind
+def test_vmap_over_scales_and_derivatives_in_the_scale(kind, mode):
+    case = kind(mlp())
+    m = 3 if kind is tasks else 4
+    scales = 2.0 ** numbers(5, m, dtype=torch.float32)
+
+    def f(scale):
+        return jacobian_fn(case.losses, mode=mode, scale=scale)(case.params, *case.args)
+
+    expected = [torch.stack(x) for x in zip(*[leaves(f(s)) for s in scales], strict=True)]
+    same(torch.vmap(f)(scales), expected, rtol=1e-6, atol=1e-6)
+    # Linear in the scale: its derivative in direction s is the Jacobian at s; heads and losses do not move.
+    rows = expected[: len(leaves(case.params["shared"] if kind is tasks else case.params))]
+    tangents = leaves(torch.func.jvp(f, (scales[0],), (scales[1],))[1])
+    same(tangents[: len(rows)], [x[1] for x in rows], rtol=1e-5, atol=1e-5)
+    for rest in tangents[len(rows) :]:
+        assert rest.abs().max() < 1e-5
+    asking = scales[0].clone().requires_grad_()
+    row = leaves(f(asking))[0]
+    (slope,) = torch.autograd.grad(row[1].sum(), asking)
+    torch.testing.assert_close(slope[1], (row[1].sum().detach() / scales[0, 1]).float(), rtol=1e-4, atol=0)
+    assert slope[0] == 0
+
+
+@pytest.fixture
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+@every_kind
+def test_compiles_in_one_graph(kind):
+    case = kind(bare())
+    f = jacobian_fn(case.losses, scale=torch.arange(1.0, 4.0 if kind is tasks else 5.0))
+    found = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
+    same(found, leaves(f(case.params, *case.args)))
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize(("name", "kind"), [("layer_norm", "plain"), ("encoder", "by_example")])
+def test_compiles_layers_in_one_graph(name, kind):
+    case = case_of(name, kind)
+    f = torch.compile(jacobian_fn(case.losses), fullgraph=True, backend="aot_eager")
+    same(f(case.params, *case.args)[0], jacobian_of(case.losses, case.params, *case.args))
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_compiles_around_vmap_and_grad():
+    f = jacobian_fn(lambda w, x: torch.tanh(x @ w))
+    w, x = numbers(3), numbers(2, 3, seed=1)
+    slope = torch.func.grad(lambda w: (f(w, x)[0] ** 2).sum())
+    for g, arg in ((torch.vmap(lambda w: f(w, x)), torch.stack([w, 2 * w])), (slope, w)):
+        same(torch.compile(g, fullgraph=True, backend="aot_eager")(arg), leaves(g(arg)))
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("mode", ["loop", "forward"])
+def test_compiles_the_other_modes(mode):
+    # Not with layer_norm in forward mode: the compiler finds no forward derivative of torch's own decomposition.
+    f = jacobian_fn(lambda w, x: torch.tanh(x @ w), mode=mode)
+    w, x = numbers(3), numbers(2, 3, seed=1)
+    same(torch.compile(f, fullgraph=True, backend="aot_eager")(w, x), leaves(f(w, x)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh")
+def test_compiles_with_inductor():
+    f = jacobian_fn(lambda w, x: torch.tanh(x @ w))
+    w, x = numbers(3), numbers(2, 3, seed=1)
+    same(torch.compile(f, fullgraph=True)(w, x), leaves(f(w, x)))
+
+
+@pytest.mark.parametrize("mode", ["auto", "vmap", "loop", "forward"])
+def test_heads_may_be_losses_only(mode):
+    losses = multitask(lambda shared, x: torch.tanh(x @ shared), lambda _, z, x: {"a": z.sum(), "b": z.square().sum()})
+    w, x = numbers(3), numbers(2, 3, seed=1)
+    jacobian, _ = jacobian_fn(losses, mode=mode)({"shared": w, "heads": {}}, x)
+    z = torch.tanh(x @ w)
+    slope = (1 - z**2)[:, None] * x
+    assert jacobian.heads == {}
+    torch.testing.assert_close(jacobian.shared, torch.stack([slope.sum(0), (2 * z[:, None] * slope).sum(0)]))
+
+
+# Mistakes
+
+
+W = torch.ones(3)
+SUM = lambda w: w.sum()
+MISTAKES = {
+    "no function": (lambda: jacobian_fn(SUM(W)), TypeError, "losses must be a function, found Tensor"),
+    "mode": (lambda: jacobian_fn(SUM, mode="reverse"), ValueError, "auto, vmap, loop, forward, found 'reverse'"),
+    "chunk": (lambda: jacobian_fn(SUM, chunk_size=0), ValueError, "at least 1, found 0"),
+    "argument": (lambda: jacobian_fn(SUM, argnums=1)(W), ValueError, "the 1 arguments, each once, found 1"),
+    "far back": (lambda: jacobian_fn(SUM, argnums=-2)(W), ValueError, "found -2"),
+    "twice": (lambda: jacobian_fn(SUM, argnums=(0, -2))(W, W), ValueError, r"each once, found \(0, -2\)"),
+    "no argnums": (lambda: jacobian_fn(SUM, argnums=())(W), ValueError, r"found \(\)"),
+    "no arguments": (lambda: jacobian_fn(per_example(SUM))(), ValueError, "the 0 arguments"),
+    "integers": (lambda: jacobian_fn(SUM)({"a": W, "n": W.int()}), TypeError, "found torch.int32 in 'n'"),
+    "no parameters": (lambda: jacobian_fn(lambda p: W)({}), ValueError, "at least one parameter tensor"),
+    "no tensor": (lambda: jacobian_fn(lambda w: {"a": w, "b": 2.0})(W), TypeError, "found float in 'b'.*has_aux"),
+    "integer losses": (lambda: jacobian_fn(lambda w: w.int())(W), TypeError, "found torch.int32 in 'value'"),
+    "complex losses": (lambda: jacobian_fn(lambda w: w + 1j)(W), TypeError, "found torch.complex64"),
+    "no losses": (lambda: jacobian_fn(lambda w: {"a": w[:0]})(W), ValueError, "at least one objective, found none"),
+    "nothing": (lambda: jacobian_fn(lambda w: None)(W), ValueError, "at least one objective, found none"),
+    "no pair": (lambda: jacobian_fn(SUM, has_aux=True)(W), TypeError, r"a pair \(losses, aux\), found Tensor"),
+    "scale": (
+        lambda: jacobian_fn(lambda w: w, scale=torch.ones(2))(W),
+        ValueError,
+        r"\[\] or \[3\].*found \[2\].*scale_state\(shape=\(3,\)\)",
+    ),
+    "scale's type": (lambda: jacobian_fn(SUM, scale=2.0), TypeError, "ScaleState or a floating-point tensor.*float"),
+    "no scalar": (
+        lambda: jacobian_fn(per_example(lambda w, x: w * x))(W, torch.ones(2, 3)),
+        ValueError,
+        r"must be one scalar, found \[\[3\]\].*Reduce it",
+    ),
+    "shared": (
+        lambda: jacobian_fn(multitask(SUM, SUM))({"trunk": W}),
+        ValueError,
+        r"'shared' and 'heads', found \['trunk'\]",
+    ),
+    "no trunk": (
+        lambda: jacobian_fn(multitask(lambda s: W, lambda h, f: h["b"] * f))({"shared": {}, "heads": {"b": W}}),
+        ValueError,
+        r"\(shared\): expected at least one",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_mistakes_are_named_with_their_cure(mistake, scaled):
+    make, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message), torch.autocast("cpu", torch.bfloat16, enabled=scaled):
+        make()
+
+
+@pytest.mark.parametrize("mode", ["auto", "loop"])
+@every_kind
+def test_an_error_of_the_losses_comes_back_as_it_was(kind, mode):
+    def broken(params, x):
+        raise KeyError("mine")
+
+    case = kind(mlp()._replace(predict=broken))
+    with pytest.raises(KeyError, match="mine"):
+        jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
+
+
+# How "auto" goes about it: the numbers are those of the loop, whichever way it takes
+
+
+def curve(width=2, m=300):
+    """A curve fit with far more residuals than parameters."""
+    params = {"a": numbers(width), "b": {"v": numbers(width, seed=1), "w": numbers(width, 1, seed=2)}}
+    x = numbers(m, 1, seed=3)
+    return params, x, lambda p, x: torch.tanh(x @ p["w"].mT if "w" in p else x @ p["b"]["w"].mT + p["a"]) @ p["b"]["v"]
+
+
+COUNTED = []
+
+
+class Counted(torch.autograd.Function):
+    """Counts the passes back; `hidden` says whether they can be differentiated."""
+
+    @staticmethod
+    def forward(x, hidden):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.hidden = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        COUNTED.append(gradient.shape)
+        return (gradient.detach() if ctx.hidden else gradient) * 2, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, hidden):
+        return Counted.apply(x, hidden), in_dims[0]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_many_rows_of_few_parameters_are_the_rows(chunk_size, scale):
+    params, x, f = curve()
+    calls = []
+
+    def losses(p, x):
+        calls.append(1)
+        return {"z": f(p, x), "a": [f(p, x)[:7].sum(), p["a"] * 3, x.sum()]}
+
+    factor = None if scale is None else torch.tensor(scale)
+    jacobian, values = jacobian_fn(losses, scale=factor, chunk_size=chunk_size)(params, x)
+    assert len(calls) == 1
+    same(jacobian, [(scale or 1.0) * row for row in rows_of(losses, params, x)])
+    assert values["z"].shape == (300,)
+    assert all(row.is_contiguous() and not row.requires_grad for row in leaves(jacobian))
+
+
+def test_many_rows_of_functions_in_half_precision_or_without_second_derivatives_are_the_rows():
+    params, x, f = curve()
+    for hidden in (False, True):
+        losses = lambda p, x, hidden=hidden: f(p | {"a": Counted.apply(p["a"], hidden)}, x)
+        same(jacobian_fn(losses)(params, x)[0], rows_of(losses, params, x))
+    half = {"a": params["a"].half(), "b": params["b"]}
+    losses = lambda p, x: f(p | {"a": p["a"].double()}, x)
+    factors = torch.full((300,), 2.0**8)
+    same(
+        jacobian_fn(losses, scale=factors)(half, x)[0],
+        [2.0**8 * row for row in rows_of(losses, half, x)],
+        rtol=1e-3,
+        atol=1e-9,
+    )
+    w, x = numbers(2, 2), numbers(300, 3, 2, seed=1)
+    attend = lambda w, x: nn.functional.scaled_dot_product_attention(x @ w, x, x).sum((1, 2))
+    same(jacobian_fn(attend)(w, x)[0], rows_of(attend, w, x))
+
+
+def test_random_draws_of_many_rows_are_those_of_the_values():
+    w, x = numbers(2), numbers(300, 2, seed=1)
+    losses = lambda w, x: nn.functional.dropout(x * w, 0.5).sum(1)
+    torch.manual_seed(3)
+    jacobian, values = jacobian_fn(losses)(w, x)
+    torch.testing.assert_close(jacobian @ w, values)  # linear: only with the same draws
+
+
+@pytest.mark.parametrize("m", [2, 3, 4, 9, 20])
+@pytest.mark.parametrize("kind", ["images", "sequence", "weights"])
+def test_every_arrangement_of_rows_gives_the_numbers_of_the_loop(kind, m):
+    if kind == "images":
+        params, x = {"k": numbers(2, 1, 3, 3), "c": numbers(2, seed=1)}, numbers(2, 1, 190, 190, seed=2)
+        trunk = lambda p, x: torch.tanh(nn.functional.conv2d(x, p["k"], p["c"])).mean((0, 2, 3))
+    elif kind == "sequence":
+        params, x = {"k": numbers(4, 8), "c": numbers(8, 8, seed=1)}, numbers(4, 1024, 4, seed=2)
+        trunk = lambda p, x: (torch.tanh(x @ p["k"]) @ p["c"]).tanh().mean((0, 1))
+    else:
+        params, x = {"k": numbers(4, 300), "c": numbers(300, 200, seed=1)}, numbers(2, 4, seed=2)
+        trunk = lambda p, x: (torch.tanh(x @ p["k"]) @ p["c"]).tanh().mean(0)
+    mixing = numbers(m, len(trunk(params, x)), seed=4)
+    losses = lambda p, x: torch.sin(mixing @ trunk(p, x))
+    same(jacobian_fn(losses)(params, x)[0], jacobian_of(losses, params, x))
+    apart = lambda p, x: {"one": p["c"].reshape(-1)[:1] * 2, "rest": losses(p, x)[1:]}
+    same(jacobian_fn(apart, scale=torch.tensor(4.0))(params, x)[0], [4 * r for r in jacobian_of(apart, params, x)])
+
+
+@given(st.data())
+def test_rows_are_written_where_they_belong_whatever_is_missing(data):
+    """Which of the large leaves a loss reaches is drawn: rows that are not written must be zeros."""
+    m = data.draw(st.integers(1, 6), "rows")
+    reached = data.draw(st.lists(st.sets(st.integers(0, 2)), min_size=m, max_size=m), "leaves by row")
+    params = [numbers(90, 100, seed=i) for i in range(3)]
+
+    def losses(params):
+        return [sum((params[k].sum() * (i + 1) for k in sorted(chosen)), params[0].new_zeros(())) for i, chosen in rows]
+
+    rows = list(enumerate(reached))
+    for mode, chunk_size in (("auto", None), ("loop", None), ("auto", 2)):
+        jacobian, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size)(params)
+        for k, found in enumerate(jacobian):
+            expected = torch.tensor([(i + 1.0) * (k in chosen) for i, chosen in rows], dtype=torch.float64)
+            assert torch.equal(found, expected[:, None, None].expand(m, 90, 100))
+
+
+@pytest.mark.parametrize("make", [lambda f: f, per_example, lambda f: multitask(lambda s, x: s, f)])
+def test_memory_that_runs_out_is_no_reason_to_try_again(make):
+    calls = []
+
+    def losses(w, *rest):
+        calls.append(1)
+        raise torch.OutOfMemoryError("mine")
+
+    params = {"shared": W, "heads": W}
+    for f in (jacobian_fn(make(losses)), make(losses)):
+        calls.clear()
+        with pytest.raises(torch.OutOfMemoryError, match="mine"):
+            f(params, W)
+        assert len(calls) == 1
+
+
+def test_heads_that_share_a_gradient_do_not_share_its_memory():
+    losses = multitask(lambda s: s, lambda h, f: [h["a"] + h["b"] + f.sum(), f.sum() * h["a"]])
+    params = {"shared": W, "heads": {"a": torch.ones(()), "b": torch.ones(())}}
+    heads = jacobian_fn(losses)(params)[0].heads
+    assert heads["a"].data_ptr() != heads["b"].data_ptr()
+    assert (heads["a"], heads["b"]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda g: 2 * g.detach(),
+        lambda g: g.sign() * g.square(),
+        lambda g: torch.from_numpy(2 * g.detach().numpy()),
+        lambda g: g.clamp(-0.5, 0.5),
+    ],
+    ids=["detached", "squared", "numpy", "clamped"],
+)
+def test_hooks_act_on_every_row_by_itself_also_where_rows_are_many(hook):
+    def losses(p, x):
+        hidden = torch.tanh(x @ p)
+        hidden.register_hook(hook)
+        return {"hi": hidden.sum(-1) - 3, "lo": -3 - hidden.sum(-1)}
+
+    p, x = numbers(2, 2), numbers(300, 2, seed=1)
+    same(jacobian_fn(losses, mode="loop")(p, x)[0], rows_of(losses, p, x))
+    same(jacobian_fn(losses)(p, x)[0], rows_of(losses, p, x))
+
+
+def test_a_derivative_through_weight_norm_is_that_of_finite_differences():
+    magnitude = numbers(3, 1).abs() + 1
+
+    def f(v):
+        losses = lambda v: torch._weight_norm(v, magnitude, 0).sin().sum(1)
+        return jacobian_fn(losses)(v)[0].sin().sum()
+
+    v, move, h = numbers(3, 4), numbers(3, 4, seed=1), 1e-6
+    expected = (f(v + h * move) - f(v - h * move)) / (2 * h)
+    x = v.clone().requires_grad_()
+    reverse = (torch.autograd.grad(f(x), x)[0] * move).sum()
+    torch.testing.assert_close(reverse, expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close((torch.func.grad(f)(v) * move).sum(), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_forward_mode_takes_leaves_that_share_memory():
+    p, x = torch.tensor(0.5, dtype=torch.float64).expand(3), torch.randn(4, 3, dtype=torch.float64)
+    losses = lambda p, x: torch.tanh(x @ p)
+    same(jacobian_fn(losses, mode="forward")(p, x)[0], rows_of(losses, p, x))

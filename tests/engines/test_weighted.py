@@ -1,0 +1,479 @@
+"""The weighted engine against weighted rows of plain autograd: every model, kind of losses, scale and transform."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import CASES, case_of, every_kind, leaves, moved, rows_of, same
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import BATCH, MODELS, bare, by_example, mlp, numbers, of_module, plain, tasks
+
+from functional_jd.engines.weighted import weighted_fn
+from functional_jd.objectives import Multitask, multitask, per_example
+from functional_jd.precision.loss_scale import scale_state
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
+
+
+def weights_for(losses):
+    return WEIGHTS[:3] if isinstance(losses, Multitask) else WEIGHTS
+
+
+def weighted_rows(case, weights):
+    """By leaf: the rows of plain autograd, added up; the heads' without weights (they sort before the trunk)."""
+    n_heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    rows = rows_of(case.losses, case.params, *case.args)
+    return [
+        torch.einsum("m,m...->...", (torch.ones_like(weights) if i < n_heads else weights).to(r.dtype), r)
+        for i, r in enumerate(rows)
+    ]
+
+
+def direction_of(case, params, weights, **how):
+    return weighted_fn(case.losses, **how)(params, *case.args)[1](weights)[0]
+
+
+# Draws anew; warns of what a closure captures; sparse tensors, which torch cannot batch.
+UNUSUAL = {"dropout", "frozen", "sparse_embedding"}
+
+
+# The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_the_weighted_rows_of_plain_autograd(name, kind):
+    case = case_of(name, kind)
+    weights = weights_for(case.losses)
+    expected = weighted_rows(case, weights)
+    m = len(weights)
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    for scale in (None, by_row, torch.tensor(64.0), scale_state(shape=(m,)), scale_state(8.0)):
+        torch.manual_seed(0)
+        values, pullback = weighted_fn(case.losses, scale=scale)(case.params, *case.args)
+        direction, finite = pullback(weights, last=True)
+        same(direction, expected, **({} if scale is None else {"rtol": 1e-5, "atol": 1e-5}))
+        assert finite.shape == (() if scale is None else getattr(scale, "scale", scale).shape)
+        assert finite.all()
+        torch.manual_seed(0)
+        same(values, leaves(case.losses(case.params, *case.args)))
+
+
+def test_under_transforms_it_is_the_same_for_every_model_that_torch_can_transform():
+    for name in (name for name in MODELS if MODELS[name]().func and name not in UNUSUAL):
+        for kind in ("plain", "tasks"):
+            case = case_of(name, kind)
+            weights = weights_for(case.losses)
+            found = torch.vmap(lambda w, case=case: direction_of(case, case.params, w), randomness="same")(
+                weights[None]
+            )
+            same([x[0] for x in leaves(found)], weighted_rows(case, weights), rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=5),
+    st.data(),
+)
+def test_the_answer_is_exact_in_small_integers_whatever_the_powers_of_two(rows, data):
+    matrix = torch.tensor(rows)
+    m = len(matrix)
+    weights = data.draw(st.lists(st.sampled_from([0.0, 1.0, -2.0, 4.0, -0.5]), min_size=m, max_size=m))
+    scales = data.draw(st.lists(st.integers(-20, 20), min_size=m, max_size=m))
+    scale = torch.tensor([2.0**k for k in scales])
+    for s in (None, scale, scale[0]):
+        _, pullback = weighted_fn(lambda p: {"a": matrix @ p["w"] + p["b"]}, scale=s)(
+            {"w": torch.ones(3), "b": torch.zeros(())}
+        )
+        direction, finite = pullback(torch.tensor(weights, dtype=torch.float64))
+        assert direction["w"].tolist() == [sum(w * r[i] for w, r in zip(weights, rows, strict=True)) for i in range(3)]
+        assert direction["b"].item() == sum(weights)
+        assert finite.all()
+
+
+class Seen(torch.autograd.Function):
+    """Hands out what the backward pass carries."""
+
+    @staticmethod
+    def forward(ctx, x, found):
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        ctx.found.append(cotangent.clone())
+        return cotangent, None
+
+
+@given(
+    st.lists(st.tuples(st.integers(-30, 30), st.sampled_from([0.0, 1.0, -3.0, 1e-3, 1e3])), min_size=1, max_size=5),
+)
+def test_no_cotangent_exceeds_its_scale_and_one_comes_within_a_factor_of_two(pairs):
+    found = []
+    scale = torch.tensor([2.0**k for k, _ in pairs])
+    weights = torch.tensor([w for _, w in pairs], dtype=torch.float64)
+    weighted_fn(lambda p: Seen.apply(p * 2, found), scale=scale)(torch.ones(len(pairs)))[1](weights)
+    shares = found[0].abs() / scale
+    assert shares.max() <= 1
+    assert shares.max() > 0.5 or not weights.any()
+
+
+def test_one_shared_scale_multiplies_the_weights_as_it_multiplies_a_weighted_loss():
+    found = []
+    weights = torch.tensor([0.25, 3.0], dtype=torch.float64)
+    weighted_fn(lambda p: Seen.apply(p, found), scale=scale_state(16.0))(torch.ones(2))[1](weights)
+    assert found[0].tolist() == [4.0, 48.0]
+
+
+def test_the_scale_saves_what_float16_would_lose():
+    w, x = torch.ones(4), torch.full((3, 4), 1e-4)
+    losses = lambda w, x: ((x.half() @ w.half()).float() * 1e-4).reshape(3)
+    lost = weighted_fn(losses)(w, x)[1](torch.ones(3).double() / 3)[0]
+    kept = weighted_fn(losses, scale=scale_state())(w, x)[1](torch.ones(3).double() / 3)[0]
+    assert not torch.allclose(lost, torch.full((4,), 1e-8), rtol=0.01, atol=0)
+    torch.testing.assert_close(kept, torch.full((4,), 1e-8), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("where", ["trunk", "head", "plain"])
+def test_an_overflow_gives_zeros_there_and_one_flag_for_all(where, shape):
+    def grow(p, x):
+        return p * x
+
+    if where == "plain":
+        losses, params = lambda p, x: torch.stack([p.sum(), grow(p, x).sum()]), torch.ones(3)
+    else:
+        inner, outer = (grow, torch.mul) if where == "trunk" else (torch.mul, grow)
+        losses = multitask(
+            lambda s, x: inner(s, x if where == "trunk" else 1.0),
+            lambda h, z, x: {"calm": z.sum(), "wild": outer(h, x if where == "head" else 1.0) * z.detach().sum()},
+        )
+        params = {"shared": torch.ones(3), "heads": torch.ones(())}
+    _, pullback = weighted_fn(losses, scale=scale_state(shape=shape))(params, torch.tensor(1e38))
+    direction, finite = pullback(torch.ones(2, dtype=torch.float64))
+    assert finite.shape == shape
+    assert not finite.any()
+    assert all(x.isfinite().all() for x in leaves(direction))
+    overflowed = direction if where == "plain" else direction["shared" if where == "trunk" else "heads"]
+    assert (overflowed == 0).all()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_flagged(poison):
+    for scale in (None, scale_state(), scale_state(shape=(2,))):
+        _, pullback = weighted_fn(lambda p: p * 2, scale=scale)(torch.ones(2))
+        assert not pullback(torch.tensor([1.0, poison], dtype=torch.float64))[1].any()
+
+
+def test_weights_of_zero_give_a_direction_of_zero():
+    for scale in (None, scale_state(), scale_state(shape=(2,))):
+        direction, finite = weighted_fn(lambda p: p * 2, scale=scale)(torch.ones(2))[1](torch.zeros(2).double())
+        assert direction.tolist() == [0, 0]
+        assert finite.all()
+
+
+def test_tiny_and_huge_weights_neither_vanish_nor_overflow():
+    for size in (1e-30, 1e-36, 1e30):
+        for scale in (None, scale_state(shape=(2,))):
+            weights = torch.tensor([size, -size / 2], dtype=torch.float64)
+            direction, finite = weighted_fn(lambda p: p * 2, scale=scale)(torch.ones(2))[1](weights)
+            torch.testing.assert_close(direction.double(), 2 * weights, rtol=1e-6, atol=0)
+            assert finite.all()
+
+
+# Structures
+
+
+@every_kind
+def test_aux_comes_back_beside_the_losses(kind):
+    case = kind(mlp())
+    if kind is tasks:
+        heads = case.losses.heads
+        losses = multitask(case.losses.features, lambda h, z, *args: (heads(h, z, *args), {"z": z * 2}))
+        aux = {"z": 2 * case.losses.features(case.params["shared"], *case.args)}
+    elif kind is by_example:
+        losses = per_example(lambda p, x, y: (case.losses.loss(p, x, y), {"x": x * 2}))
+        aux = {"x": 2 * case.args[0]}
+    else:
+        losses, aux = (lambda p, x, y: (case.losses(p, x, y), {"x": x * 2})), {"x": 2 * case.args[0]}
+    (values, found), pullback = weighted_fn(losses, has_aux=True)(case.params, *case.args)
+    same(found, leaves(aux))
+    same(values, leaves(case.losses(case.params, *case.args)))
+    weights = weights_for(losses)
+    same(pullback(weights)[0], weighted_rows(case, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@every_kind
+def test_the_direction_has_the_shapes_of_params_in_at_least_float32(kind, dtype):
+    case = kind(mlp())
+    params, args = _pytree.tree_map(lambda x: x.to(dtype), (case.params, case.args))
+    direction, _ = weighted_fn(case.losses)(params, *args)[1](weights_for(case.losses))
+    assert [x.shape for x in leaves(direction)] == [x.shape for x in leaves(params)]
+    assert {x.dtype for x in leaves(direction)} == {torch.promote_types(dtype, torch.float32)}
+    wide = weighted_rows(case, weights_for(case.losses))
+    same([x.double() for x in leaves(direction)], wide, rtol=0.05, atol=0.5 if dtype.itemsize == 2 else 1e-5)
+
+
+def test_heads_may_be_losses_only():
+    losses = multitask(lambda s, x: torch.tanh(x @ s), lambda _, z, x: {"a": z.sum(), "b": z.square().sum()})
+    w, x = numbers(3), numbers(2, 3, seed=1)
+    direction, _ = weighted_fn(losses)({"shared": w, "heads": {}}, x)[1](WEIGHTS[:2])
+    z = torch.tanh(x @ w)
+    slope = (1 - z**2)[:, None] * x
+    assert direction["heads"] == {}
+    torch.testing.assert_close(direction["shared"], (0.5 * slope - 4 * z[:, None] * slope).sum(0))
+
+
+# Purity and price
+
+
+@every_kind
+def test_the_pullback_can_be_called_again_with_the_same_bits(kind):
+    case = kind(mlp())
+    before = [x.clone() for x in leaves(case.params)]
+    weights = weights_for(case.losses)
+    _, pullback = weighted_fn(case.losses)(case.params, *case.args)
+    first, other, second = pullback(weights)[0], pullback(weights + 1)[0], pullback(weights, last=True)[0]
+    assert all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(second), strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(other), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(leaves(case.params), before, strict=True))
+
+
+@every_kind
+def test_nothing_stays_attached_when_no_input_requires_grad(kind):
+    captured = numbers(3).requires_grad_()
+    model = mlp()
+    case = kind(model._replace(predict=lambda p, x: model.predict(p, x) * captured))
+    values, pullback = weighted_fn(case.losses)(case.params, *case.args)
+    assert not any(x.requires_grad for x in leaves((values, *pullback(weights_for(case.losses)))))
+    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    values, pullback = weighted_fn(case.losses)(asking, *case.args)
+    assert all(x.requires_grad for x in leaves((values, pullback(weights_for(case.losses))[0])))
+    assert all(x.grad is None for x in leaves(asking))
+
+
+def test_the_last_call_frees_what_the_forward_pass_saved():
+    alive = []
+
+    def losses(p, x):
+        hidden = torch.tanh(x @ p)
+        alive.append(weakref.ref(hidden.untyped_storage()))
+        return hidden.square().sum(0)
+
+    _, pullback = weighted_fn(losses)(numbers(3, 2), numbers(4, 3, seed=1))
+    pullback(WEIGHTS[:2])
+    _, values = pullback(WEIGHTS[:2], last=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        pullback(WEIGHTS[:2])
+    assert values
+    gc.collect()
+
+
+class Counted(TorchDispatchMode):
+    """Counts the matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@every_kind
+def test_one_backward_pass_is_all_it_costs(kind):
+    case = kind(mlp((64, 64, 3)))
+    with Counted() as forward:
+        case.losses(case.params, *case.args)
+    with Counted() as all_of_it:
+        weighted_fn(case.losses)(case.params, *case.args)[1](weights_for(case.losses))
+    assert forward.flops > 0
+    assert all_of_it.flops <= 3 * forward.flops  # forward, and two products for each on the way back
+
+
+def test_running_statistics_are_updated_exactly_once():
+    norm = nn.BatchNorm1d(4).double()
+    for kind in (plain, tasks):
+        case = kind(of_module(lambda: norm, numbers(BATCH, 4)))
+        norm.reset_running_stats()
+        _, pullback = weighted_fn(case.losses)(case.params, *case.args)
+        pullback(weights_for(case.losses))
+        assert norm.num_batches_tracked == 1
+
+
+# Precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm_2d", "attention", "conv2d", "mlp"])
+@every_kind
+def test_native_autocast_inside_the_losses_is_close_to_full_precision(kind, name, dtype):
+    model = MODELS[name]()
+    case = kind(model)
+    if model.module is not None:
+        model.module.float()
+
+    def native(f):
+        def run(*args):
+            with torch.autocast("cpu", dtype):
+                return f(*args)
+
+        return run
+
+    losses = case.losses
+    if kind is tasks:
+        low = multitask(native(losses.features), native(losses.heads))
+    else:
+        low = per_example(native(losses.loss)) if kind is by_example else native(losses)
+    params, args = _pytree.tree_map(lambda x: x.float(), (case.params, case.args))
+    weights = weights_for(losses)
+    expected = weighted_rows(case._replace(params=params, args=args), weights)
+    tolerance = {"rtol": 0.1, "atol": 0.05 * max(x.abs().max() for x in expected).item()}
+    for scale in (scale_state(16.0), scale_state(16.0, shape=(len(weights),))):
+        direction, finite = weighted_fn(low, scale=scale)(params, *args)[1](weights)
+        assert finite.all()
+        same(direction, expected, **tolerance)
+    with torch.autocast("cpu", dtype):
+        around, _ = weighted_fn(losses)(params, *args)[1](weights)
+    same(around, expected, **tolerance)
+
+
+# Transforms
+
+
+@every_kind
+def test_derivatives_in_params_and_weights_are_those_of_finite_differences(kind):
+    case = kind(mlp())
+    weights = weights_for(case.losses)
+    tangent = _pytree.tree_map(lambda x: numbers(*x.shape, seed=5), (case.params, weights))
+
+    def f(params, weights):
+        return _pytree.tree_map(
+            torch.sin, direction_of(case, params, weights, scale=scale_state(8.0, shape=len(WEIGHTS[: len(weights)])))
+        )
+
+    def f64(params, weights):
+        return direction_of(case, params, weights)
+
+    for g in (f64, f):
+        up, down = (leaves(g(*moved((case.params, weights), tangent, step))) for step in (1e-5, -1e-5))
+        expected = [(x - y) / 2e-5 for x, y in zip(up, down, strict=True)]
+        same(torch.func.jvp(g, (case.params, weights), tangent)[1], expected, rtol=1e-5, atol=1e-5)
+        probes = [torch.ones_like(x) for x in up]
+        asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), (case.params, weights))
+        slopes = torch.autograd.grad(leaves(g(*asking)), leaves(asking), probes)
+        total = sum((s * v).sum() for s, v in zip(slopes, leaves(tangent), strict=True))
+        torch.testing.assert_close(total, sum(x.sum() for x in expected), rtol=1e-5, atol=1e-5)
+        pulled = torch.func.grad(lambda a, g=g: sum(x.sum() for x in leaves(g(*a))))((case.params, weights))
+        same(pulled, [s.detach() for s in slopes], rtol=1e-6, atol=1e-6)
+
+
+@every_kind
+def test_weights_alone_can_be_differentiated(kind):
+    case = kind(mlp())
+    weights = weights_for(case.losses).clone().requires_grad_()
+    direction, _ = weighted_fn(case.losses)(case.params, *case.args)[1](weights)
+    shared = direction["shared"] if kind is tasks else direction
+    (slope,) = torch.autograd.grad(sum(x.sum() for x in leaves(shared)), weights)
+    rows = rows_of(case.losses, case.params, *case.args)
+    rows = rows[len(leaves(case.params["heads"])) :] if kind is tasks else rows
+    torch.testing.assert_close(slope, sum(r.reshape(len(r), -1).sum(1) for r in rows))
+
+
+@every_kind
+def test_vmap_over_replicas_weights_and_scales_is_a_loop_over_them(kind):
+    case = kind(mlp())
+    weights = weights_for(case.losses)
+    m = len(weights)
+
+    def f(params, weights, scale):
+        values, pullback = weighted_fn(case.losses, scale=scale)(params, *case.args)
+        return values, pullback(weights)
+
+    replicas = [
+        (_pytree.tree_map(lambda x, r=r: x * r, case.params), weights * r, torch.full((m,), 2.0**r)) for r in (1, -2, 3)
+    ]
+    stacked = _pytree.tree_map(lambda *x: torch.stack(x), *replicas)
+    expected = [torch.stack(x) for x in zip(*[leaves(f(*r)) for r in replicas], strict=True)]
+    same(torch.vmap(f)(*stacked), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+@every_kind
+def test_compiles_in_one_graph(kind):
+    case = kind(bare())
+    weights = weights_for(case.losses)
+
+    def f(params, weights, scale, *args):
+        values, pullback = weighted_fn(case.losses, scale=scale)(params, *args)
+        direction, finite = pullback(weights, last=True)
+        return values, direction, finite.double()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for scale in (torch.arange(1.0, 1.0 + len(weights)), torch.tensor(8.0)):
+        same(compiled(case.params, weights, scale, *case.args), leaves(f(case.params, weights, scale, *case.args)))
+
+
+# Mistakes
+
+W = torch.ones(3)
+ONES = torch.ones(3, dtype=torch.float64)
+MISTAKES = {
+    "no function": (lambda: weighted_fn(W), TypeError, "weighted_fn: losses must be a function, found Tensor"),
+    "scale": (
+        lambda: weighted_fn(lambda w: w, scale=torch.ones(2))(W),
+        ValueError,
+        r"weighted_fn: the scale must be of shape \[\] or \[3\].*found \[2\]",
+    ),
+    "scale's type": (lambda: weighted_fn(lambda w: w, scale=2.0), TypeError, "ScaleState or a floating-point tensor"),
+    "too few": (lambda: weighted_fn(lambda w: w)(W)[1](ONES[:2]), ValueError, r"one tensor \[3\].*found shape \[2\]"),
+    "entrywise": (lambda: weighted_fn(lambda w: w)(W)[1]({"w": W}), ValueError, "found dict.*need the Jacobian"),
+    "no losses": (lambda: weighted_fn(lambda w: w[:0])(W), ValueError, "weighted_fn: expected at least one objective"),
+    "no tensor": (lambda: weighted_fn(lambda w: 2.0)(W), TypeError, "weighted_fn: losses must be .* found float"),
+    "no pair": (lambda: weighted_fn(lambda w: w, has_aux=True)(W), TypeError, "weighted_fn: with has_aux=True"),
+    "integers": (lambda: weighted_fn(lambda w: w)({"n": W.int()}), TypeError, "weighted_fn: .*torch.int32 in 'n'"),
+    "no scalar": (
+        lambda: weighted_fn(per_example(lambda w, x: w * x))(W, torch.ones(2, 3)),
+        ValueError,
+        r"must be one scalar, found \[\[3\]\].*Reduce it",
+    ),
+    "shared": (
+        lambda: weighted_fn(multitask(lambda s: s, lambda h, z: z))({"trunk": W}),
+        ValueError,
+        r"'shared' and 'heads', found \['trunk'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_with_their_cure(mistake):
+    make, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+@every_kind
+def test_an_error_of_the_losses_comes_back_as_it_was(kind):
+    def broken(params, x):
+        raise KeyError("mine")
+
+    case = kind(mlp()._replace(predict=broken))
+    with pytest.raises(KeyError, match="mine"):
+        weighted_fn(case.losses)(case.params, *case.args)

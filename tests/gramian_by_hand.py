@@ -1,0 +1,176 @@
+"""Gramians and directions from rows of plain autograd: the expectation that the Gramian engine is compared with."""
+
+import pytest
+import torch
+from jacobian_by_hand import KINDS, leaves, rows_of
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import BATCH, Case, Model, numbers
+
+from functional_jd.engines.gramian import engine, products
+from functional_jd.objectives import Multitask, multitask, per_example
+
+gramian_fn = engine.gramian_fn
+
+
+F = nn.functional
+
+
+WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
+
+
+both_prices = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
+
+
+def priced(monkeypatch, lean):
+    monkeypatch.setattr(products, "factors_are_cheaper", lambda *_: lean)
+
+
+def weights_for(case):
+    return WEIGHTS[:3] if isinstance(case.losses, Multitask) else WEIGHTS
+
+
+def expectation(case, weights=None):
+    """The Gramian, and the direction leaf by leaf: the heads' without weights (they sort before the trunk)."""
+    weights = weights_for(case) if weights is None else weights
+    n_heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    rows = [r.double().reshape(len(weights), -1) for r in rows_of(case.losses, case.params, *case.args)]
+    gramian = sum(r @ r.mT for r in rows[n_heads:])
+    return gramian, [r.sum(0) if i < n_heads else weights @ r for i, r in enumerate(rows)]
+
+
+def found(case, weights=None, **how):
+    torch.manual_seed(0)
+    gramian, _, pullback = gramian_fn(case.losses, **how)(case.params, *case.args)
+    direction = leaves(pullback(weights_for(case) if weights is None else weights))
+    assert [(x.shape, x.dtype) for x in direction] == [(x.shape, x.dtype) for x in leaves(case.params)]
+    assert gramian.dtype == torch.float64
+    return gramian, [x.double().reshape(-1) for x in direction]
+
+
+def agree(result, expected, rtol=1e-9, atol=1e-9):
+    """Entries to the size of the largest: single ones may cancel to nothing."""
+    (gramian, direction), (true_gramian, true_direction) = result, expected
+    close(gramian, true_gramian, rtol, atol)
+    close(torch.cat(direction), torch.cat(true_direction), rtol, atol)
+
+
+def close(x, y, rtol, atol):
+    torch.testing.assert_close(x, y, rtol=rtol, atol=atol * y.abs().max().item())
+
+
+def single(case):
+    """The same in float32."""
+    narrow = lambda x: x.float() if x.is_floating_point() else x
+    params, args = _pytree.tree_map(narrow, (case.params, case.args))
+    return case._replace(params=params, args=args)
+
+
+def is_tapped(monkeypatch, case):
+    """Whether the engine does not fall back to rows of everything."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+        found(case)
+
+
+def check_autocast(model, kind, dtype, tolerance, monkeypatch):
+    """The Gramian under autocast and a scale is that of full precision, at both prices; the case is handed back."""
+
+    def predict(params, x):
+        with torch.autocast("cpu", dtype):
+            return model.predict(params, x).float()
+
+    case = single(KINDS[kind](model._replace(predict=predict)))
+    expected = expectation(KINDS[kind](model))
+    is_tapped(monkeypatch, case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        result = found(case, scale=torch.tensor(256.0))
+        for x, y in ((result[0], expected[0]), (torch.cat(result[1]), torch.cat(expected[1]))):
+            assert (x - y).norm() < tolerance * y.norm()
+    return case
+
+
+STEPS = {name.removeprefix("step_"): f for name, f in list(globals().items()) if name.startswith("step_")}
+
+
+def network(steps, kind, seed):
+    """A small network of these steps, each with one of two weights that all share."""
+
+    def predict(params, x):
+        x = F.embedding(x, params["u"])
+        for name, weight in steps:
+            x = torch.tanh(STEPS[name](params, x, weight)) + x
+        return F.linear(x, params["v"]).mean(1)
+
+    params = {"u": numbers(3, 3, seed=seed), "v": numbers(3, 3, seed=seed + 1), "b": numbers(3, seed=seed + 2)}
+    tokens = torch.randint(3, (BATCH, 2), generator=torch.Generator().manual_seed(seed))
+    return KINDS[kind](Model(params, predict, tokens))
+
+
+def model_of(predict, params=None, inputs=None):
+    weights = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1)} if params is None else params
+    return Model(weights, predict, numbers(BATCH, 3, seed=2) if inputs is None else inputs)
+
+
+def tangent(params, x):
+    return torch.func.jvp(lambda x: torch.tanh(F.linear(x, params["w"])), (x,), (torch.ones_like(x),))[1]
+
+
+def expectation_by_finite_differences(case):
+    """Row by row, in float64, of losses in sorted order."""
+    flat, spec = _pytree.tree_flatten(case.params)
+    columns = []
+    for k, leaf in enumerate(flat):
+        for index in range(leaf.numel()):
+            move = torch.zeros(leaf.numel(), dtype=leaf.dtype)
+            move[index] = 1e-6
+            ends = []
+            for sign in (1, -1):
+                moved = [x + sign * move.reshape(x.shape) if i == k else x for i, x in enumerate(flat)]
+                values = case.losses(_pytree.tree_unflatten(moved, spec), *case.args)
+                ends.append(torch.cat([y.reshape(-1) for y in leaves(values)]))
+            columns.append((ends[0] - ends[1]) / 2e-6)
+    names = [path for path, _ in _pytree.tree_flatten_with_path(case.params)[0]]
+    sizes = [leaf.numel() for leaf in flat]
+    by_leaf = dict(zip(map(str, names), torch.stack(columns, 1).split(sizes, 1), strict=True))
+    ordered = [by_leaf[name] for name in sorted(by_leaf)]
+    heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    gramian = sum(r @ r.mT for r in ordered[heads:])
+    weights = weights_for(case)
+    return gramian, [r.sum(0) if i < heads else weights @ r for i, r in enumerate(ordered)]
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any op makes, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in _pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def wide(kind):
+    """Weights 64 x 64, one of them used twice, at 8 examples or 3 tasks: rows would be larger than all else."""
+    params = {name: numbers(64, 64, seed=i) / 8 for i, name in enumerate("euv")} | {"b": numbers(64, seed=3)}
+
+    def predict(params, x):
+        x = F.embedding(x, params["e"])
+        return (torch.tanh(F.linear(torch.tanh(F.linear(x, params["u"], params["b"])), params["u"])) @ params["v"])[
+            :, :3
+        ]
+
+    examples = torch.arange(8)
+    if kind == "by_example":
+        return Case(params, per_example(lambda p, x: predict(p, x[None]).square().mean()), (examples,)), 8
+    if kind == "tasks":
+        heads = multitask(predict, lambda p, z, x: list((z * p).mean(0)))
+        return Case({"shared": params, "heads": numbers(3)}, heads, (examples,)), 3
+    return Case(params, lambda p, x: predict(p, x).mean(0), (examples,)), 3

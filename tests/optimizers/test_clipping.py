@@ -1,0 +1,235 @@
+"""Clipping against torch's own in-place functions; its laws, its range, its transforms."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.precision.autocast import autocast
+
+numbers = st.lists(st.integers(-50, 50).map(float), min_size=5, max_size=5)
+bounds = st.integers(1, 400).map(lambda k: k / 4)
+POWERS = [1.0, 2.0, 3.0, math.inf]
+
+
+def tree(values, dtype=torch.float64):
+    """Five numbers as a direction of three leaves, one of them a single number."""
+    a, b, c = torch.tensor(values, dtype=dtype).split([2, 2, 1])
+    return {"w": a.reshape(1, 2), "rest": [b, c[0]]}
+
+
+def flat(direction):
+    return torch.cat([leaf.reshape(-1) for leaf in (direction["w"], *direction["rest"])])
+
+
+def by_torch(clip, direction, *args, **kwargs):
+    """What an in-place function of `torch.nn.utils` makes of a direction, as one vector, and what it returns."""
+    parameters = [nn.Parameter(torch.zeros_like(leaf)) for leaf in (direction["w"], *direction["rest"])]
+    for parameter, leaf in zip(parameters, (direction["w"], *direction["rest"]), strict=True):
+        parameter.grad = leaf.clone()
+    found = clip(parameters, *args, **kwargs)
+    return torch.cat([parameter.grad.reshape(-1) for parameter in parameters]), found
+
+
+@pytest.mark.parametrize("power", POWERS)
+@given(values=numbers, bound=bounds)
+def test_clipping_by_norm_is_that_of_torch(values, bound, power):
+    expected, norm = by_torch(nn.utils.clip_grad_norm_, tree(values), bound, norm_type=power)
+    torch.testing.assert_close(global_norm(tree(values), power), norm, rtol=1e-12, atol=0)
+    # torch adds 1e-6 to the norm, which is at least 1 here unless all is zero
+    torch.testing.assert_close(flat(clip_by_norm(tree(values), bound, power)), expected, rtol=2e-6, atol=0)
+
+
+@given(values=numbers, bound=bounds)
+def test_clipping_by_value_is_that_of_torch(values, bound):
+    expected, _ = by_torch(nn.utils.clip_grad_value_, tree(values), bound)
+    assert torch.equal(flat(clip_by_value(tree(values), bound)), expected)
+
+
+@given(numbers, bounds)
+def test_what_is_short_enough_keeps_its_bits_and_the_rest_gets_the_length(values, bound):
+    clipped = flat(clip_by_norm(tree(values), bound))
+    squares = sum(Fraction(value) ** 2 for value in values)
+    if squares <= Fraction(bound) ** 2:
+        assert clipped.tolist() == values
+    else:
+        length = math.sqrt(sum(Fraction(value) ** 2 for value in clipped.tolist()))
+        assert length == pytest.approx(bound, rel=1e-14)
+        assert torch.equal(clipped.sign(), torch.tensor(values).sign())
+
+
+@given(numbers, bounds, st.integers(-60, 60))
+def test_clipping_by_norm_is_homogeneous(values, bound, exponent):
+    assume(any(values))
+    factor = 2.0**exponent
+    clipped = flat(clip_by_norm(tree([value * factor for value in values]), bound * factor))
+    torch.testing.assert_close(clipped, flat(clip_by_norm(tree(values), bound)) * factor, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 3e38), (torch.float32, 1e-38), (torch.float64, 1e308), (torch.float64, 1e-300)],
+)
+def test_neither_huge_nor_tiny_entries_leave_the_range(dtype, size):
+    direction = tree([-size, -size, -size, -size, 0.0], dtype)
+    clipped = clip_by_norm(direction, size / 4)
+    expected = torch.tensor([-1, -1, -1, -1, 0], dtype=dtype) * size / 8
+    torch.testing.assert_close(flat(clipped), expected, rtol=1e-6, atol=0)
+    squares, _ = by_torch(nn.utils.clip_grad_norm_, direction, size / 4)
+    assert not torch.allclose(squares, expected, rtol=1e-3, atol=0)  # what torch makes of it
+    halved = tree([0.6 * size, 0.8 * size, 0.0, 0.0, 0.0], dtype)
+    torch.testing.assert_close(global_norm(halved), torch.tensor(size, dtype=dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_leaves_keep_their_dtype_and_norms_are_at_least_single(dtype):
+    direction = tree([60000.0, -60000.0, 0.0, 0.0, 60000.0], dtype)
+    clipped = clip_by_norm(direction, torch.tensor(300.0, dtype=torch.float64))
+    limited = clip_by_value(direction, torch.tensor(1e6))
+    assert {leaf.dtype for leaf in (flat(clipped), flat(limited), clipped["rest"][1], limited["rest"][1])} == {dtype}
+    assert torch.equal(flat(limited), flat(direction))
+    torch.testing.assert_close(flat(clipped).norm(dtype=torch.float64).item(), 300.0, rtol=4e-3, atol=0)
+    assert global_norm(direction).dtype == torch.promote_types(dtype, torch.float32)
+    assert global_norm(direction).item() == pytest.approx(60000 * math.sqrt(3), rel=4e-3)
+
+
+def test_leaves_of_different_dtypes_have_one_norm():
+    direction = [torch.tensor([3e-30]), torch.tensor([4e-30], dtype=torch.float64), torch.zeros(1)]
+    clipped = clip_by_norm(direction, 1e-30)
+    assert [leaf.dtype for leaf in clipped] == [torch.float32, torch.float64, torch.float32]
+    torch.testing.assert_close(torch.cat(clipped).tolist(), [6e-31, 8e-31, 0.0], rtol=1e-6, atol=0)
+    minute = [torch.zeros(2), torch.tensor([1e-300], dtype=torch.float64)]  # no float32 number
+    assert clip_by_norm(minute, 5e-301)[0].tolist() == [0.0, 0.0]
+    assert clip_by_norm(minute, 5e-301)[1].item() == pytest.approx(5e-301, rel=1e-12)
+
+
+def test_zero_and_nothing_stay():
+    assert torch.equal(flat(clip_by_norm(tree([0.0] * 5), 0.0)), torch.zeros(5, dtype=torch.float64))
+    assert flat(clip_by_norm(tree([1.0] * 5), 0.0)).tolist() == [0.0] * 5
+    hollow = {"w": torch.zeros(0, 3), "b": torch.zeros(0)}
+    assert global_norm(hollow) == 0
+    assert clip_by_norm(hollow, 1.0)["w"].shape == (0, 3)
+    assert global_norm({"w": torch.zeros(0, 3), "b": torch.tensor(-2.0)}) == 2
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_never_hidden_by_the_norm(poison):
+    direction = tree([1.0, poison, 2.0, 3.0, 4.0])
+    _, norm = by_torch(nn.utils.clip_grad_norm_, direction, 1.0)
+    torch.testing.assert_close(global_norm(direction), norm, equal_nan=True)
+    assert not flat(clip_by_norm(direction, 1.0)).isfinite().all()
+    theirs, _ = by_torch(nn.utils.clip_grad_value_, direction, 2.5)
+    torch.testing.assert_close(flat(clip_by_value(direction, 2.5)), theirs, equal_nan=True)
+
+
+def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
+    direction = tree([1.0, -9.0, 2.0, 3.0, 4.0])
+    for clip in (clip_by_norm, clip_by_value):
+        first = flat(clip(direction, 2.0))
+        assert torch.equal(first, flat(clip(direction, 2.0)))
+        assert flat(direction).tolist() == [1.0, -9.0, 2.0, 3.0, 4.0]
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("power", POWERS[:3])
+@given(values=numbers, bound=bounds)
+def test_derivatives_match_finite_differences(values, bound, power):
+    values = torch.tensor(values, dtype=torch.float64) + torch.linspace(0.2, 0.4, 5, dtype=torch.float64)
+    bound = torch.tensor(bound, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(values, power)
+    assume(abs(norm - bound) > 1e-3)
+    assume((values.abs() - bound).abs().min() > 1e-3)  # both functions have kinks there
+
+    def by_norm(values, bound):
+        return flat(clip_by_norm(tree_of(values), bound, power))
+
+    def by_value(values, bound):
+        return flat(clip_by_value(tree_of(values), bound))
+
+    for f in (by_norm, by_value):
+        inputs = values.clone().requires_grad_(), bound.clone().requires_grad_()
+        torch.autograd.gradcheck(f, inputs)
+        close(torch.func.jacfwd(f, argnums=(0, 1))(values, bound), torch.func.jacrev(f, argnums=(0, 1))(values, bound))
+    torch.autograd.gradcheck(lambda values: global_norm(tree_of(values), power), values.clone().requires_grad_())
+
+
+def tree_of(vector):
+    a, b, c = vector.split([2, 2, 1])
+    return {"w": a.reshape(1, 2), "rest": [b, c[0]]}
+
+
+def close(left, right):
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_second_derivatives_match_finite_differences():
+    values = torch.tensor([3.0, -1.0, 0.5, 2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda values: flat(clip_by_norm(tree_of(values), 1.5)), values)
+    torch.autograd.gradgradcheck(lambda values: global_norm(tree_of(values)), values)
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, math.inf])
+def test_derivatives_at_zero_are_finite(bound):
+    zero = torch.zeros(5, dtype=torch.float64)
+    assert torch.equal(torch.func.grad(lambda v: global_norm(tree_of(v)))(zero), zero)
+    whole = torch.func.jacrev(lambda v: flat(clip_by_norm(tree_of(v), bound)))(zero)
+    assert torch.equal(whole, torch.eye(5, dtype=torch.float64))
+    assert torch.func.hessian(lambda v: flat(clip_by_norm(tree_of(v), bound)))(zero).isfinite().all()
+
+
+def test_vmap_is_a_loop_over_directions_and_bounds():
+    batch = torch.tensor([[3.0, 4.0, 0.0, 0.0, 0.0], [1e30, 0.0, 0.0, 0.0, -1e30], [0.1, 0.2, 0.0, 0.0, 0.0]])
+    limits = torch.tensor([1.0, 2.0, 3.0])
+    for clip in (clip_by_norm, clip_by_value):
+        together = torch.vmap(lambda v, bound, clip=clip: flat(clip(tree_of(v), bound)))(batch, limits)
+        alone = torch.stack([flat(clip(tree_of(v), b)) for v, b in zip(batch, limits, strict=True)])
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
+
+
+def test_one_graph_serves_every_direction_and_bound():
+    def both(values, bound):
+        return flat(clip_by_norm(tree_of(values), bound)), flat(clip_by_value(tree_of(values), bound))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for values in ([3.0, 4.0, 0.0, 0.0, 0.0], [3e38] * 5, [0.0] * 5):
+        for bound in (0.0, 2.0, 1e38):
+            values, bound = torch.as_tensor(values), torch.tensor(bound)
+            close(compiled(values, bound), both(values, bound))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kept", [torch.float32, torch.float64])
+def test_autocast_around_it_changes_nothing(dtype, kept):
+    direction = tree([3.3, 4.4, 5.5, 0.0, 0.1], kept)
+
+    def everything():
+        return flat(clip_by_norm(direction, 1.0)), flat(clip_by_value(direction, 1.0)), global_norm(direction)
+
+    with torch.autocast("cpu", dtype):
+        native = everything()
+    for found in (native, autocast(everything, dtype)()):
+        assert all(torch.equal(a, b) and a.dtype == kept for a, b in zip(found, everything(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan])
+def test_bad_input_is_named(bad):
+    direction = tree([1.0] * 5)
+    with pytest.raises(ValueError, match=r"clip_by_norm: max_norm must be a number >= 0, found"):
+        clip_by_norm(direction, bad)
+    with pytest.raises(ValueError, match=r"clip_by_value: limit must be a number >= 0, found"):
+        clip_by_value(direction, bad)
+    with pytest.raises(ValueError, match=r"global_norm: norm_type must be a number >= 1, found"):
+        global_norm(direction, bad)
+    with pytest.raises(TypeError, match=r"clip_by_norm: .* found torch.int64 in 'n'"):
+        clip_by_norm({"n": torch.ones(2, dtype=torch.int64)}, 1.0)
+    with pytest.raises(ValueError, match=r"clip_by_value: expected at least one parameter tensor"):
+        clip_by_value({}, 1.0)

@@ -1,0 +1,562 @@
+"""The optimizers: what torch.optim and TorchOpt compute, step by step, but pure and under every transform."""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torchopt
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
+from functional_jd.optimizers.adamw import adamw
+from functional_jd.optimizers.adapters import from_torch, from_transformation
+from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.sgd import sgd
+
+RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
+seeds = st.integers(0, 2**16)
+
+
+def tree(seed, dtype=torch.float64):
+    """Leaves of several ranks, one of them empty, in an order that is not the sorted one."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"w": (3, 2), "b": (), "a": (0, 4), "nest": (5,)}
+    leaves = {k: torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for k, s in shapes.items()}
+    return {"w": leaves["w"], "b": leaves["b"], "nest": [leaves["nest"], leaves["a"]]}
+
+
+def run(optimizer, params, directions, state=None):
+    """The params after each direction, and the last state."""
+    state = optimizer.init(params) if state is None else state
+    path = []
+    for direction in directions:
+        params, state = optimizer.update(direction, state, params)
+        path.append(params)
+    return path, state
+
+
+def run_torch(cls, params, directions, after_step=lambda optimizer: None, **hyper):
+    """The same path from torch itself."""
+    params = tree_map(lambda p: p.detach().clone().requires_grad_(), params)
+    optimizer = cls(tree_leaves(params), **hyper)
+    path = []
+    for direction in directions:
+        for leaf, towards in zip(tree_leaves(params), tree_leaves(direction), strict=True):
+            leaf.grad = towards.clone()
+        optimizer.step()
+        after_step(optimizer)
+        path.append(tree_map(lambda p: p.detach().clone(), params))
+    return path
+
+
+def differentiated(optimizer):
+    """The same optimizer where somebody asks for derivatives, so that it takes the road of formulas."""
+
+    def update(direction, state, params):
+        params = tree_map(lambda p: p.detach().clone().requires_grad_(), params)
+        return tree_map(torch.Tensor.detach, optimizer.update(direction, state, params))
+
+    return Optimizer(optimizer.init, update)
+
+
+def assert_close(found, expected, rtol=1e-12, atol=0.0):
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def described(state):
+    leaves, structure = tree_flatten(state)
+    return structure, [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+
+
+OPTIMIZERS = {
+    "sgd": sgd(0.1),
+    "sgd-momentum": sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd-schedule": sgd(lambda steps: 0.1 / (1 + steps)),
+    "adamw": adamw(0.1),
+    "adamw-schedule": adamw(lambda steps: 0.1 * 0.5**steps),
+}
+COMPOSING = [pytest.param(optimizer, id=name) for name, optimizer in OPTIMIZERS.items()]
+ALL = [
+    *COMPOSING,
+    pytest.param(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), id="from_torch-SGD"),
+    pytest.param(from_torch(torch.optim.Adam, lr=0.1, fused=True), id="from_torch-Adam-fused"),
+    pytest.param(from_transformation(torchopt.adam(0.1)), id="from_transformation-adam"),
+]
+
+
+@given(
+    seed=seeds,
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    road=st.sampled_from([lambda optimizer: optimizer, differentiated]),
+    flags=st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_adamw_stands_where_it_is_told_not_to_move(seed, dtype, road, flags):
+    optimizer = adamw(0.1)
+    state, params = optimizer.init(tree(seed, dtype)), tree(seed, dtype)
+    left, kept = state, params
+    for step, flag in enumerate(flags):
+        direction = tree(seed + step + 1, dtype)
+        spoiled = direction if flag else tree_map(lambda d: torch.full_like(d, torch.nan), direction)
+        update = partial(optimizer.update, moving=torch.tensor(flag))
+        params, state = road(optimizer._replace(update=update)).update(spoiled, state, params)
+        if flag:
+            kept, left = road(optimizer).update(direction, left, kept)
+    assert_close((params, state), (kept, left), rtol=0, atol=0)
+
+
+# --- What torch computes
+
+
+@given(
+    seed=seeds,
+    lr=st.floats(0, 1),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
+def test_sgd_is_torch_sgd(seed, lr, momentum, nesterov, weight_decay, dtype):
+    hyper = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": weight_decay}
+    directions = [tree(seed + i, dtype) for i in range(1, 6)]
+    found, state = run(sgd(lr, **hyper), tree(seed, dtype), directions)
+    expected = run_torch(torch.optim.SGD, tree(seed, dtype), directions, lr=lr, **hyper)
+    assert_close(found, expected, rtol=0)
+    assert state.steps == 5
+
+
+@given(
+    seed=seeds,
+    lr=st.floats(0, 1),
+    betas=st.sampled_from([(0.9, 0.999), (0.0, 0.0), (0.5, 0.99)]),
+    eps=st.sampled_from([1e-8, 1e-2]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    road=st.sampled_from([lambda optimizer: optimizer, differentiated]),
+)
+def test_adamw_is_torch_adamw(seed, lr, betas, eps, weight_decay, dtype, road):
+    hyper = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    directions = [tree(seed + i, dtype) for i in range(1, 6)]
+    found, state = run(road(adamw(lr, **hyper)), tree(seed, dtype), directions)
+    expected = run_torch(torch.optim.AdamW, tree(seed, dtype), directions, lr=lr, foreach=False, fused=False, **hyper)
+    assert_close(found, expected, rtol=5 * RTOL[dtype], atol=RTOL[dtype])  # steps of size 1 cancel some digits
+    assert state.steps == 5
+
+
+def test_defaults_are_those_of_torch():
+    directions = [tree(i) for i in range(1, 4)]
+    assert_close(run(adamw(), tree(0), directions)[0], run_torch(torch.optim.AdamW, tree(0), directions))
+    assert_close(run(sgd(1e-3), tree(0), directions)[0], run_torch(torch.optim.SGD, tree(0), directions))
+
+
+@pytest.mark.parametrize("road", [lambda optimizer: optimizer, differentiated], ids=["fused", "formulas"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_adamw_is_fused_torch_adamw_within_a_rounding(dtype, road):
+    directions = [tree(i, dtype) for i in range(1, 11)]
+    found, state = run(road(adamw(1e-2)), tree(0, dtype), directions)
+    expected = run_torch(torch.optim.AdamW, tree(0, dtype), directions, lr=1e-2, fused=True)
+    ulp = torch.finfo(dtype).eps
+    assert_close(found, expected, rtol=2 * ulp, atol=1e-2 * ulp)
+    assert {leaf.dtype for leaf in tree_leaves((state.first, state.second))} == {dtype}
+
+
+@pytest.mark.parametrize("road", [lambda optimizer: optimizer, differentiated], ids=["fused", "formulas"])
+def test_adamw_leaves_entries_without_direction_alone_in_float16(road):
+    params = torch.tensor([1.0, 2.0], dtype=torch.float16)
+    found, _ = run(road(adamw(1e-2, weight_decay=0.0)), params, [torch.tensor([0.0, 1.0], dtype=torch.float16)] * 3)
+    assert found[-1][0] == 1.0
+    torch.testing.assert_close(found[-1][1], torch.tensor(1.97, dtype=torch.float16))
+
+
+@given(seed=seeds, momentum=st.sampled_from([0.0, 0.9]))
+def test_schedule_is_lambda_lr(seed, momentum):
+    directions = [tree(seed + i) for i in range(1, 5)]
+
+    def expected(cls, **hyper):
+        schedules = {}
+
+        def after_step(optimizer):
+            optimizer.param_groups[0]["lr"] = 0.1 / (2 + schedules.setdefault("taken", 0))
+            schedules["taken"] += 1
+
+        return run_torch(cls, tree(seed), directions, after_step, lr=0.1, **hyper)
+
+    schedule = lambda steps: 0.1 / (1 + steps.double())
+    found, _ = run(sgd(schedule, momentum=momentum), tree(seed), directions)
+    assert_close(found, expected(torch.optim.SGD, momentum=momentum), atol=1e-14)
+    for road in (lambda optimizer: optimizer, differentiated):
+        assert_close(run(road(adamw(schedule)), tree(seed), directions)[0], expected(torch.optim.AdamW), atol=1e-14)
+
+
+@pytest.mark.parametrize("build", [sgd, adamw])
+def test_tensor_rate_is_the_number(build):
+    directions = [tree(i) for i in range(1, 4)]
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    assert_close(run(build(rate), tree(0), directions)[0], run(build(0.1), tree(0), directions)[0], atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_memory_layout_does_not_matter(optimizer):
+    params, directions = torch.randn(3, 3).expand(2, 3, 3), [torch.randn(3, 3, 2).permute(2, 1, 0) for _ in range(3)]
+    expected, _ = run(optimizer, params.contiguous(), [direction.contiguous() for direction in directions])
+    assert_close(run(optimizer, params, directions)[0], expected, rtol=1e-6)
+    strided = params.permute(0, 2, 1).contiguous().permute(0, 2, 1)
+    assert_close(run(optimizer, strided, [direction.contiguous() for direction in directions])[0], expected, rtol=1e-6)
+
+
+# --- Pure
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_pure(optimizer):
+    params, direction = tree(0), tree(1)
+    _, state = run(optimizer, params, [tree(2)])
+    inputs = (params, direction, state)
+    before = tree_map(torch.clone, inputs)
+    first = optimizer.update(direction, state, params)
+    second = optimizer.update(direction, state, params)
+    assert_close(inputs, before, rtol=0)
+    assert_close(first, second, rtol=0)
+    pointers = {leaf.data_ptr() for leaf in tree_leaves(inputs) if leaf.numel()}
+    moved = [leaf.data_ptr() for leaf in tree_leaves(first[0]) if leaf.numel()]
+    assert not pointers.intersection(moved)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_state_keeps_its_structure(optimizer):
+    state = optimizer.init(tree(0))
+    _, after = run(optimizer, tree(0), [tree(1), tree(2)], state)
+    assert described(after) == described(state)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_step_not_taken_leaves_no_trace(optimizer):
+    params, state = tree(0), optimizer.init(tree(0))
+    optimizer.update(tree_map(lambda d: d * float("nan"), tree(9)), state, params)
+    found, _ = run(optimizer, params, [tree(1), tree(2)], state)
+    expected, _ = run(optimizer, params, [tree(1), tree(2)])
+    assert_close(found, expected, rtol=0)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_dicts_match_by_key(optimizer):
+    a, b = torch.randn(3), torch.randn(2)
+    params, direction = {"a": a, "b": b}, {"a": a + 1, "b": b + 1}
+    swapped = {"b": b + 1, "a": a + 1}
+    state = optimizer.init(params)
+    assert_close(optimizer.update(swapped, state, params), optimizer.update(direction, state, params), rtol=0)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_params_and_state_keep_their_dtypes_when_the_direction_is_wider(optimizer):
+    params, directions = tree(0, torch.bfloat16), [tree(i, torch.float32) for i in range(1, 4)]
+    found, state = run(optimizer, params, directions)
+    assert described(state) == described(optimizer.init(params))
+    assert {leaf.dtype for leaf in tree_leaves(found)} == {torch.bfloat16}
+
+
+# --- Under transforms
+
+
+@pytest.mark.parametrize("optimizer", COMPOSING)
+def test_vmap_over_replicas_is_the_loop(optimizer):
+    replicas = [tree(i) for i in range(3)]
+    directions = [[tree(10 * i + k) for k in range(4)] for i in range(3)]
+    stack = lambda trees: tree_map(lambda *leaves: torch.stack(leaves), trees[0], *trees[1:])
+    params = stack(replicas)
+    state = torch.vmap(optimizer.init)(params)
+    for k in range(4):
+        params, state = torch.vmap(optimizer.update)(stack([d[k] for d in directions]), state, params)
+    expected = stack([run(optimizer, p, d)[0][-1] for p, d in zip(replicas, directions, strict=True)])
+    assert_close(params, expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [sgd, lambda lr: sgd(lr, momentum=0.9), adamw])
+def test_vmap_over_learning_rates_is_the_loop(build, dtype):
+    rates, directions = torch.tensor([0.0, 0.1, 0.5]), [tree(i, dtype) for i in range(1, 4)]
+    params = tree(0, dtype)
+    found = torch.vmap(lambda lr: run(build(lr), params, directions)[0][-1])(rates)
+    for i, rate in enumerate(rates):
+        expected = run(build(rate), params, directions)[0][-1]
+        assert_close(tree_map(lambda x, i=i: x[i], found), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def trained(build):
+    """Three steps down a quartic, as a function of the learning rate and the first params."""
+
+    def final(lr, w, b):
+        params, optimizer = {"w": w, "b": b}, build(lr)
+        state = optimizer.init(params)
+        for _ in range(3):
+            direction = tree_map(lambda p: p**3 + p.sum() / 2, params)
+            params, state = optimizer.update(direction, state, params)
+        return params["w"], params["b"]
+
+    return final
+
+
+BUILDERS = [
+    pytest.param(sgd, id="sgd"),
+    pytest.param(lambda lr: sgd(lr, momentum=0.9, nesterov=True, weight_decay=0.1), id="sgd-momentum"),
+    pytest.param(lambda lr: sgd(lambda steps: lr / (1 + steps)), id="sgd-schedule"),
+    pytest.param(lambda lr: adamw(lr, eps=1e-3), id="adamw"),
+    pytest.param(lambda lr: from_transformation(optax_momentum(lr)), id="from_transformation"),
+]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_derivatives_through_steps_are_finite_differences(build):
+    inputs = (torch.tensor(0.05), torch.tensor([0.5, -1.0, 0.7]), torch.tensor(0.3))
+    inputs = tuple(x.double().requires_grad_() for x in inputs)
+    assert torch.autograd.gradcheck(trained(build), inputs, check_forward_ad=True, check_batched_grad=True)
+    tangents = tuple(torch.ones_like(x) for x in inputs)
+    plain = tuple(x.detach() for x in inputs)
+    _, found = torch.func.jvp(trained(build), plain, tangents)
+    above, below = (trained(build)(*(x + h for x in plain)) for h in (1e-6, -1e-6))
+    assert_close(found, [(a - b) / 2e-6 for a, b in zip(above, below, strict=True)], rtol=1e-6)
+    gradients = torch.func.grad(lambda *x: trained(build)(*x)[0].sum(), argnums=(0, 1))(*plain)
+    _, derivative = torch.func.jvp(lambda *x: trained(build)(*x)[0].sum(), plain, (*tangents[:2], torch.zeros(())))
+    torch.testing.assert_close(sum(g.sum() for g in gradients), derivative)
+
+
+def test_derivative_of_adamw_is_right_where_the_direction_is_zero():
+    optimizer = adamw(0.1, eps=0.5, weight_decay=0.0)
+    params = torch.zeros(2, dtype=torch.float64)
+
+    def first_step(direction):
+        return optimizer.update(direction, optimizer.init(params), params)[0]
+
+    found = torch.func.jacrev(first_step)(torch.zeros_like(params))
+    # The first step is - lr d / (|d| + eps), whose slope at zero is - lr / eps.
+    torch.testing.assert_close(found, -0.2 * torch.eye(2, dtype=torch.float64))
+    torch.testing.assert_close(torch.func.jacfwd(first_step)(torch.zeros_like(params)), found)
+
+
+@pytest.mark.parametrize("optimizer", COMPOSING)
+def test_compiles_once_for_all_steps(optimizer):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = Optimizer(optimizer.init, torch.compile(optimizer.update, fullgraph=True, backend=counter))
+    directions = [tree(i) for i in range(1, 5)]
+    first, state = run(compiled, tree(0), directions[:1])
+    frames = counter.frame_count
+    found, state = run(compiled, first[0], directions[1:], state)
+    expected, expected_state = run(optimizer, tree(0), directions)
+    assert frames > 0
+    assert counter.frame_count == frames
+    assert_close((found, state), (expected[1:], expected_state), atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler itself still uses TorchScript
+def test_compiles_with_the_default_backend():
+    directions = [tree(i) for i in range(1, 4)]
+    compiled = Optimizer(adamw().init, torch.compile(adamw().update, fullgraph=True))
+    assert_close(run(compiled, tree(0), directions)[0], run(adamw(), tree(0), directions)[0], atol=1e-14)
+
+
+# --- Any class of torch.optim
+
+CLASSES = {
+    "SGD": (torch.optim.SGD, {}),
+    "SGD-dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {}),
+    "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW-fused": (torch.optim.AdamW, {"fused": True}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "ASGD": (torch.optim.ASGD, {"t0": 2}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Muon": (torch.optim.Muon, {}),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@given(seed=seeds, lr=st.floats(1e-3, 1))
+def test_from_torch_is_the_class(name, seed, lr):
+    cls, hyper = CLASSES[name]
+    draw = torch.Generator().manual_seed(seed)
+    trees = [{"b": torch.randn(3, 3, generator=draw), "a": torch.randn(4, 2, generator=draw)} for _ in range(9)]
+    optimizer = from_torch(cls, lr=lr, **hyper)
+    found, state = run(optimizer, trees[0], trees[1:])
+    assert_close(found, run_torch(cls, trees[0], trees[1:], lr=lr, **hyper), rtol=0)
+    assert described(state) == described(optimizer.init(trees[0]))
+
+
+def test_from_torch_covers_every_class_of_torch_that_needs_no_closure():
+    everything = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
+    needs_more = {"Optimizer", "LBFGS", "SparseAdam"}  # the base class, a closure, sparse gradients
+    assert everything - needs_more == {name.split("-")[0] for name in CLASSES}
+
+
+def test_from_torch_needs_and_gives_no_graph():
+    params = torch.ones(3, requires_grad=True)
+    optimizer = from_torch(torch.optim.Adam)
+    moved, state = optimizer.update(torch.ones(3, requires_grad=True), optimizer.init(params), params)
+    assert not any(leaf.requires_grad for leaf in tree_leaves((moved, state)))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, x: torch.vmap(f)(x[None]),
+        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    ],
+    ids=["vmap", "grad", "jvp"],
+)
+def test_from_torch_refuses_transforms(transformed):
+    optimizer, params = from_torch(torch.optim.Adam), torch.ones(3)
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match="from_torch: expected no transform"):
+        transformed(lambda x: optimizer.update(x, state, params)[0], torch.ones(3))
+    with pytest.raises(ValueError, match="from_torch: expected no transform"):
+        transformed(lambda x: optimizer.init(x).entries[0]["exp_avg"], torch.ones(3))
+
+
+def test_from_torch_compiles_with_a_graph_break():
+    optimizer = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    compiled = Optimizer(optimizer.init, torch.compile(lambda d, s, p: optimizer.update(d, s, p), backend="aot_eager"))
+    directions = [tree(i) for i in range(1, 4)]
+    assert_close(run(compiled, tree(0), directions), run(optimizer, tree(0), directions), rtol=0)
+
+
+class CountsInState(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"k": 0})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = 1
+
+
+class CountsInGroup(CountsInState):
+    def step(self):
+        self.param_groups[0]["k"] += 1
+
+
+class NeedsClosure(CountsInState):
+    def step(self, closure):
+        closure()
+
+
+@pytest.mark.parametrize(
+    ("cls", "found"),
+    [
+        (CountsInState, "'count'"),
+        (CountsInGroup, "param_groups"),
+        (NeedsClosure, "NeedsClosure"),
+        (torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_from_torch_refuses_what_it_cannot_make_pure(cls, found):
+    with pytest.raises(TypeError, match=f"from_torch.*found.*{found}"):
+        from_torch(cls).init(torch.ones(2))
+
+
+# --- Any optax-style pair
+
+TRANSFORMATIONS = {
+    "sgd": lambda: torchopt.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda: torchopt.adam(0.1),
+    "adamw": lambda: torchopt.adamw(0.1),
+    "chain": lambda: torchopt.chain(torchopt.clip.clip_grad_norm(1.0), torchopt.rmsprop(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@given(seed=seeds)
+def test_from_transformation_is_the_loop_of_torchopt(name, seed):
+    params, directions = tree(seed), [tree(seed + i) for i in range(1, 6)]
+    found, _ = run(from_transformation(TRANSFORMATIONS[name]()), params, directions)
+    transformation = TRANSFORMATIONS[name]()
+    state = transformation.init(params)
+    for direction, step in zip(directions, found, strict=True):
+        updates, state = transformation.update(direction, state, params=params, inplace=False)
+        params = torchopt.apply_updates(params, updates, inplace=False)
+        assert_close(step, params, rtol=0)
+
+
+class Momentum(NamedTuple):
+    init: object
+    update: object
+
+
+def optax_momentum(lr):
+    """A pair in optax's own signature."""
+
+    def update(updates, state, params=None):
+        state = tree_map(lambda s, u: 0.9 * s + u, state, updates)
+        return tree_map(lambda s: -lr * s, state), state
+
+    return Momentum(lambda params: tree_map(torch.zeros_like, params), update)
+
+
+@given(seed=seeds)
+def test_from_transformation_takes_optax_pairs(seed):
+    directions = [tree(seed + i) for i in range(1, 5)]
+    found, _ = run(from_transformation(optax_momentum(0.1)), tree(seed), directions)
+    expected = run_torch(torch.optim.SGD, tree(seed), directions, lr=0.1, momentum=0.9)
+    assert_close(found, expected, atol=1e-14)
+
+
+def test_from_transformation_leaves_params_without_update():
+    freeze = Momentum(lambda params: (), lambda updates, state, params: ({"a": None, "b": -updates["b"]}, state))
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    moved, _ = from_transformation(freeze).update(params, (), params)
+    assert_close(moved, {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+def test_from_transformation_composes():
+    optimizer = from_transformation(optax_momentum(0.1))
+    params, directions = torch.randn(3, 4), torch.randn(3, 4)
+    state = optimizer.init(params)
+    expected = optimizer.update(directions, state, params)
+    assert_close(torch.vmap(optimizer.update)(directions, state, params), expected)
+    compiled = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(directions, state, params), expected)
+
+
+# --- Errors
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: sgd(-0.1), "sgd: lr must be a number >= 0, found -0.1"),
+        (lambda: sgd(float("nan")), "sgd: lr must be a number >= 0, found nan"),
+        (lambda: sgd(0.1, momentum=-1), "sgd: momentum must be a number >= 0, found -1"),
+        (lambda: sgd(0.1, weight_decay=-1.0), "sgd: weight_decay must be a number >= 0"),
+        (lambda: sgd(0.1, nesterov=True), "sgd: nesterov needs momentum > 0"),
+        (lambda: adamw(-1.0), "adamw: lr must be a number >= 0"),
+        (lambda: adamw(eps=-1.0), "adamw: eps must be a number >= 0"),
+        (lambda: adamw(weight_decay=-1.0), "adamw: weight_decay must be a number >= 0"),
+        (lambda: adamw(betas=(1.0, 0.9)), r"adamw: betas\[0\] must lie in \[0, 1\), found 1.0"),
+        (lambda: adamw(betas=(0.9, -0.1)), r"adamw: betas\[1\] must lie in \[0, 1\), found -0.1"),
+    ],
+)
+def test_bad_hyper_parameters_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("optimizer", [sgd(0.1), adamw(), from_torch(torch.optim.Adam)])
+def test_params_must_be_floating(optimizer):
+    with pytest.raises(TypeError, match=r"floating-point tensors, found torch\.int64 in 'n'"):
+        optimizer.init({"n": torch.arange(3)})
+    with pytest.raises(ValueError, match="at least one parameter"):
+        optimizer.init({})
+
+
+def test_from_transformation_needs_a_pair():
+    with pytest.raises(TypeError, match="from_transformation: expected an object with functions init and update"):
+        from_transformation(torch.optim.Adam)

@@ -1,0 +1,930 @@
+"""The laws of mixed precision: the same dtypes on every road, and derivatives near float32's."""
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from functional_jd.precision import op_tables
+from functional_jd.precision.autocast import autocast, autocast_disabled, with_op_tables
+
+LOW = [torch.float16, torch.bfloat16]
+EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+both = pytest.mark.parametrize("dtype", LOW, ids=["float16", "bfloat16"])
+
+
+def draw(*shape: int, key: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(key)) * 0.8 + 0.1
+
+
+def near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((found.double() - expected.double()).norm() <= tolerance * expected.double().norm())
+
+
+def labels(x: Tensor) -> Tensor:
+    return torch.tensor([0, 1, 2, 3])
+
+
+def signs(x: Tensor) -> Tensor:
+    return torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+
+
+def along(name: str):
+    return lambda x: getattr(torch, name)(x, dim=1)
+
+
+def method(name: str, *args: int):
+    return lambda x: getattr(x, name)(*args)
+
+
+UNARY = "square reciprocal rsqrt exp expm1 log log10 log1p log2 acos asin cosh sinh tan erfinv sum prod norm"
+ALONG = "sum prod cumsum cumprod softmax log_softmax logsumexp"
+
+# What PyTorch's reference says of CUDA, written down by hand; x is [4, 4] in (0.1, 0.9).
+HALF = {
+    "operator @": lambda x: x @ x,
+    "operator @ number": lambda x: x[0] @ x[1],
+    "torch.matmul": lambda x: torch.matmul(x, x),
+    "Tensor.matmul": lambda x: x.matmul(x),
+    "linalg.matmul": lambda x: torch.linalg.matmul(x, x),
+    "aten.mm": lambda x: torch.ops.aten.mm(x, x),
+    "mm": lambda x: x.mm(x),
+    "mv": lambda x: x.mv(x[0]),
+    "bmm": lambda x: torch.bmm(x[None], x[None]),
+    "addmm": lambda x: torch.addmm(x, x, x),
+    "Tensor.addmm": lambda x: x.addmm(x, x),
+    "addmv": lambda x: torch.addmv(x[0], x, x[0]),
+    "addr": lambda x: torch.addr(x, x[0], x[0]),
+    "addbmm": lambda x: torch.addbmm(x, x[None], x[None]),
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], x[None]),
+    "linalg.multi_dot": lambda x: torch.linalg.multi_dot([x, x, x]),
+    "linalg.vecdot": lambda x: torch.linalg.vecdot(x, x),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "einsum of a list": lambda x: torch.einsum("ij,jk->ik", [x, x]),
+    "linear": lambda x: F.linear(x, x),
+    "linear with bias": lambda x: F.linear(x, x, x[0]),
+    "_C._nn.linear": lambda x: torch._C._nn.linear(x, x, bias=x[0]),
+    "prelu": lambda x: F.prelu(x, x[0]),
+    "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "conv1d": lambda x: F.conv1d(x[None], x[:, :, None], x[0]),
+    "conv2d": lambda x: F.conv2d(x[None, :, :, None], x[:, :, None, None], x[0]),
+    "conv3d": lambda x: F.conv3d(x[None, :, :, None, None], x[:, :, None, None, None], x[0]),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], x[:, :, None], x[0]),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, :, :, None], x[:, :, None, None], x[0]),
+    "conv_transpose3d": lambda x: F.conv_transpose3d(x[None, :, :, None, None], x[:, :, None, None, None], x[0]),
+    "gru_cell": lambda x: torch.gru_cell(x, x, x.repeat(3, 1), x.repeat(3, 1)),
+    "rnn_tanh_cell": lambda x: torch.rnn_tanh_cell(x, x, x, x),
+}
+FLOAT32 = {
+    "operator **": lambda x: x**2,
+    "operator ** tensor": lambda x: x**x,
+    "number ** tensor": lambda x: 2.0**x,
+    "number / tensor": lambda x: 2.0 / x,
+    "pow": lambda x: torch.pow(x, 0.5),
+    "pow of a number": lambda x: torch.pow(2.0, x),
+    "special.expm1": lambda x: torch.special.expm1(x),
+    "special.log_softmax": lambda x: torch.special.log_softmax(x, 0),
+    "special.logsumexp": lambda x: torch.special.logsumexp(x, 0),
+    **{name: method(name) for name in UNARY.split()},
+    **{f"{name} of a dimension": method(name, 1) for name in ALONG.split()},
+    **{f"torch.{name}": along(name) for name in ALONG.split()},
+    "F.softmax": lambda x: F.softmax(x, dim=1),
+    "F.log_softmax": lambda x: F.log_softmax(x, dim=1),
+    "F.softmin": lambda x: F.softmin(x, dim=1),
+    "F.softplus": lambda x: F.softplus(x),
+    "F.gelu": lambda x: F.gelu(x),
+    "F.normalize": lambda x: F.normalize(x),
+    "norm": lambda x: torch.norm(x),
+    "linalg.norm": lambda x: torch.linalg.norm(x),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
+    "renorm": lambda x: torch.renorm(x, 2, 0, 0.5),
+    "dist": lambda x: torch.dist(x, x.flip(0)),
+    "cdist": lambda x: torch.cdist(x, x.flip(0)),
+    "pdist": lambda x: F.pdist(x),
+    "pairwise_distance": lambda x: F.pairwise_distance(x, x.flip(0)),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0)),
+    "F.layer_norm": lambda x: F.layer_norm(x, (4,), x[0], x[1]),
+    "torch.layer_norm": lambda x: torch.layer_norm(x, (4,), x[0], x[1]),
+    "group_norm": lambda x: F.group_norm(x, 2, x[0], x[1]),
+    "rms_norm": lambda x: F.rms_norm(x, (4,), x[0]),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
+    "cross_entropy": lambda x: F.cross_entropy(x, labels(x)),
+    "cross_entropy of soft targets": lambda x: F.cross_entropy(x, x.flip(0), label_smoothing=0.1),
+    "nll_loss": lambda x: F.nll_loss(x, labels(x)),
+    "kl_div": lambda x: F.kl_div(x, x.flip(0), reduction="sum"),
+    "l1_loss": lambda x: F.l1_loss(x, x.flip(0)),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.flip(0)),
+    "huber_loss": lambda x: F.huber_loss(x, x.flip(0)),
+    "mse_loss": lambda x: F.mse_loss(x, x.flip(0)),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.flip(0)),
+    "poisson_nll_loss": lambda x: F.poisson_nll_loss(x, x.flip(0)),
+    "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x.flip(0), signs(x)[0]),
+    "hinge_embedding_loss": lambda x: F.hinge_embedding_loss(x, signs(x)),
+    "margin_ranking_loss": lambda x: F.margin_ranking_loss(x, x.flip(0), signs(x)),
+    "multi_margin_loss": lambda x: F.multi_margin_loss(x, labels(x)),
+    "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x, labels(x).expand(4, 4)),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, signs(x)),
+    "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, x.flip(0)),
+    "triplet_margin_loss": lambda x: F.triplet_margin_loss(x, x.flip(0), x.flip(1)),
+    "interpolate": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "lp_pool1d": lambda x: F.lp_pool1d(x[None], 2.0, 2),
+    "linalg.inv": lambda x: torch.linalg.inv(x),
+    "linalg.eigvalsh": lambda x: torch.linalg.eigvalsh(x + x.mT),
+    "det": lambda x: torch.det(x),
+    "fft": lambda x: torch.fft.rfft(x).real,
+}
+INPUT = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, x[0].float(), x[1].float(), training=True),
+    "instance_norm": lambda x: F.instance_norm(x[None], weight=x[0].float(), bias=x[1].float()),
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]),
+    "dot": lambda x: torch.dot(x[0], x[1]),
+    "vdot": lambda x: torch.vdot(x[0], x[1]),
+    "inner": lambda x: torch.inner(x, x),
+    "addcmul": lambda x: torch.addcmul(x, x, x),
+    "addcdiv": lambda x: torch.addcdiv(x, x, x),
+    "atan2": lambda x: torch.atan2(x, x),
+    "bilinear": lambda x: F.bilinear(x, x, x[None].repeat(4, 1, 1)),
+    "linalg.cross": lambda x: torch.linalg.cross(x[:, :3], x[:, 1:]),
+    "cross": lambda x: torch.cross(x[:, :3], x[:, 1:], dim=1),
+    "index_put": lambda x: torch.index_put(x, (torch.tensor([0]),), x[1]),
+    "tensordot": lambda x: torch.tensordot(x, x, 1),
+    "where": lambda x: torch.where(x > 0.5, x, x),
+    "Tensor.where": lambda x: x.where(x > 0.5, x.flip(0)),
+    "scatter_add": lambda x: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), x),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], x.reshape(1, 2, 4, 2), align_corners=False),
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mean": torch.mean,
+    "var": torch.var,
+    "add": lambda x: x + x,
+    "mul": lambda x: x * x,
+    "div": lambda x: x / 2,
+    "max": lambda x: x.amax(1),
+    "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
+    "avg_pool3d": lambda x: F.avg_pool3d(x[None, :, :, None, None], 1),
+    "trace": torch.trace,
+    "dtype of one's own": lambda x: torch.softmax(x, 0, dtype=x.dtype),
+    "dtype by position": lambda x: x.softmax(0, x.dtype),
+}
+CASES = [(op, name) for group in (HALF, FLOAT32, INPUT) for name, op in group.items()]
+MIXED = {  # the widest of the two
+    "cat": torch.cat,
+    "stack": torch.stack,
+    "dot": lambda pair: torch.dot(pair[0][0], pair[1][0]),
+    "inner": lambda pair: torch.inner(*pair),
+    "addcmul": lambda pair: torch.addcmul(pair[0], pair[1], pair[0]),
+    "addcdiv": lambda pair: torch.addcdiv(pair[0], pair[1], pair[0]),
+    "atan2": lambda pair: torch.atan2(*pair),
+    "bilinear": lambda pair: F.bilinear(pair[0], pair[1], pair[0].expand(3, 4, 4)),
+    "linalg.cross": lambda pair: torch.linalg.cross(pair[0][:, :3], pair[1][:, :3]),
+    "cross": lambda pair: torch.cross(pair[0][:, :3], pair[1][:, :3], dim=1),
+    "tensordot": lambda pair: torch.tensordot(*pair, dims=1),
+    "where": lambda pair: torch.where(pair[0] > 0.5, *pair),
+    "scatter_add": lambda pair: pair[0].scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), pair[1]),
+    "index_put": lambda pair: torch.index_put(pair[0], (torch.tensor([0]),), pair[1][0]),
+    "grid_sample": lambda pair: F.grid_sample(pair[0][None, None], pair[1].reshape(1, 2, 4, 2), align_corners=False),
+}
+
+
+def expected_dtype(name: str, given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if name in HALF else torch.float32 if name in FLOAT32 else given
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")  # vmap's own loops over rows
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
+def test_ops_have_the_reference_dtype_with_vmap_and_without(op, name, dtype):
+    for given_dtype in (torch.float32, dtype):
+        x = draw(4, 4).to(given_dtype)
+        alone = autocast(op, dtype)(x)
+        assert alone.dtype == expected_dtype(name, given_dtype, dtype)
+        batched = vmap(autocast(op, dtype))(x[None])
+        assert batched.dtype == alone.dtype
+        assert near(batched[0], alone, 4 * EPS[dtype])
+
+
+OP_ROADS = {
+    "jacrev": jacrev,
+    "vmap(jacrev)": lambda f: lambda x: vmap(jacrev(f))(x[None]),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
+    "vmap(jvp)": lambda f: lambda x: vmap(lambda x: jvp(f, (x,), (x,))[1])(x[None]),
+}
+NO_JVP = {"cdist", "pdist", "grid_sample", "multi_margin_loss", "multilabel_margin_loss"}  # in torch itself
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
+def test_ops_have_the_reference_dtype_on_every_road(op, name, dtype):
+    for given_dtype in (torch.float32, dtype):
+        x = draw(4, 4).to(given_dtype)
+        for road, way in OP_ROADS.items():
+            if "jvp" in road and name in NO_JVP:
+                continue
+            seen = []
+
+            def f(x, seen=seen):
+                y = op(x)
+                seen.append(y.dtype)
+                return y
+
+            derivative = way(autocast(f, dtype))(x)
+            assert set(seen) == {expected_dtype(name, given_dtype, dtype)}, road
+            assert derivative.dtype == (seen[0] if "jvp" in road else given_dtype), road
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
+def test_gradients_are_near_float32_and_in_its_dtype(op, name, dtype):
+    if name == "pdist":
+        pytest.skip("pdist has no second rule under vmap in torch itself")
+    x = draw(4, 4, key=1)
+    expected = grad(lambda x: op(x).double().sum())(x)
+    found = grad(autocast(lambda x: op(x).double().sum(), dtype))(x)
+    batched = vmap(grad(autocast(lambda x: op(x).double().sum(), dtype)))(x[None])[0]
+    assert found.dtype == batched.dtype == torch.float32
+    scale = 1 + expected.abs().max()
+    assert (found - expected).abs().max() <= 40 * EPS[dtype] * scale
+    assert (batched - expected).abs().max() <= 40 * EPS[dtype] * scale
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("name", MIXED)
+def test_promoting_ops_take_the_widest_dtype(name, dtype):
+    x = draw(4, 4)
+    for pair in ((x, x.to(dtype)), (x.to(dtype), x), (x.to(dtype), x.to(dtype))):
+        widest = torch.float32 if torch.float32 in (pair[0].dtype, pair[1].dtype) else dtype
+        assert autocast(MIXED[name], dtype)(pair).dtype == widest
+        assert vmap(autocast(MIXED[name], dtype))((pair[0][None], pair[1][None])).dtype == widest
+
+
+REFERENCE = {  # the documented lists, CUDA's
+    "HALF": """__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d
+        conv_transpose1d conv_transpose2d conv_transpose3d linear matmul mm mv prelu
+        scaled_dot_product_attention einsum""",
+    "FLOAT32": """__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh
+        cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 gelu group_norm
+        hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss
+        multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal
+        rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan
+        triplet_margin_loss""",
+    "PROMOTE": """addcdiv addcmul atan2 bilinear cat cross dot equal stack tensordot
+        scatter_add index_put where""",
+}
+APART = {"chain_matmul", "equal"}  # no vmap rule, no tensor: they have tests of their own
+
+
+class Heard(TorchFunctionMode):
+    """The names that torch itself gives to the ops that Python calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.removeprefix("linalg_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_entry_of_the_reference_is_tabled_and_called_above():
+    with Heard() as heard:
+        for op, _ in CASES:
+            op(draw(4, 4))
+    for table, words in REFERENCE.items():
+        names = {name.removeprefix("linalg_") for name in getattr(op_tables, table)}
+        assert set(words.split()) <= names
+        # `x @ y`, `x**2` and `2 / x` answer to another name of theirs.
+        assert set(words.split()) - heard.names - APART <= {"__matmul__", "__pow__", "__rtruediv__"}
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated:UserWarning")
+def test_chain_matmul_is_half_where_torch_has_it(dtype):
+    chain = autocast(lambda x: torch.chain_matmul(x, x, x), dtype)
+    x = draw(4, 4)
+    assert chain(x).dtype == dtype
+    assert near(chain(x), x @ x @ x, 4 * EPS[dtype])
+    assert near(grad(lambda x: chain(x).float().sum())(x), grad(lambda x: (x @ x @ x).sum())(x), 8 * EPS[dtype])
+
+
+@both
+def test_equal_compares_across_dtypes(dtype):
+    whole = torch.tensor([1.0, 2.0])
+    third = whole / 3
+    assert autocast(torch.equal, dtype)(whole, whole.to(dtype))
+    assert not autocast(torch.equal, dtype)(third, third.to(dtype))  # the widest: nothing is rounded to agree
+
+
+def test_tables_hold_all_that_torch_lists():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not header.exists():
+        pytest.skip("this build of torch comes without headers")
+    macros = {}
+    for part in header.read_text().split("#define AT_FORALL_")[1:]:
+        lines = re.match(r"(?:.*\\\n)*.*", part).group()
+        macros[part.split("(")[0]] = set(re.findall(r"_\((?:ADD_NS\()?(\w+)", lines)) - {"_"}
+    assert {"linear"} < macros["LOWER_PRECISION_FP"] <= op_tables.HALF
+    assert {"exp"} < macros["FP32"] <= op_tables.FLOAT32
+    assert {"sum"} < macros["FP32_SET_OPT_DTYPE"] <= op_tables.FLOAT32
+    assert {"dot"} < macros["PROMOTE"] <= op_tables.PROMOTE
+
+
+def test_no_op_stands_in_two_tables():
+    tables = [op_tables.HALF, op_tables.FLOAT32, op_tables.PROMOTE, op_tables.WIDE, op_tables.PLAIN]
+    assert len(frozenset().union(*tables)) == sum(len(table) for table in tables)
+
+
+STEPS = {
+    "linear": lambda x, w: F.linear(x, w, w[0]),
+    "matmul": lambda x, w: x @ w,
+    "addmm": lambda x, w: torch.addmm(w, x, w),
+    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w[0], w[1]),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w[0], w[1], training=True),
+    "softmax": lambda x, w: F.softmax(x, -1),
+    "relu": lambda x, w: F.relu(x),
+    "tanh": lambda x, w: x.tanh(),
+    "gelu": lambda x, w: F.gelu(x),
+    "cat": lambda x, w: torch.cat([x[:2], w[2:]]),
+    "where": lambda x, w: torch.where(x > w, x, w),
+    "square": lambda x, w: x**2,
+    "add": lambda x, w: x + w,
+    "cumsum": lambda x, w: x.cumsum(0),
+    "float": lambda x, w: x.float(),
+    "half": lambda x, w: x.half(),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), st.sampled_from(LOW))
+def test_any_composition_has_the_same_dtypes_on_every_road(names, dtype):
+    def trace(seen):
+        def f(x, w):
+            for name in names:
+                x = STEPS[name](x, w)
+                seen.append(x.dtype)
+            return x.mean(-1)
+
+        return autocast(f, dtype)
+
+    x, w = draw(4, 4), draw(4, 4, key=1)
+    roads = {
+        "alone": lambda f: f(x, w),
+        "vmap": lambda f: vmap(f, in_dims=(0, None))(x[None], w),
+        "jacrev": lambda f: jacrev(f)(x, w),
+        "jacfwd": lambda f: jacfwd(f)(x, w),
+        "vmap(grad)": lambda f: vmap(grad(lambda x, w: f(x, w).sum()), in_dims=(0, None))(x[None], w),
+    }
+    seen = {}
+    for name, road in roads.items():
+        seen[name] = []
+        road(trace(seen[name]))
+    assert all(dtypes == seen["alone"] for dtypes in seen.values())
+
+
+class Shaped(nn.Module):
+    """Unflatten, which the compiler does not trace."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, *self.shape)
+
+
+NORMS = {
+    "LayerNorm": lambda: nn.LayerNorm(6),
+    "GroupNorm": lambda: nn.GroupNorm(2, 6),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "BatchNorm1d eval": lambda: nn.BatchNorm1d(6).eval(),
+    "BatchNorm2d": lambda: nn.Sequential(Shaped(3, 2, 1), nn.BatchNorm2d(3, track_running_stats=False)),
+    "InstanceNorm1d": lambda: nn.Sequential(Shaped(2, 3), nn.InstanceNorm1d(2, affine=True)),
+    "InstanceNorm2d": lambda: nn.Sequential(Shaped(1, 3, 2), nn.InstanceNorm2d(1, affine=True)),
+    "RMSNorm": lambda: nn.RMSNorm(6),
+    "LocalResponseNorm": lambda: nn.Sequential(Shaped(6, 1), nn.LocalResponseNorm(2)),
+}
+
+
+def network(make):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), make(), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3))
+    buffers = dict(model.named_buffers())
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def losses(params, x):
+        return (functional_call(model, (params, buffers), (x,)) ** 2).mean(0)
+
+    return losses, params
+
+
+def pulled_back(f):
+    def jacobian(params, x):
+        value, pullback = vjp(lambda params: f(params, x), params)
+        return vmap(lambda row: pullback(row)[0])(torch.eye(3, dtype=value.dtype))
+
+    return jacobian
+
+
+def by_autograd(f):
+    def jacobian(params, x):
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        value = f(leaves, x)
+
+        def row(cotangent):
+            return torch.autograd.grad(value, list(leaves.values()), cotangent, retain_graph=True)
+
+        rows = vmap(row)(torch.eye(3, dtype=value.dtype))
+        return dict(zip(leaves, rows, strict=True))
+
+    return jacobian
+
+
+def by_forward(f):
+    def jacobian(params, x):
+        def row(name):
+            def along(tangent):
+                at = {**params, name: params[name]}
+                zeros = {key: torch.zeros_like(value) for key, value in params.items()}
+                return jvp(lambda p: f(p, x), (at,), ({**zeros, name: tangent},))[1]
+
+            basis = torch.eye(params[name].numel()).reshape(-1, *params[name].shape)
+            return vmap(along)(basis).mT.reshape(-1, *params[name].shape)
+
+        return {name: row(name) for name in params}
+
+    return jacobian
+
+
+ROADS = {
+    "jacrev": jacrev,
+    "jacfwd": jacfwd,
+    "jvp": by_forward,
+    "vmap of a pullback": pulled_back,
+    "vmap of autograd": by_autograd,
+    "vmap(grad)": lambda f: lambda p, x: vmap(lambda i: grad(lambda p: f(p, x)[i])(p))(torch.arange(3)),
+    "grad of a sum": lambda f: lambda p, x: {k: v[None] for k, v in grad(lambda p: f(p, x).sum())(p).items()},
+    "vmap(jacrev)": lambda f: lambda p, x: {k: v[0] for k, v in vmap(jacrev(f), in_dims=(None, 0))(p, x[None]).items()},
+}
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("road", ROADS)
+def test_every_norm_layer_differentiates_on_every_road(norm, road, dtype):
+    losses, params = network(NORMS[norm])
+    x = draw(8, 5, key=2)
+    expected = ROADS[road](losses)(params, x)
+    found = ROADS[road](autocast(losses, dtype))(params, x)
+    scale = max(value.abs().max() for value in expected.values())
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - value).abs().max() <= 20 * EPS[dtype] * scale
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_layer_has_second_derivatives(norm, dtype):
+    losses, params = network(NORMS[norm])
+    x = draw(8, 5, key=2)
+    # The bias: small enough for a whole hessian.
+    f = lambda f: hessian(lambda bias: f({**params, "0.bias": bias}, x).sum())(params["0.bias"])
+    found, expected = f(autocast(losses, dtype)), f(losses)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() <= 40 * EPS[dtype] * (expected.abs().max() + 0.1)
+
+
+@both
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d", "InstanceNorm1d", "GroupNorm"])
+def test_compiles_in_one_graph(norm, dtype):
+    torch.compiler.reset()
+    losses, params = network(NORMS[norm])
+    x = draw(8, 5, key=2)
+    expected = jacrev(autocast(losses, dtype))(params, x)
+    found = torch.compile(jacrev(autocast(losses, dtype)), fullgraph=True, backend="aot_eager")(params, x)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert near(found[name], value, 20 * EPS[dtype]) or value.abs().max() < 1e-3
+
+
+@both
+def test_batch_norm_updates_its_running_statistics(dtype):
+    layer, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    x = draw(8, 4)
+    autocast(layer, dtype)(x.to(dtype))
+    twin(x.to(dtype).float())
+    assert torch.equal(layer.running_mean, twin.running_mean)
+    assert torch.equal(layer.running_var, twin.running_var)
+
+
+def stable(logits):
+    return {
+        "softmax": F.softmax(logits, -1),
+        "cross_entropy": F.cross_entropy(logits[None], torch.tensor([1])),
+        "sum": torch.full((100,), 1000.0, dtype=logits.dtype).sum(),
+        "norm": torch.full((100,), 1000.0, dtype=logits.dtype).norm(),
+        "square": torch.full((2,), 1000.0, dtype=logits.dtype) ** 2,
+    }
+
+
+def test_what_overflows_half_precision_does_not():
+    found = autocast(stable)(torch.tensor([1000.0, 0.0], dtype=torch.float16))
+    assert torch.equal(found["softmax"], torch.tensor([1.0, 0.0]))
+    assert found["cross_entropy"] == 1000
+    assert found["sum"] == 100_000
+    assert found["norm"] == 10_000
+    assert torch.equal(found["square"], torch.tensor([1e6, 1e6]))
+
+
+@both
+@pytest.mark.parametrize("road", ["alone", "vmap", "compiled"])
+def test_cross_entropy_of_huge_logits_and_its_gradient_are_exact(road, dtype):
+    torch.compiler.reset()
+    logits, soft = torch.tensor([[1000.0, 0.0]], dtype=dtype), torch.tensor([[0.5, 0.5]])
+    f = grad_and_value(autocast(lambda z: F.cross_entropy(z, soft), dtype))
+    roads = {
+        "alone": f,
+        "vmap": lambda z: tuple(part[0] for part in vmap(f)(z[None])),
+        "compiled": torch.compile(f, fullgraph=True, backend="aot_eager"),
+    }
+    gradient, value = roads[road](logits)
+    assert value.item() == 500
+    assert (value.dtype, gradient.dtype) == (torch.float32, dtype)
+    assert gradient.tolist() == [[0.5, -0.5]]  # softmax - labels
+
+
+@both
+def test_softmax_of_huge_logits_is_exact_forward_and_backward(dtype):
+    logits = torch.tensor([1000.0, 0.0], dtype=dtype)
+    for softmax in (lambda z: F.softmax(z, 0), lambda z: F.log_softmax(z, 0).exp()):
+        low = autocast(softmax, dtype)
+        for value in (low(logits), vmap(low)(logits[None])[0]):
+            assert value.tolist() == [1, 0]
+        assert jacrev(low)(logits).tolist() == [[0, 0], [0, 0]]
+
+
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=6), st.sampled_from(LOW))
+def test_sums_beyond_65504_are_exact(values, dtype):
+    x = (1024.0 * torch.tensor(values)).to(dtype)  # whole multiples: exact in either
+    total = 1024 * sum(values) + 65536
+    f = autocast(lambda x: torch.cat([x, x.new_full((2,), 32768.0)]).sum(), dtype)
+    assert f(x).item() == vmap(f)(x[None]).item() == total
+    assert grad(f)(x).tolist() == [1] * len(values)
+
+
+@both
+def test_reused_weights_add_their_gradients_in_float32(dtype):
+    w = torch.ones(1, 1)
+    x = torch.full((1, 1), 40000.0)
+    exact = 2 * x.to(dtype).float().item()
+    outside = torch.autocast("cpu", dtype, cache_enabled=True)
+    # An overload is in no table: native autocast, whose cache would add in half precision, does it.
+    for linear in (F.linear, torch.ops.aten.linear.default):
+        twice = lambda w, linear=linear: (linear(x, w).float() + linear(x, w).float()).sum()
+
+        def plain(w, twice=twice):
+            with torch.autocast("cpu", dtype):
+                return twice(w)
+
+        def brought_in(w, twice=twice):
+            with outside:
+                return twice(w)
+
+        for f in (autocast(twice, dtype), with_op_tables(plain), with_op_tables(brought_in)):
+            leaf = w.clone().requires_grad_()
+            assert torch.autograd.grad(f(leaf), leaf)[0].item() == exact
+            assert grad(f)(w).item() == exact
+            assert jacrev(f)(w).item() == exact
+        leaf = w.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            value = with_op_tables(twice)(leaf)
+        assert torch.autograd.grad(value, leaf)[0].item() == exact
+
+
+def island(x, w):
+    with torch.autocast("cpu", enabled=False):
+        return ((x @ w).relu() @ w).sum()
+
+
+@both
+@pytest.mark.parametrize("road", [grad, jacrev, lambda f: lambda x, w: vmap(grad(f), (0, None))(x[None], w)[0]])
+def test_islands_stay_float32_forward_and_backward(road, dtype):
+    x, w = draw(16, 16), draw(16, 16, key=1) - 0.5
+    assert near(autocast(island, dtype)(x, w), island(x, w), 1e-6)
+    assert near(road(autocast(island, dtype))(x, w), road(island)(x, w), 1e-6)
+
+
+@both
+def test_backward_passes_within_follow_their_forward_pass(dtype):
+    def penalty(x, w):
+        return (grad(island)(x, w) ** 2).sum()
+
+    x, w = draw(16, 16), draw(16, 16, key=1) - 0.5
+    assert near(autocast(penalty, dtype)(x, w), penalty(x, w), 1e-6)
+
+
+@both
+def test_an_inner_autocast_has_the_last_word(dtype):
+    other = LOW[1 - LOW.index(dtype)]
+
+    def f(x):
+        outer = x @ x
+        with torch.autocast("cpu", other):
+            inner = x @ x
+        return outer, inner, x @ x
+
+    assert [y.dtype for y in autocast(f, dtype)(draw(2, 2))] == [dtype, other, dtype]
+
+
+@both
+def test_portable_makes_native_autocast_follow_the_tables(dtype):
+    def inside(x):
+        with torch.autocast("cpu", dtype):
+            return F.layer_norm(F.linear(x, x, x[0]), (4,)), torch.softmax(x.to(dtype), 0), F.linear(x, x, x[0])
+
+    dtypes = [torch.float32, torch.float32, dtype]
+    assert [y.dtype for y in with_op_tables(inside)(draw(4, 4))] == dtypes
+    assert [y.dtype for y in vmap(with_op_tables(inside))(draw(2, 4, 4))] == dtypes
+    with torch.autocast("cpu", dtype):
+        assert [y.dtype for y in with_op_tables(lambda x: inside(x))(draw(4, 4))] == dtypes
+        assert with_op_tables(lambda x: x.exp())(draw(4).to(dtype)).dtype == torch.float32
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6))
+def test_portable_changes_nothing_where_autocast_is_off(names):
+    def f(x, w):
+        for name in names:
+            x = STEPS[name](x.float(), w)
+        return x
+
+    x, w = draw(4, 4), draw(4, 4, key=1)
+    assert torch.equal(with_op_tables(f)(x, w), f(x, w))
+    assert torch.equal(with_op_tables(with_op_tables(f))(x, w), f(x, w))
+
+
+@both
+def test_portable_is_idempotent(dtype):
+    losses, params = network(NORMS["LayerNorm"])
+    once = jacrev(autocast(losses, dtype))(params, draw(8, 5))
+    twice = jacrev(with_op_tables(autocast(with_op_tables(losses), dtype)))(params, draw(8, 5))
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+@both
+def test_float64_stays_float64(dtype):
+    x = draw(4, 4).double()
+    for op in (*HALF.values(), *FLOAT32.values()):
+        if op in (HALF["prelu"],):
+            continue
+        assert autocast(op, dtype)(x).dtype == torch.float64
+
+
+@both
+def test_whoever_names_a_dtype_or_an_output_gets_it(dtype):
+    x = draw(4, 4)
+    assert autocast(lambda x: x.sum(dtype=torch.float64), dtype)(x).dtype == torch.float64
+    assert autocast(lambda x: F.softmax(x, 0, dtype=dtype), dtype)(x).dtype == dtype
+    out = torch.empty(4, 4)
+    assert autocast(lambda x: torch.mm(x, x, out=out), dtype)(x) is out
+    assert torch.equal(out, x @ x)
+    y = x.to(dtype)
+    assert autocast(lambda y: y.exp_(), dtype)(y) is y
+
+
+def test_integers_and_complex_numbers_are_left_alone():
+    whole = torch.arange(4)
+    assert autocast(lambda x: x.sum())(whole).dtype == torch.int64
+    assert autocast(lambda x: torch.mv(x.outer(x), x))(whole).dtype == torch.int64
+    assert autocast(lambda x: x @ x)(torch.eye(2, dtype=torch.complex64)).dtype == torch.complex64
+
+
+def test_tensors_without_data_pass_through():
+    assert autocast(lambda x: F.softmax(x @ x, 0))(torch.empty(2, 2, device="meta")).shape == (2, 2)
+
+
+def test_operators_of_others_are_left_alone():
+    with torch.library._scoped_library("functional_jd_test", "DEF") as library:
+        library.define("exp(Tensor x) -> Tensor")
+        library.impl("exp", lambda x: x + 1, "CompositeImplicitAutograd")
+        mine = torch.ops.functional_jd_test.exp
+        assert autocast(lambda x: mine(x))(draw(2).half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("wrap", [autocast, with_op_tables])
+def test_autocast_leaves_no_trace(wrap):
+    def state():
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+    before = state()
+    assert before == (False, torch.bfloat16, True)
+    wrap(lambda x: F.linear(x, x))(draw(2, 2))
+    assert state() == before
+    with pytest.raises(RuntimeError, match="shapes"):
+        wrap(lambda x: F.linear(x, x[:, :1]))(draw(2, 2))
+    assert state() == before
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = state()
+        wrap(lambda x: F.linear(x, x))(draw(2, 2))
+        assert state() == inside
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def test_autocast_around_keeps_nothing_from_call_to_call():
+    w, x = draw(512, 512), draw(2, 512)
+    # An overload is in no table: native autocast, which would keep the weight and its copy, does it.
+    f = with_op_tables(lambda w: torch.ops.aten.linear.default(x, w).sum())
+
+    def gradients(calls):
+        for _ in range(calls):
+            leaf = w.clone().requires_grad_()
+            torch.autograd.grad(f(leaf), leaf)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(20)
+        before = peak_memory()
+        gradients(250)
+        assert peak_memory() - before < 50 * w.nbytes
+
+
+def sequence_model(kind):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "attention":
+            layer = nn.MultiheadAttention(8, 2, batch_first=True)
+            return layer, lambda p, x: functional_call(layer, p, (x, x, x))[0]
+        if kind == "attention without weights":
+            layer = nn.MultiheadAttention(8, 2, batch_first=True)
+            return layer, lambda p, x: functional_call(layer, p, (x, x, x), {"need_weights": False})[0]
+        if kind == "transformer":
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            return layer, lambda p, x: functional_call(layer, p, (x,))
+        layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[kind](8, 8, batch_first=True)
+        return layer, lambda p, x: functional_call(layer, p, (x,))[0]
+
+
+@both
+@pytest.mark.parametrize("kind", ["attention", "attention without weights", "transformer", "lstm", "gru", "rnn"])
+def test_sequence_models_are_within_half_precision_of_float32(kind, dtype):
+    layer, f = sequence_model(kind)
+    params = {name: value.detach() for name, value in layer.named_parameters()}
+    x = draw(3, 5, 8) - 0.5
+    low = autocast(f, dtype)
+    assert near(low(params, x), f(params, x), 10 * EPS[dtype])
+    expected = grad(lambda p: (f(p, x) ** 2).mean())(params)
+    found = grad(lambda p: (low(p, x) ** 2).mean())(params)
+    scale = max(value.abs().max() for value in expected.values())
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - value).abs().max() <= 20 * EPS[dtype] * scale
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("kind", ["attention", "attention without weights", "transformer"])
+def test_attention_has_the_same_dtype_vmapped(kind, dtype):
+    layer, f = sequence_model(kind)
+    params = {name: value.detach() for name, value in layer.named_parameters()}
+    x = draw(2, 3, 5, 8) - 0.5
+    low = autocast(f, dtype)
+    batched = vmap(low, in_dims=(None, 0))(params, x)
+    assert batched.dtype == low(params, x[0]).dtype
+    assert near(batched[1], f(params, x[1]), 10 * EPS[dtype])
+
+
+@pytest.mark.parametrize("road", ["alone", "vmap", "grad"])
+def test_binary_cross_entropy_is_refused_with_its_cure(road):
+    f = autocast(lambda x: F.binary_cross_entropy(x, x.detach()))
+    roads = {"alone": f, "vmap": vmap(f), "grad": grad(f)}
+    with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+        roads[road](draw(2, 2))
+    assert with_op_tables(lambda x: F.binary_cross_entropy(x, x))(draw(2, 2)).isfinite()
+
+
+@both
+def test_full_precision_switches_autocast_off_and_back(dtype):
+    x = draw(3, 3)
+    with torch.autocast("cpu", dtype):
+        with autocast_disabled({"x": x, "name": "leaves that are no tensors are passed over"}):
+            assert torch.equal(x @ x, vmap(lambda row: row @ x)(x))
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == dtype
+        with autocast_disabled([]):
+            assert (x @ x).dtype == dtype
+        with autocast_disabled(torch.empty(2, device="meta")):
+            assert (x @ x).dtype == dtype
+
+
+def test_full_precision_compiles_in_one_graph():
+    torch.compiler.reset()
+
+    def f(x):
+        with autocast_disabled({"x": x}):
+            return x @ x
+
+    x = draw(3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("part", range(4))
+def test_compiled_ops_have_the_reference_dtype_with_vmap_and_without(part, dtype):
+    torch.compiler.reset()
+    # The compiler hides padding from modes: the CPU's native autocast makes its reflections float32.
+    ops = {name: op for op, name in CASES[part::4] if name != "pad"}
+    # What comes in has the dtype that must change, or must not.
+    given = {name: torch.float32 if name in HALF else dtype for name in ops}
+
+    def f(x):
+        return {name: op(x.to(given[name])) for name, op in ops.items()}
+
+    def roads(x):
+        return autocast(f, dtype)(x), vmap(autocast(f, dtype))(x[None])
+
+    for found in torch.compile(roads, fullgraph=True, backend="aot_eager")(draw(4, 4)):
+        assert {name: y.dtype for name, y in found.items()} == {
+            name: expected_dtype(name, given[name], dtype) for name in ops
+        }
+
+
+@both
+def test_plain_autocast_inside_compiles_in_one_graph(dtype):
+    torch.compiler.reset()
+    x = draw(4, 4)
+
+    def losses(w, buffers):
+        with torch.autocast("cpu", dtype):
+            return F.layer_norm(F.linear(x, w, w[0]), (4,), w[1]).sum(-1)
+
+    f = jacrev(with_op_tables(losses))
+    expected, found = f(x, {}), torch.compile(f, fullgraph=True, backend="aot_eager")(x, {})
+    assert found.dtype == torch.float32
+    assert near(found, expected, EPS[dtype])
+    assert torch.compile(autocast(losses, dtype), fullgraph=True, backend="aot_eager")(x, {}).dtype == torch.float32
+
+
+@both
+def test_checkpoints_of_wrapped_blocks_give_the_same_gradient(dtype):
+    block = lambda x, w: F.layer_norm(F.linear(x, w, w[0]), (4,)).softmax(-1) @ w
+    x, w = draw(4, 4), draw(4, 4, key=1).requires_grad_()
+    kept = autocast(lambda: block(x, w).float().sum(), dtype)()
+    again = autocast(lambda: checkpoint(with_op_tables(block), x, w, use_reentrant=False).float().sum(), dtype)()
+    assert torch.equal(torch.autograd.grad(kept, w)[0], torch.autograd.grad(again, w)[0])
+
+
+@pytest.mark.slow
+def test_compiles_with_the_default_backend():
+    torch.compiler.reset()
+    losses, params = network(NORMS["BatchNorm1d"])
+    x = draw(8, 5)
+    expected = jacrev(losses)(params, x)
+    found = torch.compile(jacrev(autocast(losses, torch.bfloat16)), fullgraph=True)(params, x)
+    scale = max(value.abs().max() for value in expected.values())
+    assert all((found[name] - value).abs().max() <= 0.1 * scale for name, value in expected.items())
+
+
+def test_same_inputs_give_the_same_bits():
+    losses, params = network(NORMS["GroupNorm"])
+    first, second = (jacrev(autocast(losses))(params, draw(8, 5)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, "float16", None])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"autocast: dtype must be torch.float16 or torch.bfloat16, found"):
+        autocast(torch.sin, dtype)
+
+
+@pytest.mark.parametrize("wrap", [autocast, with_op_tables])
+def test_what_cannot_be_called_is_refused(wrap):
+    with pytest.raises(TypeError, match="expected a function, found Tensor"):
+        wrap(draw(2))
+
+
+def test_the_wrapper_keeps_name_and_docstring():
+    def losses(params):
+        """What it does."""
+
+    assert autocast(losses).__name__ == "losses"
+    assert autocast(losses).__doc__ == "What it does."

@@ -1,0 +1,625 @@
+"""Loss scaling against torch's own kernels and GradScaler; its laws; its transforms."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_jd.core.types import MultitaskJacobian
+from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
+from functional_jd.precision.loss_scale import (
+    ScaleState,
+    multiplier,
+    no_scale,
+    scale,
+    scale_state,
+    select,
+    unscale,
+    update_scale,
+)
+
+# The first forward-mode derivative, and inductor, make torch import modules that it scripts itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+
+floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
+positive32 = st.floats(min_value=2.0**-149, max_value=torch.finfo(torch.float32).max, width=32)
+factors = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, 2.0, math.inf]),
+    st.floats(min_value=1e-3, max_value=1e3),
+    st.floats(width=64, allow_nan=False),
+)
+FOUND_INF = [0.0, -0.0, 1.0, 2.0, -1.0, math.nan, math.inf]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equal to the bit; any NaN equals any NaN."""
+    if left.dtype == torch.bool:
+        return torch.equal(left, right)
+    width = {4: torch.int32, 8: torch.int64, 2: torch.int16}[left.element_size()]
+    nan = left.isnan() & right.isnan() if left.is_floating_point() else torch.tensor(False)
+    same = (left.contiguous().view(width) == right.contiguous().view(width)) | nan
+    return left.dtype == right.dtype and left.shape == right.shape and bool(same.all())
+
+
+def record(scale, tracker, growth, backoff, interval) -> ScaleState:
+    return ScaleState(
+        torch.tensor(scale, dtype=torch.float32),
+        torch.tensor(tracker, dtype=torch.int32),
+        torch.tensor(growth, dtype=torch.float64),
+        torch.tensor(backoff, dtype=torch.float64),
+        torch.tensor(interval, dtype=torch.int32),
+    )
+
+
+def stacked(states: list[ScaleState]) -> ScaleState:
+    return ScaleState(*(torch.stack(column) for column in zip(*states, strict=True)))
+
+
+def rows_strategy(m: int = 3, magnitude: int = 8) -> st.SearchStrategy[Tensor]:
+    row = st.lists(st.integers(-magnitude, magnitude).map(float), min_size=4, max_size=4)
+    return st.lists(row, min_size=m, max_size=m).map(torch.tensor)
+
+
+# update_scale
+
+
+@given(
+    st.lists(
+        st.tuples(positive32, st.integers(-2, 6), factors, factors, st.integers(-2, 5)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.0, *FOUND_INF]), min_size=4, max_size=4), min_size=1, max_size=60),
+)
+def test_update_scale_walks_bit_for_bit_with_the_kernel_of_torch(settings, walk):
+    state = stacked([record(*setting) for setting in settings])
+    theirs = [(torch.tensor(s, dtype=torch.float32), torch.tensor(t, dtype=torch.int32)) for s, t, *_ in settings]
+    for found in walk:
+        found_inf = torch.tensor(found[: len(settings)])
+        state = update_scale(state, found_inf == 0)
+        for i, (_, _, growth, backoff, interval) in enumerate(settings):
+            torch._amp_update_scale_(*theirs[i], found_inf[i], growth, backoff, interval)
+            assert same_bits(state.scale[i], theirs[i][0])
+            assert same_bits(state.growth_tracker[i], theirs[i][1])
+
+
+@given(floats32, st.integers(-(2**31), 2**31 - 2), factors, factors, st.integers(-(2**31), 2**31 - 1), st.booleans())
+def test_update_scale_agrees_with_torch_from_any_state(value, tracker, growth, backoff, interval, overflowed):
+    state = record(value, tracker, growth, backoff, interval)
+    new = update_scale(state, torch.tensor(not overflowed))
+    their_scale, their_tracker = state.scale.clone(), state.growth_tracker.clone()
+    torch._amp_update_scale_(their_scale, their_tracker, torch.tensor(float(overflowed)), growth, backoff, interval)
+    assert same_bits(new.scale, their_scale)
+    assert same_bits(new.growth_tracker, their_tracker)
+    assert all(map(same_bits, new[2:], state[2:]))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_products_are_rounded_once(finite):
+    """Of products with a factor that was rounded to float32 first, about a quarter would differ in the last bit."""
+    draw = torch.Generator().manual_seed(0)
+    values, growth, backoff = torch.rand(3, 300, generator=draw, dtype=torch.float64)
+    state = record(values.tolist(), [0] * 300, (1 + growth).tolist(), backoff.tolist(), [1] * 300)
+    new = update_scale(state, torch.tensor(finite))
+    for i in range(300):
+        their_scale, their_tracker = state.scale[i].clone(), state.growth_tracker[i].clone()
+        found_inf, factors = torch.tensor(float(not finite)), (1 + growth[i].item(), backoff[i].item())
+        torch._amp_update_scale_(their_scale, their_tracker, found_inf, *factors, 1)
+        assert same_bits(new.scale[i], their_scale)
+
+
+@pytest.mark.parametrize(
+    ("before", "finite", "after"),
+    [
+        (record(8.0, 0, 2.0, 0.5, 2), True, (8.0, 1)),
+        (record(8.0, 1, 2.0, 0.5, 2), True, (16.0, 0)),
+        (record(8.0, 1, 2.0, 0.5, 2), False, (4.0, 0)),
+        (record(2.0**127, 0, 2.0, 0.5, 1), True, (2.0**127, 0)),  # growth to inf is refused
+        (record(2.0**-149, 0, 2.0, 0.5, 1), False, (0.0, 0)),  # the state itself has no floor
+        (record(8.0, 0, 2.0, 0.5, 0), True, (8.0, 1)),
+        (record(8.0, 5, 2.0, 0.5, 3), True, (8.0, 6)),
+    ],
+)
+def test_update_scale_by_hand(before, finite, after):
+    new = update_scale(before, torch.tensor(finite))
+    assert (new.scale.item(), new.growth_tracker.item()) == after
+
+
+def test_one_flag_serves_all_scales():
+    state = record([8.0, 4.0], [0, 0], [2.0, 2.0], [0.5, 0.5], [9, 9])
+    assert update_scale(state, torch.tensor(False)).scale.tolist() == [4.0, 2.0]
+    assert update_scale(state, torch.tensor([False, True])).scale.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("finite", [torch.tensor([True, False]), torch.tensor([True])])
+def test_update_scale_refuses_flags_that_would_change_the_shape(finite):
+    with pytest.raises(ValueError, match=r"update_scale: expected one flag per scale \[\], found \[\d\]"):
+        update_scale(scale_state(), finite)
+
+
+@pytest.mark.parametrize("finite", [True, torch.tensor(1.0), torch.tensor(0)])
+def test_flags_are_bool_tensors(finite):
+    with pytest.raises(TypeError, match="update_scale: finite must be a bool tensor"):
+        update_scale(scale_state(), finite)
+    with pytest.raises(TypeError, match="select: finite must be a bool tensor"):
+        select(finite, torch.ones(1), torch.zeros(1))
+
+
+@given(st.lists(st.booleans(), max_size=5))
+def test_no_scale_never_changes(walk):
+    state = no_scale()
+    for finite in walk:
+        state = update_scale(state, torch.tensor(finite))
+    assert all(map(same_bits, state, no_scale()))
+    assert state.scale.item() == 1.0
+
+
+# scale and unscale
+
+
+@given(rows_strategy(), st.lists(st.integers(-60, 60), min_size=3, max_size=3), st.sampled_from([16, 32, 64]))
+def test_unscale_inverts_scale_for_powers_of_two(rows, exponents, bits):
+    rows = rows.to(getattr(torch, f"float{bits}"))
+    tree = {"b": rows[:, :1], "a": (rows.reshape(3, 2, 2), rows[:, 3])}
+    state = scale_state(shape=3)._replace(scale=torch.tensor([2.0**e for e in exponents]))
+    for each in (state, scale_state(2.0 ** exponents[0])):
+        back, finite = unscale(each, scale(each, tree))
+        assert list(back) == ["b", "a"]
+        assert finite.shape == each.scale.shape
+        assert finite.all()
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        assert same_bits(back["b"], tree["b"].to(wide))
+        assert same_bits(back["a"][0], tree["a"][0].to(wide))
+        assert same_bits(back["a"][1], tree["a"][1].to(wide))
+
+
+@given(
+    st.lists(floats32, min_size=1, max_size=8),
+    st.floats(min_value=2.0**-126, max_value=torch.finfo(torch.float32).max, width=32),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_unscale_agrees_with_the_kernel_of_torch(values, value, dtype):
+    scaled = torch.tensor(values, dtype=dtype)
+    theirs, found_inf = scaled.clone(), torch.zeros(1)
+    inverse = torch.tensor([value]).double().reciprocal().float()
+    torch._amp_foreach_non_finite_check_and_unscale_([theirs], found_inf, inverse)
+    ours, finite = unscale(torch.tensor(value), scaled)
+    assert bool(finite) == bool(theirs.isfinite().all())
+    assert same_bits(ours, theirs if finite else torch.zeros_like(theirs))
+    if value >= 1:
+        assert bool(finite) == (found_inf.item() == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@given(
+    rows=rows_strategy(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), i=st.integers(0, 2), j=st.integers(0, 3)
+)
+def test_one_bad_row_is_zeroed_and_leaves_the_others_alone(dtype, rows, bad, i, j):
+    state = scale_state(shape=3)._replace(scale=torch.tensor([2.0, 3.0, 5.0]))
+    fine = {"w": rows.to(dtype).reshape(3, 2, 2), "b": rows.to(dtype)}
+    spoiled = rows.to(dtype).clone()
+    spoiled[i, j] = bad
+    clean, _ = unscale(state, fine)
+    found, finite = unscale(state, {"w": fine["w"], "b": spoiled})
+    assert finite.tolist() == [row != i for row in range(3)]
+    for leaf, expected in ((found["w"], clean["w"]), (found["b"], clean["b"])):
+        assert not leaf[i].any()
+        assert same_bits(leaf[finite], expected[finite])
+    together, flag = unscale(scale_state(), {"w": fine["w"], "b": spoiled})
+    assert not flag
+    assert not together["w"].any()
+    assert not together["b"].any()
+
+
+def test_the_check_is_on_the_result():
+    tree = torch.tensor([[2.0**10, 1.0], [1.0, 1.0]])
+    out, finite = unscale(torch.tensor([2.0**-120, 1.0]), tree)
+    assert finite.tolist() == [False, True]
+    assert out.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@given(st.floats(min_value=0.0, max_value=2.0**-120, width=32))
+def test_tiny_scales_are_floored_where_the_inverse_is_finite(value):
+    factor = multiplier(torch.tensor(value))
+    assert factor.item() == max(value, 2.0**-126)
+    assert (1 / factor).isfinite()
+    assert unscale(torch.tensor(value), torch.tensor([1.0]))[1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_scale_that_is_no_number_never_gives_nan(value, shape):
+    state = torch.full(shape, value)
+    out, finite = unscale(state, scale(state, torch.ones(2, 3)))
+    assert not finite.any()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_neither_overflows_nor_underflows(dtype):
+    losses = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    scaled = scale(scale_state(), losses)
+    assert scaled.dtype == torch.float32
+    assert scaled.tolist() == [65536.0, 131072.0, 196608.0]
+    out, finite = unscale(scale_state(), torch.tensor([2.0**-14], dtype=dtype))
+    assert out.dtype == torch.float32
+    assert out.item() == 2.0**-30
+    assert finite
+
+
+def test_losses_are_scaled_in_leaf_order():
+    state = record([2.0, 4.0, 8.0], [0] * 3, [2.0] * 3, [0.5] * 3, [1] * 3)
+    losses = {"b": torch.tensor([1.0, 10.0]), "a": torch.tensor(1.0, dtype=torch.float16)}
+    scaled = scale(state, losses)
+    assert {key: value.tolist() for key, value in scaled.items()} == {"b": [4.0, 80.0], "a": 2.0}
+    assert scaled["a"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("tree", [torch.ones(2), torch.ones(()), {"a": torch.ones(3, 2), "b": torch.ones(2, 3)}])
+def test_trees_that_do_not_fit_m_scales_are_refused(tree):
+    with pytest.raises(ValueError, match=r"scale: m = 3 scales need .* found torch.float32 of shape .* in '(value|b)'"):
+        scale(scale_state(shape=3), tree)
+    with pytest.raises(ValueError, match=r"unscale: m = 3 scales need"):
+        unscale(scale_state(shape=3), tree)
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.int64), 1.0, "loss", torch.ones(3, dtype=torch.complex64)])
+def test_leaves_that_are_no_floating_point_tensors_are_named(leaf):
+    for f in (scale, unscale):
+        with pytest.raises(TypeError, match=rf"{f.__name__}: every leaf must be a floating-point tensor.*'a\.0'"):
+            f(scale_state(), {"a": [leaf]})
+
+
+@pytest.mark.parametrize("state", [2.0, torch.tensor(2), torch.ones(2, 2), None])
+def test_multiplier_refuses_what_is_no_scale(state):
+    with pytest.raises(TypeError, match="multiplier: expected a ScaleState or a floating-point tensor"):
+        multiplier(state)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_empty_trees_and_leaves_are_finite(shape):
+    out, finite = unscale(torch.ones(shape), {"a": torch.ones(2, 0), "b": {}})
+    assert finite.all()
+    assert finite.shape == shape
+    assert out["a"].shape == (2, 0)
+
+
+@given(rows_strategy(2), st.sampled_from(["none", "shared", "heads"]), st.booleans())
+def test_heads_are_unscaled_already_and_flag_every_row(rows, where, per_row):
+    state = scale_state(4.0, shape=2 if per_row else ())
+    shared, heads = rows.clone(), rows[0].clone().half()
+    if where == "shared":
+        shared[1, 2] = math.inf
+    if where == "heads":
+        heads[0] = math.nan
+    out, finite = unscale(state, MultitaskJacobian({"w": shared}, [heads]))
+    expected = {"none": [True, True], "heads": [False, False], "shared": [per_row, False]}[where]
+    assert finite.tolist() == (expected if per_row else expected[0])
+    assert isinstance(out, MultitaskJacobian)
+    assert out.heads[0].dtype == torch.float32
+    flags = torch.tensor(expected)
+    assert torch.equal(out.shared["w"], torch.where(flags[:, None], rows / 4, 0.0))
+    assert torch.equal(out.heads[0], rows[0] if flags.any() else torch.zeros(4))
+
+
+def test_scale_leaves_heads_alone_as_unscale_does():
+    jacobian = MultitaskJacobian(torch.ones(2, 3), torch.ones(3))
+    scaled = scale(scale_state(shape=2), jacobian)
+    assert scaled.shared.eq(65536.0).all()
+    assert scaled.heads.eq(1.0).all()
+
+
+def test_inputs_are_left_alone():
+    tree = torch.tensor([[1.0, math.inf], [1.0, 2.0]])
+    before, state = tree.clone(), scale_state(shape=2)
+    _, finite = unscale(state, scale(state, tree))
+    update_scale(state, finite)
+    select(finite, tree, tree + 1)
+    unscale(no_scale(), tree)
+    assert same_bits(tree, before)
+    assert all(map(same_bits, state, scale_state(shape=2)))
+
+
+# select
+
+
+@given(
+    st.lists(st.booleans(), min_size=0, max_size=3),
+    st.sampled_from(
+        [torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64]
+    ),
+)
+def test_select_takes_one_tree_whole(flags, dtype):
+    finite = torch.tensor(flags) if flags else torch.tensor(True)
+    new, old = [torch.ones(2, dtype=dtype)], [torch.zeros(2, dtype=dtype)]
+    (leaf,) = select(finite, new, old)
+    assert leaf.dtype == dtype
+    assert torch.equal(leaf, new[0] if all(flags) else old[0])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_nothing_leaks_from_the_tree_that_was_not_selected(poison):
+    bad, good = torch.full((2,), poison), torch.tensor([1.0, 2.0])
+    for finite, new, old in ((torch.tensor([True, False]), bad, good), (torch.tensor(True), good, bad)):
+        out, towards = torch.func.vjp(lambda a, b, finite=finite: select(finite, {"w": a}, {"w": b})["w"], new, old)
+        assert torch.equal(out, good)
+        gradients = towards(torch.ones(2))
+        expected = [1.0, 0.0] if finite.all() else [0.0, 1.0]
+        assert [g.tolist() for g in gradients] == [[e, e] for e in expected]
+        _, tangent = torch.func.jvp(lambda a, b, finite=finite: select(finite, a, b), (new, old), (new, old))
+        assert torch.equal(tangent, good)
+
+
+def test_dicts_match_by_key():
+    out = select(
+        torch.tensor(True), {"b": torch.ones(1), "a": torch.zeros(1)}, {"a": torch.ones(1), "b": torch.zeros(1)}
+    )
+    assert (out["a"].item(), out["b"].item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "error", "words"),
+    [
+        ({"a": [1.0]}, {"a": [2.0]}, TypeError, r"every leaf must be a tensor.*found float and float in 'a\.0'"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, TypeError, r"\[2\] and .*\[3\] in 'a'"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(2).half()}, TypeError, "torch.float32 .* and torch.float16 .* in 'a'"),
+        ({"a": torch.ones(2)}, {"b": torch.ones(2)}, ValueError, "the same structure"),
+        ({"a": torch.ones(2)}, {"a": None}, ValueError, "the same structure"),
+    ],
+)
+def test_select_names_what_differs(new, old, error, words):
+    with pytest.raises(error, match=f"select: .*{words}"):
+        select(torch.tensor(True), new, old)
+
+
+# states and dicts
+
+
+@pytest.mark.parametrize("shape", [(), 1, 3, (2,)])
+def test_a_fresh_state_is_that_of_grad_scaler(shape):
+    state = scale_state(shape=shape)
+    assert [tensor.dtype for tensor in state] == [torch.float32, torch.int32, torch.float64, torch.float64, torch.int32]
+    sizes = (shape,) if isinstance(shape, int) else shape
+    assert all(tensor.shape == sizes for tensor in state)
+    fresh = torch.amp.GradScaler("cpu").state_dict()
+    for key, entry in scale_state_to_dict(scale_state()).items():
+        assert entry == fresh[key]
+    assert list(scale_state_to_dict(state)) == list(fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("init_scale", v) for v in (0.0, -1.0, math.nan, math.inf, 1e39, 1e-60)]
+    + [("growth_factor", v) for v in (0.99, -2.0, math.nan, math.inf)]
+    + [("backoff_factor", v) for v in (0.0, 1.5, -0.5, math.nan)]
+    + [("growth_interval", v) for v in (2.0, 2**31, True)]
+    + [("shape", v) for v in ((2, 2), 0, (0,), -1)],
+)
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=f"scale_state: {name} must be .*found "):
+        scale_state(**{name: value})
+
+
+@given(
+    positive32,
+    st.floats(min_value=1.0, max_value=1e6, exclude_min=True),
+    st.floats(min_value=1e-6, max_value=1.0, exclude_max=True),
+    st.integers(1, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
+)
+def test_round_trip_through_grad_scaler_keeps_every_bit(value, growth, backoff, interval, tracker):
+    state = record(value, tracker, growth, backoff, interval)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # from here on GradScaler keeps its state in tensors
+    scaler.load_state_dict(scale_state_to_dict(state))
+    assert all(map(same_bits, scale_state_from_dict(scaler.state_dict()), state))
+
+
+@given(st.lists(st.tuples(positive32, st.integers(0, 9), factors, factors, st.integers(-2, 9)), min_size=1, max_size=3))
+def test_round_trip_of_a_state_per_objective_keeps_every_bit(settings):
+    state = stacked([record(*setting) for setting in settings])
+    entries = scale_state_to_dict(state)
+    assert all(type(number) in (int, float) for entry in entries.values() for number in entry)
+    assert all(map(same_bits, scale_state_from_dict(entries), state))
+
+
+def test_a_scaler_that_trained_hands_over():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu", growth_interval=2)
+    state = scale_state_from_dict(scaler.state_dict())
+    for value in (1.0, math.inf, 1.0, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((parameter * value).sum()).backward()
+        _, finite = unscale(state, parameter.grad)
+        scaler.step(optimizer)
+        scaler.update()
+        state = update_scale(state, finite)
+        assert scale_state_to_dict(state) == scaler.state_dict()
+
+
+def test_a_number_beside_lists_serves_all():
+    entries = scale_state_to_dict(scale_state()) | {"scale": [2.0, 4.0]}
+    state = scale_state_from_dict(entries)
+    assert all(tensor.shape == (2,) for tensor in state)
+    assert state.growth_interval.tolist() == [2000, 2000]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_growth_tracker": None}, r"'_growth_tracker' must be an integer"),
+        ({"_growth_tracker": 1.0}, r"'_growth_tracker' must be an integer"),
+        ({"growth_interval": 2**31}, r"'growth_interval' must be an integer that fits int32"),
+        ({"scale": "65536"}, r"'scale' must be a float, found '65536'"),
+        ({"scale": True}, r"'scale' must be a float, found True"),
+        ({"scale": torch.tensor(2.0)}, r"'scale' must be a float"),
+        ({"scale": [[2.0]]}, r"'scale' must be a float"),
+        ({"scale": [2.0, 4.0], "growth_factor": [2.0]}, r"every list needs m numbers"),
+        ({"scale": []}, r"every list needs m numbers"),
+        ({"growth": 2.0}, r"missing or unknown \['growth'\]"),
+    ],
+)
+def test_entries_that_are_wrong_are_named(change, words):
+    with pytest.raises(ValueError, match=f"scale_state_from_dict: .*{words}"):
+        scale_state_from_dict(scale_state_to_dict(scale_state()) | change)
+
+
+@pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+def test_a_missing_entry_is_named(key):
+    entries = scale_state_to_dict(scale_state())
+    del entries[key]
+    with pytest.raises(ValueError, match=rf"missing or unknown \['{key}'\]"):
+        scale_state_from_dict(entries)
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available:UserWarning")
+def test_the_dict_of_a_disabled_scaler_names_the_cure():
+    with pytest.raises(ValueError, match=r"disabled GradScaler.*no_scale\(\)"):
+        scale_state_from_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+
+
+# transforms
+
+
+def cycle(state: ScaleState, jacobian, params):
+    """One step: everything in this file that runs in a step."""
+    rows, finite = unscale(state, jacobian)
+    moved = {key: params[key] - rows[key].sum(0) / multiplier(state).amax() for key in params}
+    return select(finite, moved, params), update_scale(state, finite), scale(state, rows), finite
+
+
+def example(overflow: bool = False, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    jacobian = {"w": torch.randn(3, 2, 2, generator=draw), "b": torch.randn(3, generator=draw)}
+    if overflow:
+        jacobian["b"][1] = math.inf
+    return jacobian, {"w": torch.randn(2, 2, generator=draw), "b": torch.randn((), generator=draw)}
+
+
+def flat(tree) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_vmap_over_replicas_is_a_loop_over_them(shape):
+    states = [scale_state(2.0**i, growth_interval=1, shape=shape) for i in range(2)]
+    batch = [example(overflow=i == 1, seed=i) for i in range(2)]
+    together = torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *batch)
+    replicas = torch.func.vmap(cycle)(stacked(states), *together)
+    only_states = torch.func.vmap(cycle, in_dims=(0, None, None))(stacked(states), *batch[0])
+    only_rows = torch.func.vmap(cycle, in_dims=(None, 0, 0))(states[0], *together)
+    for i in range(2):
+        assert all(map(same_bits, flat(cycle(states[i], *batch[i])), [leaf[i] for leaf in flat(replicas)]))
+        assert all(map(same_bits, flat(cycle(states[i], *batch[0])), [leaf[i] for leaf in flat(only_states)]))
+        assert all(map(same_bits, flat(cycle(states[0], *batch[i])), [leaf[i] for leaf in flat(only_rows)]))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@given(rows=rows_strategy())
+def test_derivatives_match_finite_differences(shape, rows):
+    rows, state = rows.double(), torch.full(shape, 3.0, dtype=torch.float64)
+    for f in (scale, lambda s, t: unscale(s, t)[0], lambda s, t: select(unscale(s, t)[1], t, 2 * t)):
+        moved = rows.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda t, f=f: f(state, t), (moved,), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_derivatives_in_the_scale_are_those_of_the_division(shape, direction):
+    rows, value = example()[0]["w"], torch.full(shape, 4.0)
+    for f, expected in ((scale, rows), (lambda s, t: unscale(s, t)[0], -rows / 16)):
+        out, tangent = torch.func.jvp(lambda s, f=f: f(s, rows), (value,), (direction * torch.ones(shape),))
+        torch.testing.assert_close(tangent, direction * expected)
+        gradient = torch.func.grad(lambda s, f=f: f(s, rows).sum())(value)
+        torch.testing.assert_close(gradient, expected.sum() if shape == () else expected.sum((1, 2)))
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_derivatives_are_zero_where_not_finite(bad, shape):
+    rows = torch.tensor([[1.0, 2.0], [3.0, bad], [5.0, 6.0]])
+    state = torch.full(shape, 2.0)
+    towards = torch.func.grad(lambda s, t: unscale(s, t)[0].sum(), argnums=(0, 1))(state, rows)
+    fine = torch.tensor([1.0, 0.0, 1.0]) if shape else torch.zeros(3)
+    assert torch.equal(towards[1], 0.5 * fine[:, None].expand(3, 2))
+    expected = -fine * torch.tensor([3.0, 0.0, 11.0]) / 4
+    assert torch.equal(towards[0], expected if shape else expected.sum())
+    tangents = (torch.ones(shape), torch.full((3, 2), bad))
+    _, tangent = torch.func.jvp(lambda s, t: unscale(s, t)[0], (state, rows), tangents)
+    assert not tangent[fine == 0].any()
+
+
+def test_derivatives_of_derivatives_and_batches_of_them():
+    jacobian = torch.func.jacrev(lambda s: unscale(s, torch.tensor([[6.0], [10.0]]))[0].squeeze())
+    second = torch.func.jacfwd(jacobian)(torch.tensor([2.0, 1.0]))
+    expected = torch.zeros(2, 2, 2)
+    expected[0, 0, 0], expected[1, 1, 1] = 2 * 6 / 8, 2 * 10 / 1
+    torch.testing.assert_close(second, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_compiles_to_one_graph_that_serves_every_value(shape):
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(cycle, fullgraph=True, backend=count)
+    for seed, value in enumerate((1.0, 2.0**16, 3.0)):
+        state, (jacobian, params) = scale_state(value, shape=shape), example(overflow=seed == 1, seed=seed)
+        out, expected = compiled(state, jacobian, params), cycle(state, jacobian, params)
+        assert all(map(same_bits, flat(out), flat(expected)))
+        compiled(expected[1], jacobian, params)  # what update_scale returns is a state like the others
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("f", [scale_state, no_scale])
+def test_builders_compile(f):
+    compiled = torch.compile(lambda x: (f(), x + 1), fullgraph=True, backend="aot_eager")
+    assert all(map(same_bits, compiled(torch.ones(1))[0], f()))
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_bits():
+    compiled = torch.compile(cycle, fullgraph=True)
+    state = record([3.0, 5.0, 7.0], [0] * 3, [1.7] * 3, [0.3] * 3, [1] * 3)
+    for overflow in (False, True):
+        out, expected = compiled(state, *example(overflow)), cycle(state, *example(overflow))
+        assert all(map(same_bits, flat(out[1:]), flat(expected[1:])))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that travel to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_step_never_reads_a_value_on_the_host(shape):
+    state, (jacobian, params) = scale_state(shape=shape), example(overflow=True)
+    with HostReads() as reads:
+        cycle(state, jacobian, params)
+    assert reads.count == 0
+    with HostReads() as reads:
+        state.scale.sum().item()
+    assert reads.count == 1
+
+
+def test_float32_is_seen_by_its_bits():
+    """The comparison above tells apart what `==` does not."""
+    assert not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert same_bits(torch.tensor(struct.unpack("f", b"\0\0\xc0\x7f")[0]), torch.tensor(math.nan))

@@ -1,0 +1,688 @@
+"""The step: equal to the picture, pure, skipped when not finite, the same under every transform."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from two_tasks import close, method, same, two_tasks
+
+import functional_jd as fj
+from functional_jd.aggregation.aggregate import start
+from functional_jd.aggregation.lifts import scalarized
+from functional_jd.engines.choose import gramian_is_cheaper
+
+
+def weighted_step(*args, **how):
+    return fj.step(*args, engine="weighted", **how)
+
+
+class NoSync(TorchDispatchMode):
+    """Fails where a value would be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@given(
+    st.lists(st.lists(st.integers(-4, 4).map(float), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 8).map(lambda k: k / 16),
+)
+def test_mean_with_sgd_is_gradient_descent_on_the_mean_loss(rows, lr):
+    targets = torch.tensor(rows, dtype=torch.float64)
+    params = {"w": torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), "b": torch.tensor(0.5, dtype=torch.float64)}
+
+    def losses(p, targets):
+        return ((p["w"] - targets) ** 2).sum(1) * p["b"] + p["b"]
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(lr)}
+    state, info = fj.step(fj.train_state(params, targets, **how), targets, **how)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    losses(leaves, targets).mean().backward()
+    torch.testing.assert_close(info.losses, losses(params, targets))
+    for name, p in leaves.items():
+        torch.testing.assert_close(state.params[name], p.detach() - lr * p.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_step_is_the_composition_by_hand():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    after, info = fj.step(state, *batch, **how)
+
+    jacobian, values = fj.jacobian_fn(how["losses"], scale=state.scale)(params, *batch)
+    jacobian, finite = fj.unscale(state.scale, jacobian)
+    direction, weights, memory = fj.aggregate(how["aggregator"], jacobian, state.aggregator)
+    moved, moments = how["optimizer"].update(direction, state.optimizer, params)
+    assert same(after, fj.TrainState(moved, moments, memory, fj.update_scale(state.scale, finite)))
+    assert same(info, fj.StepInfo(values, weights, finite))
+
+
+def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top, aggregator=fj.constant([0.25, 4.0]), optimizer=fj.sgd(1.0))
+    after, _ = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
+    leaves = tree_map(lambda p: p.clone().requires_grad_(), params)
+    values = top(leaves["heads"], features(leaves["shared"], *batch), *batch)
+    heads = torch.autograd.grad(values["one"] + values["two"], tree_leaves(leaves["heads"]), retain_graph=True)
+    trunk = torch.autograd.grad(0.25 * values["one"] + 4.0 * values["two"], tree_leaves(leaves["shared"]))
+    close(
+        tree_leaves(after.params["heads"]), [p - g for p, g in zip(tree_leaves(params["heads"]), heads, strict=False)]
+    )
+    close(
+        tree_leaves(after.params["shared"]), [p - g for p, g in zip(tree_leaves(params["shared"]), trunk, strict=False)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["autocast", "native"])
+@pytest.mark.parametrize("norm", [partial(nn.LayerNorm, 5), partial(nn.BatchNorm1d, 5, track_running_stats=False)])
+def test_the_peers_amp_example_plus_a_norm_layer_trains(way, norm, dtype):
+    params, features, top, batch = two_tasks(norm)
+
+    def native(f):
+        def run(*args):
+            with torch.autocast("cpu", dtype):
+                return f(*args)
+
+        return run
+
+    wrap = native if way == "native" else partial(fj.autocast, dtype=dtype)
+    how = method(params, wrap(features), wrap(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    for _ in range(60):
+        state, _info = fj.step(state, *batch, **how)
+    before, after = (top(p["heads"], features(p["shared"], *batch), *batch) for p in (params, state.params))
+    assert all(p.isfinite().all() and p.dtype == torch.float32 for p in tree_leaves(state.params))
+    assert after["one"] < 0.9 * before["one"]
+    assert after["two"] < 0.9 * before["two"]
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_a_skipped_step_changes_nothing_but_the_scale(shape, poison):
+    params, features, top, batch = two_tasks()
+    how = method(params, features, lambda *args: {"one": top(*args)["one"], "two": top(*args)["two"] * args[-1].sum()})
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+    state, _ = fj.step(state, *batch, **how)
+    x, y, z = batch
+    after, info = fj.step(state, x, y, torch.full_like(z, poison), **how)
+    assert same(after[:3], state[:3])
+    calm, wild = info.finite.expand(2)
+    assert not wild
+    assert calm == (shape == (2,))  # each row's scale follows its own flag, also where the overflow is in its head
+    assert torch.equal(after.scale.scale, torch.where(info.finite, state.scale.scale, state.scale.scale / 2))
+    assert torch.equal(after.scale.growth_tracker, torch.where(info.finite, state.scale.growth_tracker + 1, 0))
+
+
+def test_each_rows_scale_follows_its_own_flag():
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5)}
+    params = torch.ones(3)
+    state = fj.train_state(params, torch.ones(()), scale=fj.scale_state(growth_interval=1, shape=(2,)), **how)
+    # 1e37 is finite itself, but not times 65536.
+    state, info = fj.step(state, torch.tensor(1e37), **how)
+    assert info.finite.tolist() == [True, False]
+    assert state.scale.scale.tolist() == [2.0**17, 2.0**15]
+    assert torch.equal(state.params, params)
+    state, info = fj.step(state, torch.ones(()), **how)
+    assert info.finite.tolist() == [True, True]
+    assert state.params.tolist() == [1 - 0.5 * 1.5] * 3
+
+
+def test_what_a_random_rule_remembers_does_not_advance_in_a_skipped_step():
+    def update(view, key):
+        return torch.softmax(fj.random.normal(key, view.shape).double(), 0), fj.random.split(key)[0]
+
+    rule = fj.Aggregator(fj.no_gradients, lambda view: fj.random.key(7), update)
+    how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.9)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(), **how)
+    once, _ = fj.step(state, torch.ones(()), **how)
+    skipped, _ = fj.step(once, torch.tensor(float("nan")), **how)
+    assert not same(once.aggregator, state.aggregator)
+    assert same(skipped[:3], once[:3])
+
+
+def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    copy = tree_map(torch.clone, (state, batch))
+    first, second = fj.step(state, *batch, **how), fj.step(state, *batch, **how)
+    assert same((state, batch), copy)
+    assert same(first, second)
+
+
+def test_nothing_waits_for_the_device():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, fj.autocast(features), fj.autocast(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    with NoSync():
+        state, _ = fj.step(state, *batch, **how)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_one_graph_serves_every_scale(shape):
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, fj.autocast(features), fj.autocast(top))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=shape), **how)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
+    eager = state
+    flags, graphs = [], set()
+    for _ in range(12):
+        state, info = compiled(state, *batch, **how)
+        eager, _ = fj.step(eager, *batch, **how)
+        flags.append(info.finite.all().item())
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1  # what the first call compiled is all
+    assert True in flags  # the scale backed off, and later grew
+    assert False in flags
+    close(state, eager, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_numbers_of_eager():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    torch._dynamo.reset()
+    compiled, _ = torch.compile(fj.step, fullgraph=True)(state, *batch, **how)
+    eager, _ = fj.step(state, *batch, **how)
+    close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_by_vmap_equal_replicas_in_a_loop():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top)
+    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(2,)), **how) for k in range(3)]
+    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
+    batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
+    together = torch.vmap(partial(fj.step, **how))(stacked, *batches)
+    alone = [
+        fj.step(replica, *batch, **how) for replica, batch in zip(replicas, zip(*batches, strict=True), strict=True)
+    ]
+    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-4, atol=1e-5)
+
+
+def small_step(p, preference):
+    """One float64 step of upgrad on two conflicting quadratics, as a function of its parameters and preference."""
+
+    def losses(p):
+        a = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        return torch.stack([((p - a) ** 2).sum(), ((p + a) ** 2 * torch.tensor([1.0, 3.0], dtype=torch.float64)).sum()])
+
+    how = {"losses": losses, "aggregator": fj.upgrad(preference), "optimizer": fj.sgd(0.1, momentum=0.5)}
+    state, _ = fj.step(fj.train_state(p, **how), **how)
+    state, _ = fj.step(state, **how)
+    return state.params
+
+
+def test_a_derivative_of_the_step_is_right():
+    p = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    preference = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    torch.autograd.gradcheck(small_step, (p.clone().requires_grad_(), preference.clone().requires_grad_()))
+    columns = torch.func.jacfwd(small_step, argnums=(0, 1))(p, preference)
+    rows = torch.func.jacrev(small_step, argnums=(0, 1))(p, preference)
+    close(columns, rows)
+    tangent = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    pushed = torch.func.jvp(lambda p: small_step(p, preference), (p,), (tangent,))[1]
+    h = 1e-6
+    difference = (small_step(p + h * tangent, preference) - small_step(p - h * tangent, preference)) / (2 * h)
+    torch.testing.assert_close(pushed, difference, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_parameters_keep_their_dtype(dtype):
+    params, features, top, batch = two_tasks(dtype=dtype)
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**8), **how)
+    after, _ = fj.step(state, *batch, **how)
+    assert [leaf.dtype for leaf in tree_leaves(after)] == [leaf.dtype for leaf in tree_leaves(state)]
+    assert not same(after.params, params)
+
+
+def test_a_modules_parameters_leave_their_graph_behind():
+    linear = nn.Linear(2, 1)
+    how = {
+        "losses": lambda p, x: functional_call(linear, p, (x,)).flatten(),
+        "aggregator": fj.mean(),
+        "optimizer": fj.sgd(0.1),
+    }
+    before = linear.weight.detach().clone()
+    state = fj.train_state(dict(linear.named_parameters()), torch.ones(3, 2), **how)
+    after, info = fj.step(state, torch.ones(3, 2), **how)
+    assert not any(leaf.requires_grad for leaf in tree_leaves((state, after, info)))
+    assert torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
+def test_losses_that_a_rule_refuses_change_no_parameter(engine):
+    how = {"losses": lambda p, x: p * x, "aggregator": fj.geometric_mean(), "optimizer": fj.sgd(0.1, momentum=0.9)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(1024.0), **how)
+    after, info = fj.step(state, torch.tensor(-1.0), engine=engine, **how)
+    assert info.weights.isnan().all()
+    assert not info.finite.any()  # or nobody would see that training stands still
+    assert after.scale.scale == 1024.0  # nothing overflowed
+    assert same(after[:3], state[:3])
+
+
+def test_without_a_scale_nothing_is_scaled_and_overflow_still_skips():
+    how = {"losses": lambda p, x: p * x, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
+    state = fj.train_state(torch.ones(2), torch.ones(()), **how)
+    after, info = fj.step(state, torch.tensor(float("inf")), **how)
+    assert not info.finite
+    assert same(after, state)
+
+
+def regression(kind):
+    """Three objectives of each kind, on four parameters."""
+    params = {"w": torch.tensor([[0.5, -1.0], [2.0, 0.25]])}
+    x, y = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]), torch.tensor([1.0, -1.0, 0.5])
+
+    def loss(p, x, y):
+        return (torch.tanh(x @ p["w"]).sum(-1) - y) ** 2 + 0.1
+
+    if kind == "per_example":
+        return params, fj.per_example(loss), (x, y)
+    if kind == "plain":
+        return params, lambda p, x, y: dict(zip("cab", loss(p, x, y), strict=True)), (x, y)
+    heads = lambda h, z, x, y: list((z * h["v"] - y) ** 2 + 0.1)
+    losses = fj.multitask(lambda p, x, y: torch.tanh(x @ p["w"]).sum(-1), heads)
+    return {"shared": params, "heads": {"v": torch.tensor([1.0, -2.0, 0.5])}}, losses, (x, y)
+
+
+KINDS = ["plain", "per_example", "multitask"]
+BLIND = {
+    "mean": fj.mean,
+    "total": fj.total,
+    "constant": lambda: fj.constant([0.5, -2.0, 1.0]),
+    "random": lambda: fj.random_weights(fj.random.key(3)),
+    "averaged": lambda: fj.cr_mogm(scalarized(lambda v: v.log().mean().exp()), momentum=0.5),
+    "geometric": lambda: scalarized(lambda v: v.log().mean().exp()),
+    "smooth maximum": lambda: scalarized(lambda v: torch.logsumexp(v, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BLIND)
+def test_the_engines_agree(name, kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND[name](), "optimizer": fj.sgd(0.1, momentum=0.5)}
+    for scale in (None, fj.scale_state(), fj.scale_state(shape=(3,))):
+        ours = theirs = fj.train_state(params, *batch, scale=scale, **how)
+        for _ in range(3):
+            ours, info = fj.step(ours, *batch, engine="weighted", **how)
+            theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
+            close((ours, info), (theirs, expected), rtol=1e-5, atol=1e-6)
+        assert not same(ours.params, params)
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example"])
+def test_scalarized_descends_the_gradient_of_its_number(kind):
+    params, losses, batch = regression(kind)
+    s = lambda v: (v**2).sum().sqrt() + v[0] * v[1]
+    how = {"losses": losses, "aggregator": scalarized(s), "optimizer": fj.sgd(1.0)}
+    after, info = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
+    w = params["w"].clone().requires_grad_()
+    values = losses({"w": w}, *batch)
+    flat = torch.stack([values[name] for name in "abc"]) if kind == "plain" else values
+    s(flat).backward()
+    torch.testing.assert_close(params["w"] - after.params["w"], w.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(info.weights, torch.func.jacrev(s)(flat.detach().double()))
+
+
+PASSES = []
+
+
+class Passes(torch.autograd.Function):
+    """Records what comes back, pass by pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        PASSES.append(cotangent)
+        return cotangent
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights"),
+    [(fj.mean(), [0.25] * 4), (scalarized(torch.prod), [24.0, 12.0, 8.0, 6.0]), (fj.cr_mogm(fj.total()), [1.0] * 4)],
+)
+def test_a_rule_that_looks_at_no_row_costs_one_backward_pass_and_its_start_none(rule, weights):
+    def losses(p):
+        return list(Passes.apply(p) * torch.arange(1.0, 5.0))
+
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+    PASSES.clear()
+    state = fj.train_state(torch.ones(4), **how)
+    assert not PASSES
+    fj.step(state, **how)
+    assert [x.tolist() for x in PASSES] == [[w * k for w, k in zip(weights, (1, 2, 3, 4), strict=True)]]
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_an_overflow_of_the_weighted_sum_skips_the_step_and_backs_off_every_scale(shape):
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.5, momentum=0.9)}
+    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=shape), **how)
+    state, _ = weighted_step(state, torch.ones(()), **how)
+    after, info = weighted_step(state, torch.tensor(1e37), **how)
+    assert info.finite.shape == shape
+    assert not info.finite.any()
+    assert same(after[:3], state[:3])
+    assert torch.equal(after.scale.scale, state.scale.scale / 2)
+
+
+def batch_losses():
+    """One objective per example, on layers whose rows need not be formed, and on one whose rows do."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+        x, y = torch.randn(5, 6), torch.randn(5, 1)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().sum()), (x, y)
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, partial(fj.cr_mogm, fj.upgrad())])
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
+    params, losses, batch = batch_losses()
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.05, momentum=0.9)}
+    ours = theirs = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+    for _ in range(4):
+        ours, info = fj.step(ours, *batch, engine="gramian", **how)
+        theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
+        close(info, expected, rtol=1e-3, atol=1e-5)
+    close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert not same(ours.params, params)
+
+
+def test_the_gramian_engine_serves_several_tasks_too():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    how = method(params, features, top, optimizer=fj.sgd(0.1))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+    close(
+        fj.step(state, *batch, engine="gramian", **how),
+        fj.step(state, *batch, engine="jacobian", **how),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+def test_an_overflow_in_the_gramian_engine_skips_the_step_and_backs_off_its_own_scale():
+    def losses(p, x):
+        return {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
+    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=(2,)), **how)
+    after, info = fj.step(state, torch.tensor(1e37), engine="gramian", **how)
+    assert info.finite.tolist() == [True, False]
+    assert after.scale.scale.tolist() == [2.0**16, 2.0**15]
+    assert same(after[:3], state[:3])
+
+
+def test_the_gramian_engine_composes():
+    params, losses, batch = batch_losses()
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.05)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    gramian_step = partial(fj.step, engine="gramian", **how)
+    alone = gramian_step(state, *batch)
+    stacked = tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
+    pair = torch.vmap(gramian_step, in_dims=(0, None, None))(stacked, *batch)
+    close(tree_map(lambda leaf: leaf[1], pair), alone, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: gramian_step(*args), fullgraph=True, backend="aot_eager")
+    close(compiled(state, *batch), alone, rtol=1e-4, atol=1e-6)
+
+
+def wide_losses(kind, n=1 << 18):
+    """Objectives on one matrix of n numbers, and four of each kind unless it is the batch that counts."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        params, x = {"w": torch.randn(256, n // 256) / 16}, torch.randn(4, 256)
+    loss = lambda p, x: torch.tanh(x @ p["w"]).square().mean(-1)
+    if kind == "multitask":
+        heads = lambda h, z, x: list(z * h["v"])
+        return {"shared": params, "heads": {"v": torch.arange(1.0, 5.0)}}, fj.multitask(loss, heads), (x,)
+    return params, fj.per_example(loss) if kind == "per_example" else loss, (x,)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The names of the engines that were taken, in order."""
+    taken = []
+
+    def noted(name, engine):
+        return lambda *args: taken.append(name) or engine(*args)
+
+    table = sys.modules["functional_jd.step"].ENGINES
+    for name, engine in list(table.items()):
+        monkeypatch.setitem(table, name, noted(name, engine))
+    return taken
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind, shape):
+    for n, expected in ((1 << 18, "gramian"), (1 << 17, "jacobian")):
+        params, losses, batch = wide_losses(kind, n)
+        how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+        chosen, info = fj.step(state, *batch, **how)
+        forced, other = fj.step(state, *batch, engine="jacobian", **how)
+        assert engines == [expected, "jacobian"]
+        close((chosen, info), (forced, other), rtol=1e-4, atol=1e-5)
+        assert not same(chosen.params, state.params)
+        bad = [x.index_fill(0, torch.tensor([1]), float("inf")) for x in batch]
+        (after, flags), (_, others) = (fj.step(state, *bad, engine=e, **how) for e in ("auto", "jacobian"))
+        assert torch.equal(flags.finite, others.finite)
+        assert same(after[:3], state[:3])
+        engines.clear()
+
+
+def test_auto_takes_rows_where_the_rule_or_the_dtype_asks_for_them(engines):
+    params, losses, batch = wide_losses("per_example")
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, *batch, **how)
+    low = state._replace(params=tree_map(lambda p: p.bfloat16(), params))
+    fj.step(low, *(x.bfloat16() for x in batch), **how)
+    torch.func.jvp(lambda p: fj.step(state._replace(params=p), *batch, **how)[0].params, (params,), (params,))
+    whole = how | {"aggregator": fj.trimmed_mean(1)}
+    fj.step(fj.train_state(params, *batch, **whole), *batch, **whole)
+    assert engines == ["jacobian"] * 3
+    fj.step(state, *batch, **(how | {"aggregator": fj.mean()}))
+    assert engines[3:] == ["weighted"]
+
+
+class Largest(TorchDispatchMode):
+    """The number of bytes behind the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.size = max([self.size, *made])
+        return result
+
+
+@pytest.mark.parametrize("kind", ["per_example", "multitask"])
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.nash_mtl, partial(fj.cr_mogm, fj.mgda())])
+def test_a_rule_that_looks_at_the_gramian_starts_and_steps_without_a_jacobian(rule, kind):
+    params, losses, batch = wide_losses(kind)
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.adamw(1e-3)}
+    with Largest() as made:
+        state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+        fj.step(state, *batch, **how)
+    assert made.size <= 4 << 18  # what the parameters take
+    jacobian, values = fj.jacobian_fn(losses)(params, *batch)
+    close(state.aggregator, start(how["aggregator"], jacobian, losses=values), rtol=1e-5, atol=1e-8)
+
+
+def test_an_update_that_knows_the_word_chooses_as_select_does():
+    params, features, top, batch = two_tasks()
+    words = []
+
+    def knowing(direction, state, params, *, moving=None):
+        words.append(moving)
+        return fj.adamw(1e-2).update(direction, state, params, moving=moving)
+
+    how = method(params, features, top, optimizer=fj.Optimizer(fj.adamw(1e-2).init, knowing))
+    plain = how | {"optimizer": fj.Optimizer(fj.adamw(1e-2).init, lambda d, s, p: fj.adamw(1e-2).update(d, s, p))}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    for k in (1.0, float("nan"), float("inf"), 2.0):
+        bent = [x * k for x in batch]
+        ours, theirs = fj.step(state, *bent, **how), fj.step(state, *bent, **plain)
+        assert same(ours, theirs)
+        state = ours[0]
+    assert [bool(word) for word in words] == [True, False, False, True]
+
+
+def test_losses_outside_the_domain_of_a_scalarization_skip_the_step():
+    rule = scalarized(lambda v: v.log().mean().exp())
+    how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(torch.ones(2), torch.ones(2), **how)
+    after, info = fj.step(state, torch.tensor([1.0, -1.0]), **how)
+    assert not info.finite
+    assert not info.weights.isfinite().all()
+    assert same(after, state)
+
+
+def test_the_weighted_engine_never_waits_for_the_device():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    for rule in (fj.mean(), scalarized(torch.prod)):
+        how = method(params, fj.autocast(features), fj.autocast(top), aggregator=rule)
+        state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
+        with NoSync():
+            weighted_step(state, *batch, **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
+    scale = fj.scale_state(growth_interval=2, shape=(3,))
+    state = eager = fj.train_state(params, *batch, scale=scale, **how)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(weighted_step, fullgraph=True, backend=counter)
+    flags, graphs = [], set()
+    x, y = batch
+    for k in (1.0, 1.0, float("inf"), 0.5, float("nan"), 1.0):
+        state, info = compiled(state, x * k, y, **how)
+        eager, _ = weighted_step(eager, x * k, y, **how)
+        flags.append(info.finite.all().item())
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+    assert set(flags) == {True, False}
+    close(state, eager, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_numbers_of_the_weighted_engine():
+    params, losses, batch = regression("multitask")
+    how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
+    torch._dynamo.reset()
+    close(
+        torch.compile(weighted_step, fullgraph=True)(state, *batch, **how),
+        weighted_step(state, *batch, **how),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_by_vmap_equal_replicas_in_a_loop_in_the_weighted_engine(kind):
+    params, losses, batch = regression(kind)
+    how = {"losses": losses, "aggregator": BLIND["averaged"](), "optimizer": fj.adamw(1e-2)}
+    replicas = [fj.train_state(params, *batch, scale=fj.scale_state(2.0**k, shape=(3,)), **how) for k in range(3)]
+    stacked = tree_map(lambda *leaves: torch.stack(leaves), *replicas)
+    batches = tuple(torch.stack([x, x + 1, x * 2]) for x in batch)
+    together = torch.vmap(partial(weighted_step, **how))(stacked, *batches)
+    alone = [weighted_step(r, *b, **how) for r, b in zip(replicas, zip(*batches, strict=True), strict=True)]
+    close(together, tree_map(lambda *leaves: torch.stack(leaves), *alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_derivative_through_weighted_steps_is_right(kind):
+    params, losses, batch = regression(kind)
+    params, batch = tree_map(lambda x: x.double(), (params, batch))
+
+    def two_steps(bend, *leaves):
+        p = torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.tree_structure(params))
+        rule = scalarized(lambda v: torch.logsumexp(bend * v, 0))
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.5)}
+        state = fj.train_state(p, *batch, **how)
+        for _ in range(2):
+            state, _info = fj.step(state, *batch, **how)
+        return torch.cat([x.reshape(-1) for x in tree_leaves(state.params)])
+
+    inputs = (torch.tensor(0.7, dtype=torch.float64), *tree_leaves(params))
+    torch.autograd.gradcheck(two_steps, [x.clone().requires_grad_() for x in inputs])
+    numbers = tuple(range(len(inputs)))
+    close(torch.func.jacfwd(two_steps, numbers)(*inputs), torch.func.jacrev(two_steps, numbers)(*inputs))
+
+
+def test_bad_input_is_named():
+    params, features, top, batch = two_tasks()
+    how = method(params, features, top)
+    state = fj.train_state(params, *batch, **how)
+    with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
+        fj.step(state, *batch, engine="turbo", **how)
+    with pytest.raises(ValueError, match=r"step: the Gramian engine serves .*found one that looks at 'no_gradients'"):
+        fj.step(state, *batch, engine="gramian", **(how | {"aggregator": fj.mean()}))
+    with pytest.raises(ValueError, match=r"step: the weighted engine serves .*found one that looks at 'gramian'"):
+        fj.step(state, *batch, engine="weighted", **how)
+    with pytest.raises(TypeError, match=r"step: aggregator must be a rule, found function.*upgrad\(\)"):
+        fj.step(state, *batch, **(how | {"aggregator": fj.upgrad}))
+    with pytest.raises(TypeError, match=r"train_state: optimizer must be a pair.*found SGD.*from_torch"):
+        fj.train_state(params, *batch, **(how | {"optimizer": torch.optim.SGD([torch.ones(1)])}))
+    with pytest.raises(ValueError, match=r"step: expected a rule that is content with one batch.*by hand"):
+        fj.step(state, *batch, **(how | {"aggregator": fj.modo()}))
+    with pytest.raises(ValueError, match=r"scale must be of shape \[\] or \[2\].*found \[3\]"):
+        fj.train_state(params, *batch, scale=fj.scale_state(shape=(3,)), **how)
+    with pytest.raises(TypeError, match=r"train_state: all leaves must be floating-point.*'n'"):
+        fj.train_state({"n": torch.ones(2, dtype=torch.int64)}, *batch, **how)
+    with pytest.raises(TypeError, match=r"losses must be floating-point tensors, found float"):
+        fj.train_state(torch.ones(2), losses=lambda p: 1.0, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
+
+
+def test_engines_show_a_rule_the_same_when_a_step_is_skipped():
+    losses = fj.per_example(lambda p, x, y: ((p["w"] @ x - y) ** 2).sum())
+    params, x = {"w": torch.randn(2, 3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
+    y = torch.randn(4, 2, dtype=torch.float64)
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw()}
+    state = fj.train_state(params, x, y, **how)
+    y[1, 0] = torch.nan
+    by_jacobian, by_gramian = (fj.step(state, x, y, engine=engine, **how)[1] for engine in ("jacobian", "gramian"))
+    torch.testing.assert_close(by_jacobian.weights, by_gramian.weights)
+    assert not by_jacobian.finite
+    assert not by_gramian.finite
+
+
+def test_auto_counts_heads_where_it_knows_no_better():
+    losses = fj.multitask(lambda shared, x: x, lambda heads, h, x: [])
+    shared = torch.empty(1 << 14)
+    for tasks, expected in ((63, False), (64, True)):
+        heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
+        assert gramian_is_cheaper(losses, {"shared": shared, "heads": heads}, ()) == expected
