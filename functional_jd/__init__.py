@@ -46,10 +46,13 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
+from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
 from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
+from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import multitask, per_example
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
@@ -61,8 +64,10 @@ from functional_jd.precision.custom_functions import custom, float32_island
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scale_state, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
+from functional_jd.training.engines import chosen_engine
 from functional_jd.training.fit import fit
-from functional_jd.training.state import StepInfo, TrainState, train_state
+from functional_jd.training.start import train_state
+from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
 
 __version__ = "0.1.0"
@@ -78,10 +83,12 @@ __all__ = [
     "Aggregation",
     "Aggregator",
     "Diagnosis",
+    "EngineChoice",
     "MultitaskJacobian",
     "Optimizer",
     "Policy",
     "ScaleState",
+    "SlowPathWarning",
     "StepInfo",
     "TrainState",
     "adamw",
@@ -90,6 +97,7 @@ __all__ = [
     "aligned_mtl",
     "autocast",
     "cagrad",
+    "chosen_engine",
     "clip_by_norm",
     "clip_by_value",
     "combine",
@@ -161,6 +169,7 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
+    "weighted_fn",
 ]
 
 _RENAMED = {"blank": "no_gradients", "whole": "full_jacobian", "Carried": "AffineWeights"}

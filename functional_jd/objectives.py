@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.slow_path import StateJournal, attempt
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -23,16 +24,20 @@ class PerExample:
     in_dims: Dims
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
-        dims = self.dims(batch)
-        try:
-            return torch.vmap(self.loss, in_dims=(None, *dims), randomness="different")(params, *batch)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            if torch.compiler.is_compiling():
-                raise
-            results = [self.loss(params, *example) for example in self.examples(batch)]
-            return stacked(results)
+        vmapped = torch.vmap(self.loss, in_dims=(None, *self.dims(batch)), randomness="different")
+        if torch.compiler.is_compiling():
+            return vmapped(params, *batch)
+        journal = StateJournal()
+
+        def together() -> Losses:
+            with journal.watch():
+                return vmapped(params, *batch)
+
+        def one_by_one() -> Losses:
+            return stacked([self.loss(params, *example) for example in self.examples(batch)])
+
+        instead = "evaluates one example after the other"
+        return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
 
     def dims(self, batch: tuple[Tree, ...]) -> tuple[int | None, ...]:
         """The dimension of the examples in each argument of the batch."""
@@ -119,7 +124,7 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
     Laws:
         The numbers are those of a loop over the examples. `jacobian_fn` takes the gradient of each example alone:
         m small backward passes at the price of one, not m passes through the batch. Where vmap refuses the loss it is
-        evaluated again, example by example: what it changes in place, instead of returning it, may then move twice.
+        evaluated again, example by example, with a `SlowPathWarning`; buffers then move once, as without vmap.
     """
     _check_callable("per_example", "loss", loss)
     return PerExample(loss, in_dims)

@@ -6,7 +6,7 @@ from jacobian_by_hand import KINDS, leaves, rows_of
 from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import BATCH, Case, Model, numbers
+from zoo import BATCH, Case, Cube, Model, numbers
 
 from functional_jd.engines.gramian import engine, products
 from functional_jd.objectives import Multitask, multitask, per_example
@@ -70,7 +70,7 @@ def single(case):
 def is_tapped(monkeypatch, case):
     """Whether the engine does not fall back to rows of everything."""
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+        patch.setattr(engine, "_gramian_of_rows", lambda *_: pytest.fail("formed all rows"))
         found(case)
 
 
@@ -90,6 +90,68 @@ def check_autocast(model, kind, dtype, tolerance, monkeypatch):
         for x, y in ((result[0], expected[0]), (torch.cat(result[1]), torch.cat(expected[1]))):
             assert (x - y).norm() < tolerance * y.norm()
     return case
+
+
+def step_linear(p, x, w):
+    return F.linear(x, p[w])
+
+
+def step_biased(p, x, w):
+    return F.linear(x, p[w], p["b"])
+
+
+def step_right(p, x, w):
+    return x @ p[w]
+
+
+def step_transposed(p, x, w):
+    return torch.matmul(x, p[w].mT)
+
+
+def step_twice_transposed(p, x, w):
+    return F.linear(x, p[w].T.t())
+
+
+def step_left(p, x, w):
+    return (p[w] @ x.mT).mT
+
+
+def step_scaled(p, x, w):
+    return x * p[w].diagonal() + p[w][0]
+
+
+def step_looked_up(p, x, w):
+    """Positions that all examples share."""
+    return x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2)
+
+
+def step_convolved(p, x, w):
+    return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
+
+
+def step_normed(p, x, w):
+    return F.layer_norm(x, (3,), p[w][0], p["b"], eps=0.1) + F.rms_norm(x, (3,), p[w][:, 1], eps=0.1)
+
+
+def step_normed_by_channel(p, x, w):
+    x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
+    return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
+
+
+def step_cut(p, x, w):
+    first, rest = p[w].split([1, 2])
+    return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
+
+
+def step_attended(p, x, w):
+    x, heads = x.transpose(0, 1), {"q_proj_weight": p["u"], "k_proj_weight": p[w], "v_proj_weight": p["v"]}
+    fixed = (3, 3, None, p[w].flatten(), None, None, False, 0.0, p["u"], p["b"])
+    return F.multi_head_attention_forward(x, x, x, *fixed, use_separate_proj_weight=True, **heads)[0].transpose(0, 1)
+
+
+def step_hidden(p, x, w):
+    """A custom function takes the weight: no mode sees it."""
+    return x * Cube.apply(p[w]).mean()
 
 
 STEPS = {name.removeprefix("step_"): f for name, f in list(globals().items()) if name.startswith("step_")}
@@ -174,3 +236,38 @@ def wide(kind):
         heads = multitask(predict, lambda p, z, x: list((z * p).mean(0)))
         return Case({"shared": params, "heads": numbers(3)}, heads, (examples,)), 3
     return Case(params, lambda p, x: predict(p, x).mean(0), (examples,)), 3
+
+
+def penalty(params, x):
+    """A derivative within the losses, differentiated again."""
+    inner = x.detach().requires_grad_()
+    y = torch.tanh(F.linear(inner, params["w"]))
+    (slope,) = torch.autograd.grad(y.sum(), inner, create_graph=True)
+    return y + slope
+
+
+def functional_penalty(params, x):
+    return torch.func.grad(lambda x: torch.tanh(F.linear(x, params["w"])).sum())(x)
+
+
+def mapped(params, x):
+    return torch.vmap(lambda row: torch.tanh(F.linear(row, params["w"])))(x)
+
+
+def half_frozen(params, x):
+    with torch.no_grad():
+        x = torch.tanh(F.linear(x, params["w"]))
+    return F.linear(x, params["w"]) @ params["v"].detach()
+
+
+def overwritten(params, x):
+    y = F.linear(x, params["w"])
+    y.mul_(2)
+    return F.linear(torch.tanh(y), params["v"])
+
+
+def both_sides(params, x):
+    return F.linear(params["w"], params["w"])[0] * x + F.linear(x, params["v"][0])[:, None]
+
+
+STRANGE = {f.__name__: f for f in (penalty, functional_penalty, tangent, mapped, half_frozen, overwritten, both_sides)}

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_jd.aggregation.views import View, shared_rows
+from functional_jd.aggregation.views import View
+from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.tree import row_count, tree_leaves, tree_map
@@ -14,7 +15,6 @@ from functional_jd.core.types import (
     Direction,
     Jacobian,
     Losses,
-    MultitaskJacobian,
     Tree,
     Weights,
 )
@@ -85,10 +85,10 @@ def aggregate(
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
     """
     check_rule(aggregator, "aggregate")
-    m, *rest = (row_count(shared_rows(rows), "aggregate") for rows in (jacobian, *others))
+    m, *rest = (row_count(rows_of(rows), "aggregate") for rows in (jacobian, *others))
     if any(other != m for other in rest):
         raise ValueError(
-            f"aggregate: all Jacobians need the same number of rows, found {[m, *rest]}. "
+            f"aggregate: all Jacobians need the same number of rows, found {' and '.join(map(str, (m, *rest)))}. "
             "Compute them with the same losses on independent batches."
         )
     if losses is not None and (found := sum(leaf.numel() for leaf in tree_leaves(losses))) != m:
@@ -139,8 +139,11 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         Linear in the weights; in the Jacobian too, but for what is carried. What is not finite stays so, also with
         weight 0.
     """
-    if isinstance(jacobian, MultitaskJacobian):
-        return {"shared": combine(jacobian.shared, weights), "heads": jacobian.heads}
+    rows, heads = split_heads(jacobian)
+    return direction_with_heads(_combine(rows, weights), heads)
+
+
+def _combine(jacobian: Tree, weights: Weights) -> Tree:
     m = row_count(jacobian, "combine")
     with autocast_disabled(jacobian):
         if isinstance(weights, Tensor) and weights.ndim < 2:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products
 from functional_jd.core.tree import row_count, tree_leaves
-from functional_jd.core.types import Gramian, Jacobian, Losses, MultitaskJacobian, Tree
+from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
 View = Any
@@ -26,7 +27,7 @@ def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -
     Returns:
         float64 `[m]`.
     """
-    leaf = tree_leaves(shared_rows(jacobian))[0]
+    leaf = tree_leaves(rows_of(jacobian))[0]
     return torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
 
 
@@ -64,9 +65,9 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
     Raises:
         TypeError, ValueError: leaves that are no rows, or disagree on m.
     """
-    row_count(shared_rows(jacobian), "gramian")
+    row_count(rows_of(jacobian), "gramian")
     with autocast_disabled(jacobian):
-        return reduce(torch.add, [inner_products(as_matrix(leaf)) for leaf in tree_leaves(shared_rows(jacobian))])
+        return reduce(torch.add, [inner_products(as_matrix(leaf)) for leaf in tree_leaves(rows_of(jacobian))])
 
 
 def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
@@ -88,9 +89,9 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
             "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
-    row_count(shared_rows(jacobian), "cross_gramian")
+    row_count(rows_of(jacobian), "cross_gramian")
     with autocast_disabled(jacobian):
-        pairs = zip(tree_leaves(shared_rows(jacobian)), tree_leaves(shared_rows(others[0])), strict=True)
+        pairs = zip(tree_leaves(rows_of(jacobian)), tree_leaves(rows_of(others[0])), strict=True)
         return reduce(torch.add, [cross_inner_products(as_matrix(left), as_matrix(right)) for left, right in pairs])
 
 
@@ -105,7 +106,7 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     Returns:
         The Jacobian; of a `MultitaskJacobian`, `shared`.
     """
-    return shared_rows(jacobian)
+    return rows_of(jacobian)
 
 
 def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
@@ -122,5 +123,6 @@ def loss_vector(losses: Losses) -> Tensor:
     return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
 
 
-def shared_rows(jacobian: Jacobian) -> Tree:
-    return jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
+def needs_no_rows(aggregator: Any) -> bool:
+    """Whether a rule needs no gradients: one weighted backward pass serves it."""
+    return aggregator.view in (no_gradients, losses)

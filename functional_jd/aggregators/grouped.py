@@ -8,9 +8,10 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View
+from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
-from functional_jd.core.types import Jacobian, Losses, MultitaskJacobian, Tree, Weights
+from functional_jd.core.types import Jacobian, Losses, Tree, Weights
 
 
 class GroupView(NamedTuple):
@@ -83,7 +84,7 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
 
 
 def _groups(jacobian: Jacobian, rules: Mapping[str, Aggregator]) -> Mapping[str, Any]:
-    rows = jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
+    rows = rows_of(jacobian)
     if not isinstance(rows, Mapping):
         raise TypeError(
             f"grouped: expected parameters in a dict, one key per group, found {type(rows).__name__}. "

@@ -9,11 +9,12 @@ from torch import Tensor
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregators.mgda import mgda
+from functional_jd.core.multitask import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, as_text, displayed_as, number, outline, shortened
 from functional_jd.core.torch_internals import has_values, under_transform
 from functional_jd.core.tree import row_count, tree_flatten, tree_map, tree_names
-from functional_jd.core.types import Direction, Gramian, Jacobian, MultitaskJacobian, Weights
+from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
 
@@ -158,7 +159,7 @@ def _products(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None
             "Leave gramian out for a Jacobian."
         )
     if not (_square(value) if gramian is None else gramian):
-        rows = value.shared if isinstance(value, MultitaskJacobian) else value
+        rows = rows_of(value)
         row_count(rows, "diagnose")
         return gramian_of(rows), value, torch.finfo(torch.float64).eps
     row_count(value, "diagnose")
@@ -192,8 +193,8 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
             f"diagnose: expected weights [{m}] beside a Gramian, found {found}. "
             "For a direction, hand over the Jacobian; of one square matrix, say that it is: gramian=False."
         )
-    rows = J.shared if isinstance(J, MultitaskJacobian) else J
-    if isinstance(J, MultitaskJacobian) and isinstance(target, dict):
+    rows, heads = split_heads(J)
+    if heads and isinstance(target, dict):
         target = target.get("shared", ())
     _require_direction(rows, target)
     one = tree_map(lambda leaf: leaf.unsqueeze(0), target)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, weigh
-from functional_jd.aggregation.views import gramian
-from functional_jd.aggregation.views import losses as look_at_losses
+from functional_jd.aggregation.views import gramian, needs_no_rows
+from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_map
-from functional_jd.core.types import Jacobian, Losses, LossFunction, MultitaskJacobian, Params, Tree
+from functional_jd.core.types import Jacobian, Losses, LossFunction, Params, Tree
 from functional_jd.distributed.collectives import (
     Group,
     collective,
@@ -20,14 +20,16 @@ from functional_jd.distributed.collectives import (
     shard_columns,
     sum_over_group,
 )
+from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.weighted import weighted_fn
-from functional_jd.objectives import PerExample
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import ScaleState, unscale
-from functional_jd.training.state import StepInfo, TrainState, check_method, needs_no_rows
-from functional_jd.training.state import train_state as start_alone
-from functional_jd.training.step import EngineResult, finish_step, weighted_part
+from functional_jd.training.engines import EngineResult, loss_rows
+from functional_jd.training.start import train_state as start_alone
+from functional_jd.training.state import StepInfo, TrainState, check_method
+from functional_jd.training.step import finish_step
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -129,7 +131,7 @@ def train_state(
         seen = [_pooled(losses, rows, group) for rows in (jacobian, *others)]
         return aggregator.view(*seen, losses=_pooled(losses, values["losses"], group))
 
-    # What blind rules look at is as easily pooled when it was looked at: no rows are needed.
+    # Rules that need no gradients start with the losses, which are pooled afterwards: no rows are needed.
     together = aggregator._replace(init=init) if needs_no_rows(aggregator) else aggregator._replace(view=view)
     state = start_alone(params, *batch, losses=losses, aggregator=together, optimizer=optimizer, scale=scale)
     return replicate(state, group)
@@ -188,20 +190,18 @@ def step(
 def _engine(
     losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sharded: bool
 ) -> Callable[..., EngineResult]:
-    blind = needs_no_rows(aggregator)
-    if blind and not scale.scale.ndim:
-        return _by_weights
-    if sharded and not blind and aggregator.view is not gramian:
+    choice = choose_replica_engine(aggregator, scale.scale, sharded).engine
+    if choice == "shards" and not needs_no_rows(aggregator) and aggregator.view is not gramian:
         raise ValueError(
-            "step: sharded=True serves rules that look at nothing, at the losses or at the Gramian, found one that "
-            f"looks at {getattr(aggregator.view, '__name__', aggregator.view)!r}. Use sharded=False."
+            "step: sharded=True serves rules that need no gradients, the losses or the Gramian, found one that needs "
+            f"{getattr(aggregator.view, '__name__', aggregator.view)!r}. Use sharded=False."
         )
-    if sharded and isinstance(losses, PerExample):
+    if choice == "shards" and kind_of(losses).rows_are_examples:
         raise ValueError(
             "step: sharded=True needs rows that are the same objectives on all replicas, found per_example losses, "
             "whose rows are each replica's own examples. Use sharded=False."
         )
-    return _by_shards if sharded else _by_jacobian
+    return {"weighted": _by_weights, "shards": _by_shards, "jacobian": _by_jacobian}[choice]
 
 
 def _by_weights(
@@ -209,17 +209,18 @@ def _by_weights(
 ) -> EngineResult:
     values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
     values = _pooled(losses, values, group)
-    rows = look_at_losses(None, losses=values)
-    weights, memory = weigh(aggregator, rows, state.aggregator, losses=values)
+    weights, memory = weigh(aggregator, loss_rows(values), state.aggregator, losses=values)
     add, mine = mean_over_group, weights
-    if isinstance(losses, PerExample):
+    if kind_of(losses).rows_are_examples:
         _, replicas, rank = known_group(group)
         add, mine = sum_over_group, weights.reshape(replicas, -1)[rank]
-    # Weights that are not finite are the rule's word, not an overflow: the scale must not back off for them.
-    sound = all_finite(weights)
-    direction, finite = pullback(torch.where(sound, mine, 0), last=True)
+    # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
+    direction_finite = all_finite(weights)
+    direction, finite = pullback(torch.where(direction_finite, mine, 0), last=True)
     direction = add(direction, group)
-    return EngineResult(direction, weights, memory, values, agree(finite, group), sound & all_finite(direction))
+    return EngineResult(
+        direction, weights, memory, values, agree(finite, group), direction_finite & all_finite(direction)
+    )
 
 
 def _by_jacobian(
@@ -229,8 +230,8 @@ def _by_jacobian(
     jacobian, finite = unscale(state.scale, jacobian)
     jacobian, values = _pooled(losses, jacobian, group), _pooled(losses, values, group)
     direction, weights, memory = aggregate(aggregator, jacobian, state.aggregator, losses=values)
-    sound = all_finite(weighted_part(direction, jacobian))
-    return EngineResult(direction, weights, memory, values, agree(finite, group), sound)
+    direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
+    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite)
 
 
 def _by_shards(
@@ -240,21 +241,20 @@ def _by_shards(
     jacobian, finite = unscale(state.scale, jacobian)
     values = mean_over_group(values, group)
 
-    split = isinstance(jacobian, MultitaskJacobian)
-    rows, like = (jacobian.shared, state.params["shared"]) if split else (jacobian, state.params)
+    rows, heads = split_heads(jacobian)
+    like = direction_of_rows(state.params, heads)
     shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
     if aggregator.view is gramian:
         aggregator = aggregator._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
     weights, memory = weigh(aggregator, shard, state.aggregator, losses=values)
     direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
-    sound = all_finite(direction)
-    if split:
-        direction = {"shared": direction, "heads": mean_over_group(jacobian.heads, group)}
-    return EngineResult(direction, weights, memory, values, agree(finite, group), sound)
+    direction_finite = all_finite(direction)
+    direction = direction_with_heads(direction, mean_over_group(heads, group))
+    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite)
 
 
 def _pooled(losses: LossFunction, tree: Tree, group: Group) -> Tree:
     """Rows or values of all replicas: their mean; for rows of examples, one replica's after the other's."""
-    if not isinstance(losses, PerExample):
+    if not kind_of(losses).rows_are_examples:
         return mean_over_group(tree, group)
     return tree_map(lambda leaf: collective("gather", leaf, group).flatten(0, 1), tree)

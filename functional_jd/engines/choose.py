@@ -1,70 +1,107 @@
-"""Every automatic decision: from shapes to a named choice, with the measurement that it rests on."""
+"""Every automatic decision: from shapes and dtypes to a named choice, with the measurement that it rests on.
 
+Values never decide, so that eager and compiled steps choose alike. Measured on x86-64 CPUs, one thread, float32, unless
+said otherwise.
+"""
+
+from collections.abc import Sequence
 from math import ceil
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import gramian, needs_no_rows
 from functional_jd.core.rows import HALVE_FROM
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
-from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import LossFunction, Params
+from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.parameter_views import FLAT
 from functional_jd.engines.vjp import Vjp
-from functional_jd.objectives import Multitask, PerExample
-
-# Numbers in a Jacobian, from which its size costs more than taps do; and the m that is taken for one not known yet.
-_MANY, _SOME = 1 << 20, 4
 
 
-def gramian_is_cheaper(losses: LossFunction, params: Params, batch: tuple[Any, ...], m: int | None = None) -> bool:
-    """Whether the Gramian without rows costs less than the Jacobian, for a rule that looks at the Gramian.
+class EngineChoice(NamedTuple):
+    """An engine by name, and why.
 
-    `m n >= 2^20`: so many numbers leave the caches, and the size of the Jacobian is what the Gramian engine saves.
-    Below, both take milliseconds, and the fixed price of taps decides. Batch size, positions and kinds of layers need
-    not be known: the engine itself chooses leaf by leaf between factors and rows. So above it takes at worst 1.1 times
-    as long as the Jacobian engine (convolutions, two tasks), at best a hundredth (examples on linear layers).
+    Attributes:
+        engine: `"jacobian"`, `"gramian"` or `"weighted"`.
+        reason: one sentence.
+    """
+
+    engine: str
+    reason: str
+
+
+# Engine
+
+# Elements of a Jacobian from which its size costs more than the fixed price of recording layers: at 2^20 they leave the
+# caches. Above, the Gramian engine takes from a hundredth (examples, linear layers) to 1.1 times (convolutions, two
+# tasks) of the Jacobian engine; below, both take milliseconds.
+MANY_ELEMENTS = 1 << 20
+
+
+def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scale: Tensor) -> EngineChoice:
+    """The engine of a step.
 
     Args:
-        losses: as for `step`.
-        params: the parameters that they take; of `multitask` losses, `shared` counts.
-        batch: what they take besides.
-        m: the number of objectives, if known; otherwise that of the examples; of `multitask` losses that of pairs of
-            leaves in `heads`, as a head is mostly a weight and a bias; at least 4.
-
-    Returns:
-        A Python bool: shapes and dtypes decide, never values. False for parameters in half precision, whose rows may
-        overflow where their factors do not, so that the engines would not skip the same steps.
+        aggregator: the rule; its view says what it needs.
+        m: the number of objectives, or an estimate.
+        leaves: the parameters that have rows.
+        scale: the loss scale, `[]` or `[m]`: one backward pass has one scale.
     """
-    shared, heads = losses.split(params) if isinstance(losses, Multitask) else (params, ())
-    if m is None:
-        m = losses.count(batch) if isinstance(losses, PerExample) else max(_SOME, len(tree_leaves(heads)) // 2)
-    leaves = tree_leaves(shared)
-    return m * sum(leaf.numel() for leaf in leaves) >= _MANY and all(leaf.dtype.itemsize >= 4 for leaf in leaves)
+    if needs_no_rows(aggregator) and not scale.ndim:
+        return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
+    if needs_no_rows(aggregator):
+        return EngineChoice("jacobian", "one scale per objective needs one row per objective")
+    if aggregator.view is not gramian:
+        return EngineChoice("jacobian", f"the rule needs {_name(aggregator)}, which only rows give")
+    if any(leaf.dtype.itemsize < 4 for leaf in leaves):
+        # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
+        return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
+    elements = m * sum(leaf.numel() for leaf in leaves)
+    if elements < MANY_ELEMENTS:
+        return EngineChoice("jacobian", f"m n = {elements:,} is below 2^20: the rows fit the caches")
+    return EngineChoice("gramian", f"m n = {elements:,} is at least 2^20: the rows would leave the caches")
 
 
-# What `"auto"` goes by, measured on CPUs: up to so many rows a loop is never slower;
-_FEW = 3
+def choose_replica_engine(aggregator: Aggregator, scale: Tensor, sharded: bool) -> EngineChoice:
+    """The engine of a step on several replicas."""
+    if needs_no_rows(aggregator) and not scale.ndim:
+        return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
+    if sharded:
+        return EngineChoice("shards", "each replica keeps a share of the columns")
+    return EngineChoice("jacobian", "the mean of the rows is needed on every replica")
 
 
-# a gradient of so many elements, all rows of a group together, still fits a cache near the core;
+def _name(aggregator: Aggregator) -> str:
+    return repr(getattr(aggregator.view, "__name__", aggregator.view))
+
+
+# Rows
+
+# Up to so many rows a loop is never slower than vmap.
+_FEW_ROWS = 3
+# Elements of the largest gradient between the layers, over all rows of a group, that stay in the second-level cache.
 _CACHED = 1 << 19
+# A group of fewer rows does not pay for the price of vmap.
+_SMALLEST_GROUP = 8
+# Below so many elements, one torch.stack is faster than writing row by row.
+_STACKED = 1 << 14
 
 
-# and a group of fewer rows does not pay for what vmap costs.
-_GROUP = 8
+def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
+    """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
 
-
-def row_schedule(point: Vjp, m: int, mode: str, chunk_size: int | None) -> tuple[str, int | None]:
-    """What `"auto"` means here: a loop, or vmap over so many rows at once.
-
-    Rows together save the fixed price of every operation, and cost the cache: on a CPU few rows, or wide ones (images),
-    go one by one, what is between in groups of about the same size. Where the weights are larger than all that passes
-    between the layers, the rows themselves are the work: together, they are written once and never copied.
+    vmap saves the fixed price of every operation and costs cache. On a CPU few rows, or rows whose activations are
+    large (images), go one by one; what lies between goes in groups of about the same size. Where the parameters are
+    larger than all activations, writing the rows is the work, and all go together. Under a transform, and on other
+    devices, rows go together.
     """
+    mode, chunk_size = options.mode, options.chunk_size
     if mode != "auto":
         return mode, chunk_size
-    if m == 1 or (m <= _FEW and not under_transform()):
+    if m == 1 or (m <= _FEW_ROWS and not under_transform()):
         return "loop", chunk_size
     if under_transform() or not point.inputs or not all(x.is_cpu for x in point.inputs):
         return "auto", chunk_size
@@ -72,18 +109,42 @@ def row_schedule(point: Vjp, m: int, mode: str, chunk_size: int | None) -> tuple
     if between <= max(x.numel() for x in point.inputs):
         return "auto", chunk_size
     at_once = _CACHED // between
-    if at_once < _GROUP:
+    if at_once < _SMALLEST_GROUP:
         return "loop", chunk_size
     size = ceil(m / ceil(m / at_once))
     return "auto", size if chunk_size is None else min(size, chunk_size)
 
 
-# In multiplications of float64, of which float32 does two at a time: the price of writing a number and reading it.
+def choose_heads(point: Vjp, m: int, options: Options) -> str:
+    """How the rows of `multitask` heads are differentiated.
+
+    One scalar per task: the loop walks each head once, where vmap walks every head for every row.
+    """
+    if options.mode == "auto" and len(point.outputs) > 1 and not under_transform():
+        return "loop"
+    return choose_rows(point, m, options)[0]
+
+
+def gramian_mode() -> str:
+    """How the Gramian engine differentiates rows: torch.compile tells gradients that are zero only under vmap."""
+    return "vmap" if torch.compiler.is_compiling() else "auto"
+
+
+def stack_at_once(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether rows are stacked by one call, or written one by one into preallocated memory."""
+    return under_transform() or sum(g.numel() for g in gradients if g is not None) < _STACKED
+
+
+# Layers of the Gramian engine
+
+# Price of writing an element and reading it again, in multiplications of float64 (float32 does two at a time).
 _MOVED = 12
+# Rows of so many elements that one product of several leaves is faster than one product for each.
+_JOINED = 1 << 15
 
 
 def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
-    """Whether inner products of factors take less time than rows, by multiplications and by numbers moved."""
+    """Whether inner products of factors take less time than rows, by multiplications and by elements moved."""
     positions, groups, i = f.right.shape[1:]
     lookup = f.left.ndim == 2
     o = leaf.shape[0] if lookup else f.left.shape[-1]
@@ -96,6 +157,23 @@ def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
     return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
 
 
+def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
+    """Whether the pullback keeps the rows, which take less memory than their factors."""
+    return m * leaf.numel() < f.left.numel() + f.right.numel()
+
+
+def join_leaf(leaf: Tensor, m: int) -> bool:
+    """Whether the rows of a small leaf are joined with those of others: calls cost more than what they compute."""
+    return m * leaf.numel() <= _JOINED
+
+
+def record_layer(reach: int, examples: bool) -> bool:
+    """Whether the recorder takes a layer. Elementwise layers give rows, not factors: without a hidden dimension of
+    examples, autograd forms the same rows faster.
+    """
+    return examples or reach < FLAT
+
+
 def _price(n: int) -> int:
-    """Of inner products of so many rows, for each column: what lies beside the diagonal is computed once."""
+    """Multiplications per column for the inner products of n rows: what lies off the diagonal is computed once."""
     return n * ((n + min(n, HALVE_FROM // 2)) // 2 + _MOVED)

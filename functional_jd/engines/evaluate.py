@@ -1,32 +1,58 @@
 """Evaluate losses: what the engines check and convert before they differentiate."""
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.slow_path import StateJournal
 from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 
 
 def any_requires_grad(values: Any) -> bool:
-    """Whether somebody outside records a graph on one of the tensors of a pytree."""
+    """Whether a tensor of a pytree requires grad, so that a derivative of the result may be asked for."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
 
 
 def detach_tree(tree: Tree) -> Tree:
-    """A pytree whose tensors are cut off from any graph; what is no tensor stays."""
+    """A pytree whose tensors are detached; leaves that are no tensors stay."""
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
 
 
-def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], has_aux: bool, where: str) -> tuple[list[Tensor], Any]:
-    """The losses in at least float32, for cotangents that must not overflow; beside them what the function gave."""
-    result = with_op_tables(losses)(*args)
+class Options(NamedTuple):
+    """How to differentiate: what the caller of an engine asked for.
+
+    Attributes:
+        where: the function that the user called, for errors and warnings.
+        has_aux: whether the losses return `(losses, aux)`.
+        scale: float32 `[]` or `[m]`, what the cotangents are multiplied by; or None.
+        differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
+        mode: how rows are differentiated, `"auto"`, `"vmap"`, `"loop"` or `"forward"`.
+        chunk_size: how many rows at once; None is no limit.
+        journal: notes what the losses change in place, where they may have to be evaluated again; or None.
+    """
+
+    where: str
+    has_aux: bool
+    scale: Tensor | None
+    differentiable: bool
+    mode: str = "auto"
+    chunk_size: int | None = None
+    journal: StateJournal | None = None
+
+
+def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:
+    """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned."""
+    where, has_aux = options.where, options.has_aux
+    result = with_op_tables(losses, options.journal)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
-            f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}."
+            f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "
+            "Return (losses, aux), or leave has_aux out."
         )
     values, aux = result if has_aux else (result, ())
     leaves = tree_leaves(values)
@@ -66,3 +92,33 @@ def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor
             f"Start it with scale_state(shape=({m},))."
         )
     return scale.expand(m)
+
+
+def dense_gradients(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """One gradient `[*p]` per leaf, zeros in the place of None."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
+
+
+def dense_rows(rows: Sequence[Tensor | None], leaves: Sequence[Tensor], m: int) -> list[Tensor]:
+    """Rows `[m, *p]` per leaf, zeros in the place of None."""
+    return [x.new_zeros(m, *x.shape) if row is None else row for row, x in zip(rows, leaves, strict=True)]
+
+
+def select_arguments(
+    argnums: int | Sequence[int], args: tuple[Any, ...], where: str
+) -> tuple[Tree, Callable[[Tree], tuple[Any, ...]]]:
+    """The arguments to differentiate, and a function that puts others in their place."""
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    known = all(-len(args) <= position < len(args) for position in positions)
+    if not positions or not known or len({position % len(args) for position in positions}) < len(positions):
+        raise ValueError(
+            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {argnums}. Count from 0."
+        )
+
+    def rebuild(chosen: Tree) -> tuple[Any, ...]:
+        replaced = list(args)
+        for position, value in zip(positions, [chosen] if isinstance(argnums, int) else chosen, strict=True):
+            replaced[position] = value
+        return tuple(replaced)
+
+    return (args[argnums] if isinstance(argnums, int) else tuple(args[p] for p in positions)), rebuild

@@ -1,4 +1,4 @@
-"""Norms in parts: a workaround for second derivatives that torch gets wrong."""
+"""A workaround for second derivatives of norm layers that torch gets wrong."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from functional_jd.core.torch_internals import weight_norm
 
 
 class SeparateNormAffine(TorchFunctionMode):
-    """Runs norms without weight and bias, which are applied apart, and the norm of a weight by itself.
+    """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
 
-    Where rows are differentiated together, torch takes the mean and deviation that a norm saved for constants as soon
-    as its weight asks for a gradient: derivatives of the rows would be wrong (functorch#534). So are those of
-    `weight_norm`, whose second backward pass takes the norm that it saved for a constant.
+    Where rows are differentiated together and the weight requires a gradient, torch treats the mean and deviation that
+    a norm layer saved as constants: derivatives of the rows would be wrong (functorch#534). The second backward pass of
+    `weight_norm` treats the norm that it saved as a constant, too.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,8 +7,10 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from functional_jd.core.slow_path import attempt
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.engines.choose import row_schedule
+from functional_jd.engines.choose import choose_rows, stack_at_once
+from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -18,31 +20,11 @@ Rows: TypeAlias = list[Tensor | None]
 
 Result = TypeVar("Result")
 
-
-# Gradients of so few elements are stacked by one call sooner than written one by one.
-_SMALL = 1 << 14
+LOOP = "differentiates one row after the other, which takes m backward passes"
 
 
-def vmap_or_loop(mode: str, together: Callable[[], Result], one_by_one: Callable[[], Result]) -> Result:
-    """Work with vmap, without it, or (`"auto"`) with vmap and, where that cannot go, without.
-
-    Losses that `together` evaluates are then evaluated again: what they change in place would move twice.
-    """
-    if mode == "loop":
-        return one_by_one()
-    if mode == "vmap" or torch.compiler.is_compiling():
-        return together()
-    try:
-        return together()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        # Whatever it was that vmap refused: an error of the losses themselves comes back from the loop.
-        return one_by_one()
-
-
-def vjp_rows(point: Vjp, cotangents: Rows, mode: str, chunk_size: int | None) -> Rows:
-    """Pull back m cotangents: the vector-Jacobian product of each, stacked."""
+def vjp_rows(point: Vjp, cotangents: Rows, options: Options) -> Rows:
+    """The vector-Jacobian products of m cotangents, stacked."""
     m = next((len(c) for c in cotangents if c is not None), 0)
     if m == 0:
         return [None] * len(point.pullback([None] * len(cotangents)))
@@ -51,24 +33,34 @@ def vjp_rows(point: Vjp, cotangents: Rows, mode: str, chunk_size: int | None) ->
         by_row = zip(*[[None] * m if c is None else c.unbind() for c in cotangents], strict=True)
         return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
-    mode, chunk_size = row_schedule(point, m, mode, chunk_size)
-    return vmap_or_loop(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one)
+    mode, chunk_size = choose_rows(point, m, options)
+    return by_mode(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one, options)
 
 
-def jacobian_rows(point: Vjp, factors: Tensor, mode: str, chunk_size: int | None) -> Rows:
+def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
     """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
     m = len(factors)
-    mode, chunk_size = row_schedule(point, m, mode, chunk_size)
-    return vmap_or_loop(
+    mode, chunk_size = choose_rows(point, m, options)
+    return by_mode(
         mode,
         lambda: _together(point, [*_diagonal(point, factors)], m, chunk_size),
         lambda: stack_rows(gradients_one_by_one(point, factors), m),
+        options,
     )
 
 
+def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], options: Options) -> Result:
+    """Run one of two forms of the same: `"auto"` takes the vmapped one and, where vmap refuses it, the loop."""
+    if mode == "loop":
+        return looped()
+    if mode == "vmap" or torch.compiler.is_compiling():
+        return vmapped()
+    return attempt(vmapped, looped, where=options.where, instead=LOOP, journal=options.journal)
+
+
 def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | None]]:
-    """The same rows one by one, each by itself: zeros sent through the outputs of others would cost time, and turn an
-    infinity there into NaN.
+    """The rows of the Jacobian one after the other. Other outputs get no cotangent: zeros would cost time, and turn an
+    infinite derivative there into NaN.
     """
     for owner, (y, own) in enumerate(
         zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
@@ -82,7 +74,7 @@ def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
     """Rows by input, from m gradients by row."""
     parts = iter(gradients)
     first = next(parts)
-    if under_transform() or sum(g.numel() for g in first if g is not None) < _SMALL:
+    if stack_at_once(first):
         return _stacked([first, *parts])
     return _written(enumerate(chain([first], parts)), m)
 
@@ -126,7 +118,7 @@ def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
 
 
 def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:
-    """Each part into its place at once, while it is in the cache: so a second Jacobian never exists."""
+    """Write each part into preallocated rows: the parts and the rows are never in memory together."""
     rows: Rows = []
     for index, (place, part) in enumerate(parts):
         rows = rows or [None] * len(part)

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.tree import (
-    Structure,
-    floating_leaves,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
-from functional_jd.core.types import LossFunction, Tree
-from functional_jd.engines.evaluate import detach_tree, evaluate_losses
+from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.engines.evaluate import detach_tree
 from functional_jd.engines.norm_workaround import SeparateNormAffine
-from functional_jd.precision.autocast import autocast_disabled, with_op_tables
+from functional_jd.precision.autocast import autocast_disabled
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
@@ -30,9 +23,9 @@ class Vjp(NamedTuple):
     Attributes:
         outputs: what the function returned first.
         extra: what it returned second.
-        pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input among those of the
-            slice; `None` where an input certainly has no part in it. The last call frees what another would need.
-        inputs: where plain autograd's gradients arrive; empty where somebody else recorded the graph.
+        pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input of the slice; `None`
+            where an input is certainly not reached. The last call frees the graph.
+        inputs: the leaves of plain autograd's graph; empty where torch.func recorded it.
     """
 
     outputs: list[Tensor]
@@ -41,88 +34,37 @@ class Vjp(NamedTuple):
     inputs: tuple[Tensor, ...] = ()
 
 
-class MultitaskVjp(NamedTuple):
-    """A trunk and its heads at a point.
-
-    Attributes:
-        trunk: from the shared parameters to the differentiable features.
-        heads: from the heads' parameters, and behind them those features, to the losses.
-        shared: leaves and structure of the shared parameters.
-        own: leaves and structure of the heads' parameters.
-    """
-
-    trunk: Vjp
-    heads: Vjp
-    shared: tuple[list[Tensor], Structure]
-    own: tuple[list[Tensor], Structure]
-
-
 def vjp(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], *, differentiable: bool) -> Vjp:
-    """Evaluate `f(inputs) -> (outputs, extra)` once, and get the way back.
+    """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
 
     Args:
         f: a function of a list of tensors.
         inputs: floating-point tensors.
-        differentiable: whether somebody may differentiate the gradients: one of the inputs requires grad, or a
-            transform that is not our own is active.
+        differentiable: whether the gradients may be differentiated: an input requires grad, or a transform is active.
     """
     if under_transform():
         return _by_func(f, inputs, differentiable)
     return _by_autograd(f, inputs, differentiable)
 
 
-def multitask_vjp(
-    features: Callable[..., Tree],
-    heads: LossFunction,
-    params: tuple[Tree, Tree],
-    args: tuple[Any, ...],
-    *,
-    has_aux: bool,
-    differentiable: bool,
-    where: str,
-) -> MultitaskVjp:
-    """Evaluate the losses of a trunk and its heads once, and get the way back in two stages."""
-    shared, shared_structure = floating_leaves(params[0], f"{where} (shared)")
-    # Heads may be losses only, without a parameter of their own.
-    own, own_structure = (
-        floating_leaves(params[1], f"{where} (heads)") if tree_leaves(params[1]) else tree_flatten(params[1])
-    )
-
-    def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        found = with_op_tables(features)(tree_unflatten(shared_structure, inputs), *args)
-        return [x for x in tree_leaves(found) if _is_differentiable(x)], found
-
-    below = vjp(trunk, shared, differentiable=differentiable)
-    found, structure = tree_flatten(below.extra)
-
-    def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        differentiated = iter(inputs[len(own) :])
-        filled = tree_unflatten(structure, [next(differentiated) if _is_differentiable(x) else x for x in found])
-        mine = tree_unflatten(own_structure, inputs[: len(own)])
-        return evaluate_losses(heads, (mine, filled, *args), has_aux, where)
-
-    above = vjp(top, own + below.outputs, differentiable=differentiable)
-    return MultitaskVjp(below, above, (shared, shared_structure), (own, own_structure))
-
-
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """An embedding may hand out sparse gradients: rows are dense, whatever layer they come from."""
+    """Gradients without sparse ones, which embeddings may return: rows are dense."""
     return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
 
 def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool) -> Vjp:
-    # torch.func hands out tensors only: what else `extra` holds, and its structure, goes round by the side.
-    beside: list[Any] = []
+    # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
+    aside: list[Any] = []
 
     def tensors_only(points: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         with SeparateNormAffine() if differentiable else nullcontext():
             outputs, extra = f(points)
         leaves, structure = tree_flatten(extra)
-        beside[:] = [structure, [None if isinstance(x, Tensor) else x for x in leaves]]
+        aside[:] = [structure, [None if isinstance(x, Tensor) else x for x in leaves]]
         return outputs, [x for x in leaves if isinstance(x, Tensor)]
 
     outputs, pull, tensors = cast(tuple[Any, ...], torch.func.vjp(tensors_only, inputs, has_aux=True))
-    structure, others = beside
+    structure, others = aside
     rest = iter(tensors)
     extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
 
@@ -137,7 +79,7 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
 def _by_autograd(
     f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool
 ) -> Vjp:
-    # Aliases, not the tensors themselves: the gradient must stop here, wherever else the caller uses them.
+    # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         with SeparateNormAffine() if differentiable else nullcontext():
@@ -151,7 +93,7 @@ def _by_autograd(
         if not pairs or not wanted:
             return [None] * len(wanted)
         given = [c for _, c in pairs]
-        # The weights of a cotangent may be what somebody differentiates, when nothing else is.
+        # The cotangent itself may require grad, when nothing else does.
         create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
         with autocast_disabled(devices):
             return to_dense(
@@ -166,7 +108,3 @@ def _by_autograd(
             )
 
     return Vjp(outputs, extra if differentiable else detach_tree(extra), pullback, tuple(points))
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -83,8 +83,8 @@ def adamw(
         steps = no_steps(params, "adamw")
         return AdamwState(steps, tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
-    def update(
-        direction: Direction, state: AdamwState, params: Params, *, moving: Tensor | None = None
+    def step(
+        moving: Tensor | None, direction: Direction, state: AdamwState, params: Params
     ) -> tuple[Params, AdamwState]:
         rate = current_rate(lr, state.steps)
         leaves, structure = floating_leaves(params, "adamw")
@@ -109,7 +109,7 @@ def adamw(
         params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
-    return Optimizer(init, update)
+    return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)
 
 
 def _fused(

@@ -20,13 +20,15 @@ class Optimizer(NamedTuple):
 
     Attributes:
         init: `init(params) -> state`, a pytree of tensors whose structure never changes.
-        update: `update(direction, state, params) -> (params, state)`: one step against the direction. It may know the
-            keyword `moving=None`, bool `[]`, as that of `adamw` does: where that is false, it returns what it was
-            given, whatever the direction. `step` leaves the choice to it: cheaper than to choose afterwards.
+        update: `update(direction, state, params) -> (params, state)`: one step against the direction.
+        guarded_update: `guarded_update(moving, direction, state, params) -> (params, state)`, or None: the update where
+            `moving`, bool `[]`, is true; else params and state as they were, whatever the direction. A step then need
+            not choose afterwards, which reads and writes everything once more.
     """
 
     init: Callable[[Params], Tree]
     update: Callable[[Direction, Tree, Params], tuple[Params, Tree]]
+    guarded_update: Callable[[Tensor, Direction, Tree, Params], tuple[Params, Tree]] | None = None
 
 
 def check_settings(where: str, **values: Any) -> None:

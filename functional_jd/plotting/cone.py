@@ -12,9 +12,10 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.multitask import rows_of
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import row_count, tree_leaves
-from functional_jd.core.types import Direction, Jacobian, Losses, MultitaskJacobian
+from functional_jd.core.types import Direction, Jacobian, Losses
 from functional_jd.plotting.style import PALETTE, Array, Ax, axes, ink, legend, look, numbers, quiet
 
 SHADE = PALETTE[2]
@@ -52,8 +53,7 @@ def cone(
     Example:
         >>> cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
     """
-    if isinstance(jacobian, MultitaskJacobian):
-        jacobian = jacobian.shared
+    jacobian = rows_of(jacobian)
     row_count(jacobian, "cone")
     flat = _flat(jacobian, 1)
     basis, space = _coordinates(flat)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.slow_path import StateJournal, changes_in_place
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -74,13 +75,14 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     return run
 
 
-def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
+def with_op_tables(f: Callable[..., Any], journal: StateJournal | None = None) -> Callable[..., Any]:
     """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
 
-    `portable(f)(x) = f(x)`, bit for bit, wherever native autocast is off.
+    `with_op_tables(f)(x) = f(x)`, bit for bit, wherever native autocast is off.
 
     Args:
         f: any function of tensors, with or without `with torch.autocast(...)` in it; shapes and units stay.
+        journal: notes what `f` changes in place, for `attempt`.
 
     Returns:
         A function with the signature of `f`.
@@ -95,7 +97,7 @@ def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
     Differs:
         From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
         native autocast: it reaches the ops inside. What torch calls again by itself is out of reach: hand
-        `torch.utils.checkpoint` the wrapped block, `checkpoint(portable(block), x)`.
+        `torch.utils.checkpoint` the wrapped block, `checkpoint(with_op_tables(block), x)`.
     """
     if not callable(f):
         raise TypeError(
@@ -106,11 +108,11 @@ def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
-            with _OpTables():
+            with _OpTables(journal):
                 return f(*args, **kwargs)
         cached = torch.is_autocast_cache_enabled()
         try:
-            with _OpTables():
+            with _OpTables(journal):
                 return f(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -131,7 +133,7 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         Inside, `x @ y` has the dtype of `x` and `y`, whatever autocast surrounds it; afterwards all is as it was.
 
     Example:
-        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(x):
+        >>> with torch.autocast("cpu", torch.bfloat16), autocast_disabled(x):
         ...     (x @ x).dtype
         torch.float32
     """
@@ -142,8 +144,14 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
 class _OpTables(TorchFunctionMode):
     """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
 
+    def __init__(self, journal: StateJournal | None):
+        super().__init__()
+        self.journal = journal
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.journal is not None and changes_in_place(func, args, kwargs):
+            self.journal.note(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name not in LISTED:
             _forget_weights()
@@ -174,7 +182,7 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _forget_weights() -> None:
-    """At every op, since whoever enters `torch.autocast` switches the cache on again; `portable` restores it."""
+    """At every op, since whoever enters `torch.autocast` switches the cache on again; `with_op_tables` restores it."""
     if not torch.compiler.is_compiling() and torch.is_autocast_cache_enabled():
         torch.set_autocast_cache_enabled(False)
 

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.multitask import split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, one_line
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_flatten, tree_map, tree_names, tree_unflatten
-from functional_jd.core.types import MultitaskJacobian, Tree
+from functional_jd.core.types import Tree
 
 # The smallest normal float32: its inverse is finite, also where subnormal numbers are flushed to zero.
 _FLOOR = 2.0**-126
@@ -160,8 +161,9 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
 
     Differs: from GradScaler, as a float16 vector comes out in float32, as there only a float16 scalar does.
     """
-    if isinstance(tree, MultitaskJacobian):
-        return MultitaskJacobian(scale(state, tree.shared), tree_map(at_least_float32, tree.heads))
+    rows, heads = split_heads(tree)
+    if heads:
+        return with_heads(scale(state, rows), tree_map(at_least_float32, heads))
     factor = multiplier(state, "scale")
     leaves, structure = _floating(tree, "scale")
     sizes = [leaf.numel() for leaf in leaves]
@@ -203,8 +205,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     Differs: from GradScaler, which checks the scaled values, so that tiny scales give infinite parameters, and refuses
         float16.
     """
-    split = isinstance(tree, MultitaskJacobian)
-    rows, heads = (tree.shared, tree.heads) if split else (tree, ())
+    rows, heads = split_heads(tree)
     inverse = multiplier(state, "unscale").double().reciprocal().float()
     leaves, structure = _floating(rows, "unscale", inverse)
     others, other_structure = _floating(heads, "unscale")
@@ -215,11 +216,11 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
         finite = finite & _bounded(others, one)
     inverse = torch.where(finite, inverse, 0.0)
     rows = tree_unflatten(structure, _times(leaves, inverse, finite))
-    if not split:
+    if not heads:
         return rows, finite
     anywhere = finite.any()
     heads = _times(others, anywhere.to(one.dtype), anywhere)
-    return MultitaskJacobian(rows, tree_unflatten(other_structure, heads)), finite
+    return with_heads(rows, tree_unflatten(other_structure, heads)), finite
 
 
 def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:

@@ -29,10 +29,10 @@ from functional_jd.testing.strategies import Size, jacobians
 Builder = Callable[..., Aggregator]
 
 _VIEWS = {
-    "blank": "nothing",
+    "no_gradients": "nothing",
     "gramian": "Gramian",
     "cross_gramian": "Gramian of two batches",
-    "whole": "Jacobian",
+    "full_jacobian": "Jacobian",
     "jacobian_and_losses": "Jacobian and losses",
     "norms_and_losses": "norms of rows and losses",
 }

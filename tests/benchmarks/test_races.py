@@ -159,7 +159,8 @@ def test_all_sides_give_the_direction_of_a_plain_loop(name):
         found = {name: side.direction(side.call()) for name, side in sides.items() if side.direction}
         assert found.keys() >= {"JD", "jacobian", "gramian", "auto"}
         for direction in found.values():
-            torch.testing.assert_close(direction, expected, rtol=1e-4, atol=1e-6)
+            # Entries cancel, so that only the length bounds the error; norm layers lose some digits more.
+            assert (direction - expected).norm() <= 1024 * torch.finfo(torch.float32).eps * expected.norm()
 
 
 def test_pictures_show_what_is_there(tmp_path, clock):

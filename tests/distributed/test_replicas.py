@@ -133,7 +133,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_sent():
     how = {"losses": line, "aggregator": fj.trimmed_mean(0), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, x, **how)
     with pytest.raises(
-        ValueError, match=r"sharded=True serves rules .*found one that looks at 'full_jacobian'.*sharded=False"
+        ValueError, match=r"sharded=True serves rules .*found one that needs 'full_jacobian'.*sharded=False"
     ):
         distributed.step(state, x, sharded=True, **how)
     examples = how | {"losses": fj.per_example(lambda p, x: (p["w"] * x).sum()), "aggregator": fj.upgrad()}

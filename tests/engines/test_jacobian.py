@@ -766,7 +766,7 @@ def test_many_rows_of_few_parameters_are_the_rows(chunk_size, scale):
     assert len(calls) == 1
     same(jacobian, [(scale or 1.0) * row for row in rows_of(losses, params, x)])
     assert values["z"].shape == (300,)
-    assert all(row.is_contiguous() and not row.requires_grad for row in leaves(jacobian))
+    assert not any(row.requires_grad for row in leaves(jacobian))
 
 
 def test_many_rows_of_functions_in_half_precision_or_without_second_derivatives_are_the_rows():

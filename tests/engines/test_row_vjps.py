@@ -5,7 +5,8 @@ import torch
 from zoo import numbers
 
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient
-from functional_jd.engines.choose import row_schedule
+from functional_jd.engines.choose import choose_rows
+from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import vjp
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
@@ -14,6 +15,10 @@ SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest
     "weights": [(2, 300), (300, 100), (100, 2)],
     "small": [(4, 3), (3, 5), (5, 2)],
 }
+
+
+def options(mode, chunk_size):
+    return Options("here", False, None, False, mode, chunk_size)
 
 
 def point(name, kind=torch.float32):
@@ -36,18 +41,18 @@ def point(name, kind=torch.float32):
     ],
 )
 def test_auto_goes_by_the_size_of_what_passes_between_the_layers(name, m, chunk_size, expected):
-    assert row_schedule(point(name), m, "auto", chunk_size) == expected
+    assert choose_rows(point(name), m, options("auto", chunk_size)) == expected
     for mode in ("vmap", "loop"):
-        assert row_schedule(point(name), m, mode, chunk_size) == (mode, chunk_size)
+        assert choose_rows(point(name), m, options(mode, chunk_size)) == (mode, chunk_size)
 
 
 def test_within_a_transform_rows_go_together_as_they_always_did():
     recorded = point("images")
 
     def f(scale):
-        assert row_schedule(recorded, 40, "auto", None) == ("auto", None)
-        assert row_schedule(recorded, 2, "auto", None) == ("auto", None)
-        assert row_schedule(recorded, 1, "auto", None) == ("loop", None)
+        assert choose_rows(recorded, 40, options("auto", None)) == ("auto", None)
+        assert choose_rows(recorded, 2, options("auto", None)) == ("auto", None)
+        assert choose_rows(recorded, 1, options("auto", None)) == ("loop", None)
         return scale
 
     torch.vmap(f)(torch.ones(2))

@@ -101,7 +101,7 @@ def test_adamw_stands_where_it_is_told_not_to_move(seed, dtype, road, flags):
     for step, flag in enumerate(flags):
         direction = tree(seed + step + 1, dtype)
         spoiled = direction if flag else tree_map(lambda d: torch.full_like(d, torch.nan), direction)
-        update = partial(optimizer.update, moving=torch.tensor(flag))
+        update = partial(optimizer.guarded_update, torch.tensor(flag))
         params, state = road(optimizer._replace(update=update)).update(spoiled, state, params)
         if flag:
             kept, left = road(optimizer).update(direction, left, kept)

@@ -654,7 +654,7 @@ def test_an_inner_autocast_has_the_last_word(dtype):
 
 
 @both
-def test_portable_makes_native_autocast_follow_the_tables(dtype):
+def test_with_op_tables_makes_native_autocast_follow_the_tables(dtype):
     def inside(x):
         with torch.autocast("cpu", dtype):
             return F.layer_norm(F.linear(x, x, x[0]), (4,)), torch.softmax(x.to(dtype), 0), F.linear(x, x, x[0])
@@ -668,7 +668,7 @@ def test_portable_makes_native_autocast_follow_the_tables(dtype):
 
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6))
-def test_portable_changes_nothing_where_autocast_is_off(names):
+def test_with_op_tables_changes_nothing_where_autocast_is_off(names):
     def f(x, w):
         for name in names:
             x = STEPS[name](x.float(), w)
@@ -680,7 +680,7 @@ def test_portable_changes_nothing_where_autocast_is_off(names):
 
 
 @both
-def test_portable_is_idempotent(dtype):
+def test_with_op_tables_is_idempotent(dtype):
     losses, params = network(NORMS["LayerNorm"])
     once = jacrev(autocast(losses, dtype))(params, draw(8, 5))
     twice = jacrev(with_op_tables(autocast(with_op_tables(losses), dtype)))(params, draw(8, 5))
@@ -821,7 +821,7 @@ def test_binary_cross_entropy_is_refused_with_its_cure(road):
 
 
 @both
-def test_full_precision_switches_autocast_off_and_back(dtype):
+def test_autocast_disabled_switches_autocast_off_and_back(dtype):
     x = draw(3, 3)
     with torch.autocast("cpu", dtype):
         with autocast_disabled({"x": x, "name": "leaves that are no tensors are passed over"}):
@@ -834,7 +834,7 @@ def test_full_precision_switches_autocast_off_and_back(dtype):
             assert (x @ x).dtype == dtype
 
 
-def test_full_precision_compiles_in_one_graph():
+def test_autocast_disabled_compiles_in_one_graph():
     torch.compiler.reset()
 
     def f(x):

@@ -20,17 +20,17 @@ ROOT = Path(__file__).parents[2]
 
 PAGES = ["functional_jd"] + [f"functional_jd.{page}" for page in ("random", "distributed", "plotting", "testing")]
 
-# The sections of the first page, and the files that their names come from. A new file must be put somewhere.
+# The sections of the first page, and the packages or files that their names come from.
 SECTIONS = {
-    "Train": ["step", "fit"],
+    "Train": ["training", "engines.choose"],
     "Objectives": ["objectives"],
-    "Differentiate": ["jacobian", "gramian"],
-    "Aggregate": ["aggregation", "types"],
+    "Differentiate": ["engines", "core.slow_path"],
+    "Aggregate": ["aggregation", "core.types"],
     "Rules": ["aggregators"],
-    "Loss scaling": ["scaling", "scaler_dict"],
-    "Precision": ["precision", "policy", "custom"],
-    "Optimizers": ["optimizers", "adapters", "clipping"],
-    "Diagnose": ["diagnostics", "naming"],
+    "Loss scaling": ["precision.loss_scale", "precision.grad_scaler"],
+    "Precision": ["precision"],
+    "Optimizers": ["optimizers"],
+    "Diagnose": ["diagnostics", "core.names"],
     "More pages": ["random"],
 }
 
@@ -62,7 +62,10 @@ def sections(module: Module) -> dict[str, list[Doc[Any]]]:
     home = {file: title for title, files in SECTIONS.items() for file in files}
     for member in members:
         module_name = member.obj.__name__ if isinstance(member, Module) else member.obj.__module__
-        found[home[module_name.split(".")[1]]].append(member)
+        path = module_name.removeprefix("functional_jd.")
+        while path not in home:
+            path = path.rpartition(".")[0]
+        found[home[path]].append(member)
     return found
 
 

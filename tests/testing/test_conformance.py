@@ -135,7 +135,7 @@ def test_laws_of_says_the_same_every_time():
 
 @pytest.mark.parametrize("ask", [obeys, laws_of])
 def test_what_is_no_rule_is_refused(ask):
-    with pytest.raises(TypeError, match=r"expected a rule, found function. Call its builder first"):
+    with pytest.raises(TypeError, match=r"aggregator must be a rule, found function. Call its builder"):
         ask(upgrad)
 
 

@@ -1,6 +1,6 @@
-"""Rows of parameters that scale or shift what passes by: of norms, of `prelu`, of plain products and sums.
+"""Layers whose parameters scale or shift elementwise: norms, `prelu`, plain products and sums.
 
-Such a leaf is small, and its row a sum over positions: it is formed at once, in at least float32.
+Such a parameter is small, and its row is a sum over positions, which is formed in at least float32.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ Options: TypeAlias = dict[str, Any]
 
 
 Rows: TypeAlias = Callable[[Tensor, Tensor, Options], Tensor]
-"""`rows(what went in [m or 1, *x], gradient of what came out [m, *y], all arguments) -> [m, *leaf]`."""
+"""`rows(input [m or 1, *x], gradients of the output [m, *y], other arguments) -> [m, *leaf]`."""
 
 
 Normalize: TypeAlias = Callable[[Tensor, Options], Tensor]
-"""`normalize(what went in [m or 1, *x], all arguments)`: what the norm gives without weight and bias."""
+"""`normalize(input [m or 1, *x], other arguments)`: the output of the norm without weight and bias."""
 
 
 def _times(x: Tensor, gradient: Tensor, options: Options) -> Tensor:

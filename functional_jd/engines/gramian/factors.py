@@ -12,8 +12,8 @@ class Factors(NamedTuple):
     """Rows of a leaf, not multiplied out: `row_s = sum_p left_sp right_sp'`, group by group.
 
     Attributes:
-        left: `[m, positions, groups, o]`; or int64 `[m, positions]`, which stands for unit vectors of length o.
-        right: `[m, positions, groups, i]`. What all rows share has 1 in place of m.
+        left: `[m, positions, groups, o]`; or int64 `[m, positions]`, the indices of unit vectors of length o.
+        right: `[m, positions, groups, i]`. 1 in the place of m where all rows share it.
     """
 
     left: Tensor
@@ -21,6 +21,7 @@ class Factors(NamedTuple):
 
 
 def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
+    """The weighted sum of the rows, in the shape and dtype of the leaf."""
     left, right = f.left, at_least_float32(f.right)
     if left.ndim == 2:
         scaled = _weighted(right, weights, alone=len(left) < m).flatten(0, 2)
@@ -31,14 +32,14 @@ def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -
     else:
         left = _weighted(left, weights, alone=len(right) < m)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    # As they lie in memory: pixels next to one another stay so.
+    # The positions last, as they are in memory: pixels next to one another are copied in runs.
     left, right = (side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right))
     total = left[0] @ right[0].mT if len(left) == 1 else left @ right.mT
     return total.reshape(leaf.shape).to(leaf.dtype)
 
 
 def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
-    """One side, row by row times its weight; where the other side is common to all rows, they can be added up first."""
+    """One side times the weights, row by row; summed at once where the other side is the same for all rows."""
     weights = weights.to(side.dtype)
     if alone:
         return (weights @ side.flatten(1)).reshape(1, *side.shape[1:])
@@ -46,7 +47,7 @@ def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
 
 
 def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
-    """`[m, *p]`"""
+    """The rows `[m, *p]`, multiplied out."""
     left, right = f.left, at_least_float32(f.right)
     if left.ndim == 2:
         length = leaf.shape[0]
@@ -61,14 +62,14 @@ def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
 
 
 def products_of_sides(f: Factors) -> Tensor:
-    """`[m, groups, o, i]`"""
+    """The products of both sides, summed over positions: `[m, groups, o, i]`, or 1 in the place of m."""
     left, right = at_least_float32(f.left), at_least_float32(f.right)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
 
 
 def side_by_side(factors: list[Factors]) -> Factors:
-    """Several uses are more positions of one; a side stays common to all rows where it is so in all uses."""
+    """Several uses as one use with more positions; a side stays the same for all rows where it is so in every use."""
     return Factors(_joined([f.left for f in factors]), _joined([f.right for f in factors]))
 
 

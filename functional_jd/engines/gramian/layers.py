@@ -1,4 +1,8 @@
-"""The layers whose rows have factors: add a layer here."""
+"""The known layers, in a table: add a layer here.
+
+A layer says how the rows of its parameters are formed from its input and the gradients of its output: as `Factors`,
+whose inner products need no rows, or as rows.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -11,19 +15,19 @@ from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE
 
 Form: TypeAlias = Callable[[Tensor, Tensor, dict[str, Any]], Factors | Tensor]
-"""`form(what went in [m or 1, *x], gradient of what came out [m, *y], all arguments)`."""
+"""`form(input [m or 1, *x], gradients of the output [m, *y], other arguments)`."""
 
 
 class Layer(NamedTuple):
-    """How to tap an op.
+    """How an op is recorded.
 
     Attributes:
-        names: of its positional arguments; what goes in is `"input"`, or `"other"` where that is the leaf.
-        forms: by the argument that may be a leaf, how to form the factors of its rows, or the rows themselves.
-        fits: whether these arguments are as the forms expect them.
-        reach: the distance to its leaf at which a weight may be, WHOLE, MATRIX or FLAT; all else may be at any. FLAT
-            is for forms that give rows only, which pays where examples are hidden.
-        keeps: tensors that the forms look at too.
+        names: the names of its positional arguments. The input is `"input"`, or `"other"` where that one is a leaf.
+        forms: for each argument that may be a leaf, how its factors or rows are formed.
+        fits: `fits(arguments)`: whether the forms hold for these arguments.
+        reach: the largest distance of a weight from its leaf, WHOLE, MATRIX or FLAT; other arguments may have any. FLAT
+            is for forms that return rows.
+        keeps: further tensors that the forms need.
     """
 
     names: tuple[str, ...]

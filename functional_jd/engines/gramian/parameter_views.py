@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from functional_jd.engines.gramian.factors import Factors
 
 Back: TypeAlias = Callable[[Any], Any]
-"""From `Factors` or rows `[m, *part]` to those of what the part was taken from."""
+"""From the `Factors` or rows `[m, *view]` of a view to those of the tensor that it is a view of."""
 
 
 WHOLE, MATRIX, FLAT = range(3)
-"""How far a part is from its leaf: the leaf itself; a transpose or some of its rows, so that `Factors` find the way
-back; a stretch of its numbers in any shape, so that rows do.
+"""The distance of a view from its leaf. WHOLE: the leaf itself. MATRIX: a transpose, or some rows of the matrix, from
+which `Factors` can be mapped back. FLAT: a contiguous range in any shape, from which only rows can be mapped back.
 """
 
 
 class ParameterView(NamedTuple):
-    """A leaf, or a part of it.
+    """A leaf, or a view of it.
 
     Attributes:
-        leaf: which one.
-        constant: the same part of the constant that takes the leaf's place.
+        leaf: the index of the leaf.
+        constant: the same view of the constant that takes the leaf's place.
         distance: WHOLE, MATRIX or FLAT.
-        back: the way back to the leaf.
+        back: maps `Factors` or rows of the view to those of the leaf.
     """
 
     leaf: int
@@ -35,7 +35,7 @@ class ParameterView(NamedTuple):
 
 
 def view_of(part: ParameterView, view: Tensor) -> ParameterView | None:
-    """The part that a view of another part's constant is; `None` where rows would not find back from it."""
+    """What a view of a constant is a view of; None where its rows cannot be mapped back to the leaf."""
     base = part.constant
     distance, step = _way(base, view)
     if step is None:
@@ -52,12 +52,12 @@ def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
         return FLAT, None
     strides = [stride for size, stride in zip(base.shape, base.stride(), strict=True) if size > 1]
     if len(set(strides)) < len(strides):
-        return FLAT, None  # numbers share memory: a transpose would look like the leaf itself
+        return FLAT, None  # elements share memory: a transpose would look like the leaf itself
     ahead = int(view.storage_offset() - base.storage_offset())
     if view.shape == base.shape and view.stride() == base.stride():
         return WHOLE, _same
     if view.ndim == 2 and view.shape == base.shape[::-1] and view.stride() == base.stride()[::-1]:
-        return MATRIX, _flipped
+        return MATRIX, transposed
     if view.ndim and view.shape[1:] == base.shape[1:] and view.stride() == base.stride() and base.stride(0):
         return MATRIX, _padded(ahead // base.stride(0), base.shape[0] - view.shape[0])
     if view.is_contiguous() and base.is_contiguous():
@@ -70,12 +70,13 @@ def _same(made: Any) -> Any:
     return made
 
 
-def _flipped(made: Any) -> Any:
+def transposed(made: Any) -> Any:
+    """`Factors` or rows of the transposed matrix."""
     return Factors(made.right, made.left) if isinstance(made, Factors) else made.mT
 
 
 def _padded(before: int, missing: int) -> Back:
-    """Zeros where the rest of the leaf is: along the first dimension of a row."""
+    """Adds zeros for the rest of the leaf, along the first dimension of a row."""
 
     def back(made: Any) -> Any:
         if isinstance(made, Factors):
@@ -92,7 +93,5 @@ _WORDS = (
 
 
 VIEWS: set[Any] = {getattr(home, word, None) for home in (torch, Tensor) for word in _WORDS.split()}
-"""Ops whose outcome may be a part of what they are given first."""
-
-
+"""Ops that may return a view of their first argument."""
 VIEWS |= {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore

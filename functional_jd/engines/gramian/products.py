@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.core.rows import CACHED, HALVE_FROM, as_matrix, at_least_float32, inner_products
-from functional_jd.engines.choose import factors_are_cheaper
+from functional_jd.engines.choose import factors_are_cheaper, join_leaf, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Factors,
     products_of_sides,
@@ -18,18 +18,15 @@ from functional_jd.engines.gramian.factors import (
     weighted_sum_of_factors,
 )
 
-# Rows of so many numbers that one product of many leaves is faster than one product for each.
-_SMALL = 1 << 15
-
 Pullback: TypeAlias = Callable[[Tensor], list[Tensor]]
 
 
 class Block(NamedTuple):
-    """What one leaf adds.
+    """The contribution of one leaf.
 
     Attributes:
-        gramian: float64 `[m, m]`, its part of the Gramian.
-        pullback: `pullback(weights [m])`: the weighted sum of its rows, like the leaf.
+        gramian: float64 `[m, m]`, the Gramian of its rows.
+        pullback: `pullback(weights [m])`, the weighted sum of its rows.
     """
 
     gramian: Tensor
@@ -39,15 +36,15 @@ class Block(NamedTuple):
 def gramian_of_leaves(
     parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int
 ) -> tuple[Tensor, Pullback]:
-    """The Gramian of all leaves, each of whose rows are the sum of its parts, and the weighted sums of the rows.
+    """The Gramian of all leaves, and the pullback of weights. The rows of a leaf are the sum of its parts.
 
-    Small rows are joined: what calls cost is more than what is computed in them. Large ones never are.
+    The rows of small leaves are joined, as calls cost more than what they compute.
     """
     blocks: dict[int, Block] = {}
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
-        if rows and len(rows) == len(own) and m * leaf.numel() <= _SMALL:
+        if rows and len(rows) == len(own) and join_leaf(leaf, m):
             total = at_least_float32(sum(rows[1:], start=rows[0]))
             dtype = torch.promote_types(total.dtype, leaf.dtype)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
@@ -68,8 +65,8 @@ def gramian_of_leaves(
 
 
 def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
-    """The block of a leaf whose rows are the sum of these parts, at the smaller of two prices: of inner products of
-    factors, or of the rows themselves. What is kept for the pullback is the smaller of the two as well.
+    """The block of a leaf whose rows are the sum of these parts: from inner products of factors or from the rows,
+    whichever costs less. The pullback keeps the smaller of the two.
     """
     factors = [part for part in parts if isinstance(part, Factors)]
     same = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
@@ -87,7 +84,7 @@ def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
         gramian = _inner_products(f, m)
     elif f.left.ndim == 2:
         gramian = inner_products(as_matrix(rows_of_factors(f, leaf, m)))
-    elif m * leaf.numel() < f.left.numel() + f.right.numel():
+    elif rows_are_smaller(f, leaf, m):
         rows = rows_of_factors(f, leaf, m)
         return Block(inner_products(as_matrix(rows)), lambda weights: _combined(rows, weights, leaf))
     else:
@@ -96,14 +93,12 @@ def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
 
 
 def _combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
-    """The weighted sum, where rows may be narrower than the leaf, or wider."""
+    """The weighted sum of rows whose dtype may differ from that of the leaf."""
     return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
 
 
 def _parts(f: Factors, m: int) -> Iterator[Factors]:
-    """Factors of some columns of the rows at a time, which fit the cache: large blocks of fresh memory cost more than
-    what is computed in them.
-    """
+    """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
     left, right = at_least_float32(f.left), at_least_float32(f.right)
     longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
     pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // CACHED)

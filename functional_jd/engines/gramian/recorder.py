@@ -1,4 +1,8 @@
-"""Records the layers that a parameter goes through, recognised by the parameter that they receive."""
+"""Records the layers that use a parameter, recognised by the parameter that they receive.
+
+A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions p at which the layer is applied: one
+side is the layer's input, the other the gradient of its output. Inner products of such rows need no rows.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,18 +22,19 @@ from functional_jd.core.torch_internals import (
     without_view,
 )
 from functional_jd.core.tree import tree_leaves
+from functional_jd.engines.choose import record_layer
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, ParameterView, view_of
 
 
 class LayerUse(NamedTuple):
-    """One recognised use of a leaf.
+    """One use of a leaf by a known layer.
 
     Attributes:
-        leaf: which one.
-        edge: where the gradient of what came out passes by; in `tapped.py` the number of the op.
-        form: from the gradients there, to the `Factors` of the rows or to the rows `[m, *p]` themselves.
+        leaf: the index of the leaf.
+        edge: the graph edge of the layer's output, whose gradient is needed; the index of the layer when traced.
+        form: `form(gradients of the output)` returns the `Factors` of the rows, or the rows `[m, *p]` themselves.
     """
 
     leaf: int
@@ -38,29 +43,28 @@ class LayerUse(NamedTuple):
 
 
 class UnrecordedDerivativeError(Exception):
-    """Something happened to the losses that taps would not see."""
+    """The losses use a parameter in a way that the recorder does not see."""
 
 
 class LayerRecorder(TorchFunctionMode):
-    """Sees every op that receives a leaf. Where the table knows the op, a constant takes the leaf's place and what
-    comes out is tapped: so the gradient that still arrives at the leaf is that of all uses nobody recognised,
-    those included that no mode sees, such as a custom autograd function.
+    """Records every known layer that receives a leaf. The layer gets a constant in the place of the leaf, so that the
+    gradient that still arrives at the leaf is that of all other uses, including those that no mode sees, such as
+    custom autograd functions.
 
     Args:
         leaves: the tensors that the function receives.
-        constants: the same values, for autograd leaves of their own.
-        taps: a list to fill.
+        constants: tensors with the same values that are leaves of the graph.
+        uses: a list that is filled with the uses.
         examples: whether `torch.vmap` hides a dimension of examples.
     """
 
-    def __init__(self, leaves: list[Tensor], constants: list[Tensor], taps: list[LayerUse], *, examples: bool):
+    def __init__(self, leaves: list[Tensor], constants: list[Tensor], uses: list[LayerUse], *, examples: bool):
         super().__init__()
-        self.known: dict[
-            int, tuple[ParameterView, Tensor, int]
-        ] = {}  # with its tensor: an id would be free again without it
+        # By id, with the tensor: without a reference, its id could be given to another.
+        self.known: dict[int, tuple[ParameterView, Tensor, int]] = {}
         for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
-            self.know(leaf, ParameterView(index, constant))
-        self.taps, self.examples = taps, examples
+            self.remember(leaf, ParameterView(index, constant))
+        self.uses, self.examples = uses, examples
         self.level = transform_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,70 +72,70 @@ class LayerRecorder(TorchFunctionMode):
         if func not in _WATCHED:
             return func(*args, **kwargs)
         if func in _BACKWARD:
-            # A derivative inside the losses reaches the constants on ways that no tap is on.
-            raise UnrecordedDerivativeError
-        if func in transparent and any(self.part(x) for x in (*args, *kwargs.values())):
-            return self.enter(func, args, kwargs)
+            # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
+            raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
+        if func in transparent and any(self.view_of_leaf(x) for x in (*args, *kwargs.values())):
+            return self.inline(func, args, kwargs)
         layer = LAYERS.get(func)
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
-            uses = {name: part for name in layer.forms if (part := self.part(given.get(name)))}
+            uses = {name: part for name in layer.forms if (part := self.view_of_leaf(given.get(name)))}
             with torch_function_disabled():
                 fits = bool(uses) and self.fits(layer, given, uses)
             if fits:
                 taken = given | {name: part.constant for name, part in uses.items()}
                 output = func(*[taken[name] for name in layer.names[: len(args)]], **{k: taken[k] for k in kwargs})
                 with torch_function_disabled():
-                    output = self.apart(output)
+                    output = self.without_view(output)
                     self.record(layer, given, uses, output)
                 return output
         output = func(*args, **kwargs)
-        if func in VIEWS and args and (part := self.part(args[0])):
+        if func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
 
-    def apart(self, output: Tensor) -> Tensor:
+    def without_view(self, output: Tensor) -> Tensor:
         return without_view(output)
 
-    def part(self, x: Any) -> ParameterView | None:
-        """What part of a leaf this is, unless it was changed in place since."""
+    def view_of_leaf(self, x: Any) -> ParameterView | None:
+        """The view of a leaf that this tensor is, unless it was changed in place since."""
         part, seen, before = self.known.get(id(x), (None, None, 0))
         return part if seen is not None and version(seen) == before else None
 
-    def know(self, x: Tensor, part: ParameterView) -> None:
+    def remember(self, x: Tensor, part: ParameterView) -> None:
         self.known[id(x)] = (part, x, version(x))
 
     def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Know the parts of a leaf that an op gave."""
+        """Remember the views of a leaf that an op returned."""
         rest = (args[1:], kwargs)
         if not torch.is_grad_enabled() or transform_level() != self.level:
             return
         if any(isinstance(x, Tensor) for x in tree_leaves(rest)):
-            return  # an index, which picks numbers one by one
+            return  # an index tensor: elements are picked one by one
         views = func(part.constant, *args[1:], **kwargs)
         pairs = [(output, views)] if isinstance(output, Tensor) else zip(output, views, strict=True)
         for seen, view in pairs:
             with torch_function_disabled():
                 found = view_of(part, view)
             if found is not None and id(seen) not in self.known:
-                self.know(seen, found)
+                self.remember(seen, found)
 
-    def enter(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function with the mode on, which torch shows as one op; in autocast's dtype, if autocast does so."""
+    def inline(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that torch shows as one op so that this mode sees the ops inside, in autocast's dtype."""
 
         def op(*args: Any, **kwargs: Any) -> Any:
             relevant = (*args, *kwargs.values())
-            if has_torch_function(relevant):  # modes further out have a word to say about that op
+            if has_torch_function(relevant):  # outer modes see the function as one op first
                 return handle_torch_function(op, relevant, *args, **kwargs)
             with self:
                 return transparent[func](*args, **kwargs)
 
         op.__name__ = func.__name__
-        return op(*[self.narrow(x) for x in args], **{name: self.narrow(x) for name, x in kwargs.items()})
+        return op(*[self.cast_view(x) for x in args], **{name: self.cast_view(x) for name, x in kwargs.items()})
 
-    def narrow(self, x: Any) -> Any:
-        """A part in autocast's dtype, which is a part too; what is no part waits for others to cast it."""
-        part = self.part(x)
+    def cast_view(self, x: Any) -> Any:
+        """A view of a leaf in autocast's dtype, which is a view too; other tensors are cast by the op tables."""
+        part = self.view_of_leaf(x)
         if part is None or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
             return x
         cast = x.to(torch.get_autocast_dtype(x.device.type))
@@ -139,11 +143,10 @@ class LayerRecorder(TorchFunctionMode):
         return cast
 
     def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
-        # Within a transform of the losses' own, what comes out is not what the outer gradient passes by.
+        # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
         return (
             transform_level() == self.level
-            # Where no example hides, autograd forms such rows itself, and faster: nothing waits for the sum.
-            and (self.examples or layer.reach < FLAT)
+            and record_layer(layer.reach, self.examples)
             and input_name(uses) not in uses
             and given.keys() <= set(layer.names)
             and (not self.examples or is_batched(given.get(input_name(uses))))
@@ -161,7 +164,7 @@ class LayerRecorder(TorchFunctionMode):
         else:
             source = source.detach()[None]
         if not output.requires_grad:
-            return  # torch.no_grad, within the losses
+            return  # torch.no_grad inside the losses
         options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         options |= {name: given[name] for name in layer.keeps if name in given}
         before, edge = version(source), get_gradient_edge(output)
@@ -169,15 +172,15 @@ class LayerRecorder(TorchFunctionMode):
 
             def form(gradient: Tensor, rule: Form = layer.forms[name], part: ParameterView = part) -> Factors | Tensor:
                 if version(source) != before:
-                    raise UnrecordedDerivativeError  # changed in place since then
+                    raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
                 shape = {"shape": part.constant.shape}
                 return part.back(rule(source, gradient.movedim(axis, 0), options | shape))
 
-            self.taps.append(LayerUse(part.leaf, edge, form))
+            self.uses.append(LayerUse(part.leaf, edge, form))
 
 
 def input_name(uses: dict[str, ParameterView]) -> str:
-    """The name of the argument that goes in, beside those that are leaves."""
+    """The name of the layer's input, which is not a leaf."""
     return "other" if "input" in uses else "input"
 
 
@@ -185,7 +188,7 @@ _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 KNOWN = {*LAYERS, *transparent, *VIEWS}
-"""Ops that leave what they receive as it is."""
+"""Ops that do not change what they receive."""
 
 
 _WATCHED = {*KNOWN, *_BACKWARD}

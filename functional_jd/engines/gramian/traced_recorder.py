@@ -1,6 +1,7 @@
-"""Taps where transforms are active, a compiler traces, or somebody differentiates what comes out.
+"""The layer recorder under transforms, torch.compile, and where the result may be differentiated.
 
-Nobody knows there where a tensor lies in memory, and a compiler takes no exception for an answer: shapes decide.
+Neither memory addresses nor versions of tensors are known there, and torch.compile cannot trace a fallback: views of
+parameters are recognised by op and shape.
 """
 
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.slow_path import IN_PLACE_NAMES
 from functional_jd.core.torch_internals import traced_grad, transform_level, varies_in_vmap
-from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView
+from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
 from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
@@ -20,13 +21,13 @@ from functional_jd.precision.autocast import autocast_disabled
 
 
 class TracedUse(NamedTuple):
-    """One recognised use of a leaf.
+    """One use of a leaf by a known layer.
 
     Attributes:
-        op: which of the ops that were seen.
-        part: what of the leaf.
-        form: how to form its rows.
-        options: arguments of the op that are no tensors.
+        op: the index of the layer among those recorded.
+        part: the view of the leaf that the layer received.
+        form: how its rows are formed.
+        options: the arguments of the layer that are not tensors.
     """
 
     op: int
@@ -36,10 +37,11 @@ class TracedUse(NamedTuple):
 
 
 class RecordedVjp(NamedTuple):
-    """A function at a point, whose pullback ends at what came out of the ops seen, and behind that at the leaves.
+    """A function at a point, with its vector-Jacobian product with respect to the outputs of the recorded layers and,
+    behind them, the leaves.
 
     Attributes:
-        point: with what went into those ops behind the rest of `extra`: `(extra, sources)`.
+        point: its `extra` is `(extra, inputs of the recorded layers)`.
         seen: the uses.
     """
 
@@ -48,7 +50,7 @@ class RecordedVjp(NamedTuple):
 
 
 class TracedRecorder(LayerRecorder):
-    """Writes down the tensors themselves, into lists made by others: a compiler forgets what a mode keeps."""
+    """Records the tensors themselves, in lists from outside: torch.compile loses the attributes of a mode."""
 
     def __init__(
         self,
@@ -62,31 +64,31 @@ class TracedRecorder(LayerRecorder):
         self.copies: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.unflatten:  # which a compiler cannot follow from here
+        if func is Tensor.unflatten:  # torch.compile cannot trace the method below a mode
             func = torch.unflatten
-        if self.copies and (_is_in_place(func, kwargs) or (func not in KNOWN and self.receives_copy(args, kwargs))):
-            for x in self.copies:  # which one was changed, or a view of which, nobody knows
+        if self.copies and (_is_in_place(func, kwargs) or (func not in KNOWN and self.receives_view(args, kwargs))):
+            for x in self.copies:  # any of them, or a view of it, may have been changed
                 self.known.pop(id(x), None)
         before = len(self.ends)
         output = super().__torch_function__(func, types, args, kwargs)
-        # A copy goes on, in case that the losses change it in place; a compiler drops it again.
+        # The losses get a copy, which they may change in place; torch.compile removes it.
         return output.clone() if len(self.ends) > before and output is self.ends[-1][1] else output
 
-    def receives_copy(self, args: Any, kwargs: Any) -> bool:
-        """Whether an op that nobody knows, which may change what it receives, receives what was made of a leaf."""
+    def receives_view(self, args: Any, kwargs: Any) -> bool:
+        """Whether an unknown op, which may change its arguments, receives a view of a leaf."""
         copies = {id(x) for x in self.copies}
         given = [*args, *(kwargs or {}).values()]
         listed = [x for value in given if isinstance(value, list | tuple) for x in value]
         return any(id(x) in copies for x in (*given, *listed))
 
-    def apart(self, output: Tensor) -> Tensor:
+    def without_view(self, output: Tensor) -> Tensor:
         return output
 
-    def part(self, x: Any) -> ParameterView | None:
+    def view_of_leaf(self, x: Any) -> ParameterView | None:
         found = self.known.get(id(x))
         return None if found is None else found[0]
 
-    def know(self, x: Tensor, part: ParameterView) -> None:
+    def remember(self, x: Tensor, part: ParameterView) -> None:
         self.known[id(x)] = (part, x, 0)
 
     def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -96,7 +98,7 @@ class TracedRecorder(LayerRecorder):
         view = func(part.constant, *args[1:], **kwargs)
         distance, step = way
         self.copies.append(output)
-        self.know(
+        self.remember(
             output, ParameterView(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made)))
         )
 
@@ -105,7 +107,7 @@ class TracedRecorder(LayerRecorder):
 
     def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
         if not output.requires_grad:
-            return  # torch.no_grad, within the losses
+            return  # torch.no_grad inside the losses
         options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         for name, part in uses.items():
             shape = {"shape": tuple(part.constant.shape)}
@@ -114,15 +116,15 @@ class TracedRecorder(LayerRecorder):
 
 
 def _is_in_place(func: Any, kwargs: Any) -> bool:
-    return getattr(func, "__name__", "") in _IN_PLACE or "out" in (kwargs or {})
+    return getattr(func, "__name__", "") in IN_PLACE_NAMES or "out" in (kwargs or {})
 
 
 def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
-    """How far an op leads away from a leaf, and how rows find back."""
+    """The distance that an op adds to a view of a leaf, and the way back of its rows."""
     if not isinstance(output, Tensor) or output.device != base.device:
         return None
     if func in _TRANSPOSES and base.ndim == 2 and (len(args) == 1 or (len(args) == 3 and args[1] % 2 != args[2] % 2)):
-        return MATRIX, _flipped
+        return MATRIX, transposed
     if func in _COPIES and output.shape == base.shape and output.is_floating_point():
         return WHOLE, lambda made: made
     if func in _SHAPES:
@@ -130,33 +132,30 @@ def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable
     return None
 
 
-def _flipped(made: Any) -> Any:
-    return Factors(made.right, made.left) if isinstance(made, Factors) else made.mT
-
-
 def recorded_vjp(
     f: Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]], leaves: list[Tensor]
 ) -> RecordedVjp:
-    """Evaluate `f(points, tapping) -> (outputs, extra)` once, and get the way back to its taps and its points.
+    """Evaluate `f(points, recorder) -> (outputs, extra)` once, with the vector-Jacobian product with respect to the
+    outputs of the recorded layers and, behind them, the points.
 
-    The tensors that the pullback needs are those within the transform: they leave it by the side, as in `torch.func`.
+    The pullback needs the tensors inside the transform: they leave it by a list, as in `torch.func`.
     """
     seen: list[TracedUse] = []
     ends: list[tuple[Tensor, Tensor]] = []
     inside: list[list[Tensor]] = []
 
-    def tapped(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def recorded(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         points, constants = inputs[: len(leaves)], inputs[len(leaves) :]
         outputs, extra = f(points, TracedRecorder(points, constants, seen, ends))
         inside[:] = [outputs, [*[output for _, output in ends], *points]]
         return outputs, (extra, [source for source, _ in ends])
 
-    point = vjp(tapped, [*leaves, *leaves], differentiable=True)
+    point = vjp(recorded, [*leaves, *leaves], differentiable=True)
     outputs, inputs = inside
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
         pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
-        # Zeros sent through an output would turn an infinity there into NaN; a compiler wants the same graph for all.
+        # A zero cotangent would turn an infinite derivative into NaN; torch.compile needs the same graph for all.
         if torch.compiler.is_compiling():
             sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
         else:
@@ -170,8 +169,8 @@ def recorded_vjp(
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:
     """`None` where a gradient is certainly zero."""
     if torch.compiler.is_compiling():
-        # Which traces no other function for gradients. It gives zeros in place of None: to be told from gradients by
-        # this, that what does not vary with the cotangent is zero.
+        # The only function for gradients that is traced here. It returns zeros in the place of None; they are told
+        # apart by this: what does not vary with the cotangent is zero.
         found = traced_grad(outputs, inputs, cotangent, retain_graph=True, create_graph=True)
         depth = transform_level()[0]
         return [g if varies_in_vmap(g, depth) else None for g in found]
@@ -184,7 +183,7 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tens
 
 
 def layer_uses(seen: list[TracedUse], sources: list[Tensor]) -> list[LayerUse]:
-    """Taps whose edges are numbers of ops; sources `[m or 1, *x]`."""
+    """Uses whose edges are indices of layers; sources are the inputs of the layers, `[m or 1, *x]`."""
     return [LayerUse(use.part.leaf, use.op, _form(use, sources[use.op])) for use in seen]
 
 
@@ -203,8 +202,3 @@ _COPIES = _of("to half bfloat16 float double contiguous")
 
 
 _SHAPES = _of("view unsqueeze squeeze")  # always views, unlike a reshape
-
-
-_IN_PLACE = frozenset(name for name in dir(Tensor) if name.endswith("_") and name[0] != "_") | frozenset(
-    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"]
-)

@@ -24,10 +24,12 @@ from torch import nn
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
 
+from functional_jd.engines.gramian import assemble
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, WHOLE, ParameterView, view_of
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.kinds import multitask, per_example, plain
 
 F = nn.functional
 gramian_fn = engine.gramian_fn
@@ -47,7 +49,7 @@ def case_of(name, kind):
 def untapped(monkeypatch, case):
     """The shapes of the leaves that get rows from autograd, and how many taps there are."""
     seen = []
-    together = engine._together
+    together = assemble.gramian_of_uses
 
     def spy(taps, edges, rows, leaves, m):
         direct = rows[len(edges) :]
@@ -55,7 +57,8 @@ def untapped(monkeypatch, case):
         return together(taps, edges, rows, leaves, m)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_together", spy)
+        for kind in (plain, per_example, multitask):
+            patch.setattr(kind, "gramian_of_uses", spy)
         found(case)
     assert len(seen) == 1
     return seen[0]

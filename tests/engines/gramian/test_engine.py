@@ -4,6 +4,7 @@ import pytest
 import torch
 from gramian_by_hand import (
     STEPS,
+    STRANGE,
     WEIGHTS,
     F,
     Largest,
@@ -29,7 +30,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jacobian_by_hand import CASES, KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Case, Cube, Model, mlp, numbers, plain
+from zoo import BATCH, MODELS, Case, Model, mlp, numbers, plain
 
 from functional_jd.objectives import PerExample, multitask, per_example
 from functional_jd.precision.loss_scale import scale_state
@@ -91,68 +92,6 @@ def test_autocast_is_right_to_its_precision(name, dtype, tolerance, kind, monkey
 
 
 # Networks at random
-
-
-def step_linear(p, x, w):
-    return F.linear(x, p[w])
-
-
-def step_biased(p, x, w):
-    return F.linear(x, p[w], p["b"])
-
-
-def step_right(p, x, w):
-    return x @ p[w]
-
-
-def step_transposed(p, x, w):
-    return torch.matmul(x, p[w].mT)
-
-
-def step_twice_transposed(p, x, w):
-    return F.linear(x, p[w].T.t())
-
-
-def step_left(p, x, w):
-    return (p[w] @ x.mT).mT
-
-
-def step_scaled(p, x, w):
-    return x * p[w].diagonal() + p[w][0]
-
-
-def step_looked_up(p, x, w):
-    """Positions that all examples share."""
-    return x + F.embedding(torch.tensor([1, 2]), p[w], padding_idx=2)
-
-
-def step_convolved(p, x, w):
-    return F.conv1d(x.mT, p[w][:, :, None], p["b"]).mT
-
-
-def step_normed(p, x, w):
-    return F.layer_norm(x, (3,), p[w][0], p["b"], eps=0.1) + F.rms_norm(x, (3,), p[w][:, 1], eps=0.1)
-
-
-def step_normed_by_channel(p, x, w):
-    x = F.group_norm(x.mT, 1, p["b"], p[w][1], eps=0.1)
-    return F.prelu(F.instance_norm(x, weight=p[w].mT[2], bias=p["b"], eps=0.1), p["b"]).mT
-
-
-def step_cut(p, x, w):
-    first, rest = p[w].split([1, 2])
-    return F.pad(F.linear(x, rest, p["b"][1:]), (1, 0)) - x @ first.T * p["b"]
-
-
-def step_attended(p, x, w):
-    x, heads = x.transpose(0, 1), {"q_proj_weight": p["u"], "k_proj_weight": p[w], "v_proj_weight": p["v"]}
-    fixed = (3, 3, None, p[w].flatten(), None, None, False, 0.0, p["u"], p["b"])
-    return F.multi_head_attention_forward(x, x, x, *fixed, use_separate_proj_weight=True, **heads)[0].transpose(0, 1)
-
-
-def step_hidden(p, x, w):
-    """A custom function takes the weight: no mode sees it."""
-    return x * Cube.apply(p[w]).mean()
 
 
 @given(
@@ -221,43 +160,8 @@ def test_convolutions_of_every_make(dims, kernel, stride, padding, dilation, gro
 # What taps must not overlook
 
 
-def penalty(params, x):
-    """A derivative within the losses, differentiated again."""
-    inner = x.detach().requires_grad_()
-    y = torch.tanh(F.linear(inner, params["w"]))
-    (slope,) = torch.autograd.grad(y.sum(), inner, create_graph=True)
-    return y + slope
-
-
-def functional_penalty(params, x):
-    return torch.func.grad(lambda x: torch.tanh(F.linear(x, params["w"])).sum())(x)
-
-
-def mapped(params, x):
-    return torch.vmap(lambda row: torch.tanh(F.linear(row, params["w"])))(x)
-
-
-def half_frozen(params, x):
-    with torch.no_grad():
-        x = torch.tanh(F.linear(x, params["w"]))
-    return F.linear(x, params["w"]) @ params["v"].detach()
-
-
-def overwritten(params, x):
-    y = F.linear(x, params["w"])
-    y.mul_(2)
-    return F.linear(torch.tanh(y), params["v"])
-
-
 def counted(params, x):
     return F.embedding(torch.tensor([[0], [1], [1], [1]]), params["w"], scale_grad_by_freq=True)[: len(x), 0] * x
-
-
-def both_sides(params, x):
-    return F.linear(params["w"], params["w"])[0] * x + F.linear(x, params["v"][0])[:, None]
-
-
-STRANGE = {f.__name__: f for f in (penalty, functional_penalty, tangent, mapped, half_frozen, overwritten, both_sides)}
 
 
 @both_prices
@@ -494,7 +398,7 @@ def test_compiles_to_one_graph(kind):
 
 def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
     case = small("plain")
-    monkeypatch.setattr(engine, "_by_rows", lambda *_: pytest.fail("formed all rows"))
+    monkeypatch.setattr(engine, "_gramian_of_rows", lambda *_: pytest.fail("formed all rows"))
     asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
     assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
     torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])

@@ -1,0 +1,31 @@
+"""Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
+
+from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
+
+Heads = tuple[Tree, ...]
+"""The gradient of the heads `[*p]`, in a tuple of one; an empty tuple where there are rows only."""
+
+
+def split_heads(jacobian: Jacobian) -> tuple[Tree, Heads]:
+    """The rows `[m, *p]` of a Jacobian, and the gradient of its heads."""
+    return (jacobian.shared, (jacobian.heads,)) if isinstance(jacobian, MultitaskJacobian) else (jacobian, ())
+
+
+def rows_of(jacobian: Jacobian) -> Tree:
+    """The rows `[m, *p]` of a Jacobian, without heads."""
+    return split_heads(jacobian)[0]
+
+
+def with_heads(rows: Tree, heads: Heads) -> Jacobian:
+    """The Jacobian that `split_heads` took apart."""
+    return MultitaskJacobian(rows, *heads) if heads else rows
+
+
+def direction_with_heads(direction: Direction, heads: Heads) -> Direction:
+    """The direction of all parameters, in the structure of `multitask` params where there are heads."""
+    return {"shared": direction, "heads": heads[0]} if heads else direction
+
+
+def direction_of_rows(direction: Direction, heads: Heads) -> Direction:
+    """The part of a direction that the weights made."""
+    return direction["shared"] if heads else direction

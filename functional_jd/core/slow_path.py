@@ -1,0 +1,164 @@
+"""Second attempts: what a transform refuses is done the slow way, with a warning, and as if the first had not been."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core.torch_internals import is_wrapped
+
+Result = TypeVar("Result")
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class SlowPathWarning(UserWarning):
+    """An engine gave up its fast way: the numbers are the same, the price is not."""
+
+
+class StateJournal:
+    """Keeps a copy of every tensor that losses change in place, so that an evaluation that failed can be undone.
+
+    Whoever sees the ops hands them to `note`: the op tables during an evaluation, or `watch`, a mode of its own.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what this op is about to change."""
+        for x in _targets(func, args, kwargs):
+            # What has a history in the graph was made by the losses themselves.
+            state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
+            if state and id(x) not in self.before:
+                self.before[id(x)] = (x, x.detach().clone())
+
+    def undo(self) -> None:
+        """Give every tensor the values that it had."""
+        with torch.no_grad():
+            for x, old in self.before.values():
+                x.copy_(old)
+        self.before.clear()
+
+    def watch(self) -> TorchFunctionMode:
+        """A mode that notes every op."""
+        return _Watch(self)
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, journal: StateJournal):
+        super().__init__()
+        self.journal = journal
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if changes_in_place(func, args, kwargs):
+            self.journal.note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def changes_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op may change a tensor that it receives."""
+    if func in _IN_PLACE or "out" in kwargs:
+        return True
+    return func in _WITH_FLAG and (kwargs.get("inplace") is True or (len(args) > 1 and args[-1] is True))
+
+
+def attempt(
+    fast: Callable[[], Result],
+    slow: Callable[[], Result],
+    *,
+    where: str,
+    instead: str,
+    journal: StateJournal | None = None,
+) -> Result:
+    """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
+
+    Args:
+        fast: evaluates the losses, or differentiates what was evaluated.
+        slow: does the same in another way. An error of the losses themselves comes back from here.
+        where: the function that the user called.
+        instead: what `slow` does and costs, for the warning.
+        journal: what `fast` noted its changes in. With it, buffers are put back to what they were and random numbers
+            are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
+
+    Raises:
+        torch.OutOfMemoryError: from `fast` too: the slow way takes no less.
+    """
+    draws = random_state() if journal is not None else None
+    try:
+        return fast()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = _reason(error)
+    if journal is not None:
+        journal.undo()
+        set_random_state(draws)
+    result = slow()
+    warnings.warn(f"{where}: {instead}, because {reason}", SlowPathWarning, stacklevel=_user_level())
+    return result
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's default generators: of the CPU, and of the accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    states = [torch.get_rng_state()]
+    return states if accelerator is None else [*states, torch.get_device_module(accelerator).get_rng_state()]
+
+
+def set_random_state(states: Any) -> None:
+    """Put the generators back to what `random_state` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states[1])
+
+
+def _reason(error: BaseException) -> str:
+    """The line of the user's code that failed, and the first line of the message, in which torch names the op."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not file.startswith((_OURS, _TORCH, "<"))]
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    place = f"{Path(own[-1][0]).name}:{own[-1][1]}: " if own else ""
+    return f"{place}{type(error).__name__}: {message}"
+
+
+def _user_level() -> int:
+    """The `stacklevel` of the nearest caller outside this package and torch."""
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    if func in _WITH_STATISTICS:
+        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
+        return [given.get("running_mean"), given.get("running_var")]
+    if func is nn.functional.embedding:  # with max_norm it changes its weight
+        return [args[1] if len(args) > 1 else kwargs.get("weight")]
+    out = kwargs.get("out")
+    return [*args[:1], *(out if isinstance(out, tuple | list) else [out])]
+
+
+_WITH_STATISTICS = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
+_WITH_FLAG = {
+    f for f in vars(nn.functional).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())
+}
+_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+_METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_"]
+IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))])
+"""The names of methods that change their tensor."""
+_IN_PLACE = (
+    {getattr(Tensor, name) for name in IN_PLACE_NAMES}
+    | {f for home in (torch, nn.functional, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[0]}
+    | _WITH_STATISTICS
+    | {nn.functional.embedding}
+)

@@ -1,0 +1,94 @@
+"""From recorded uses of layers to the Gramian of all leaves, and the pullback of weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.tree import Structure, tree_unflatten
+from functional_jd.core.types import Direction, Gramian
+from functional_jd.engines.evaluate import Options, detach_tree
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.products import gramian_of_leaves
+from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
+from functional_jd.engines.gramian.traced_recorder import layer_uses, recorded_vjp
+from functional_jd.engines.row_vjps import Rows
+from functional_jd.engines.vjp import Cotangent, Vjp, to_dense
+from functional_jd.precision.autocast import autocast_disabled
+
+
+class RowsNeededError(Exception):
+    """The Gramian cannot be found layer by layer: the rows are needed."""
+
+
+def recorded(
+    f: Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]], leaves: list[Tensor], options: Options
+) -> tuple[Vjp, list[LayerUse], list[Any]]:
+    """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
+    outputs of the recorded layers and, behind them, the points; the uses; and their edges.
+    """
+    if options.differentiable:
+        point, seen = recorded_vjp(f, leaves)
+        extra, sources = point.extra
+        return point._replace(extra=extra), layer_uses(seen, [x[None] for x in sources]), list(range(len(sources)))
+    uses: list[LayerUse] = []
+    constants = [x.detach().requires_grad_() for x in leaves]
+    points = [x.detach().requires_grad_() for x in leaves]
+    with torch.enable_grad():
+        outputs, extra = f(points, LayerRecorder(points, constants, uses, examples=False))
+    edges = edges_of(uses)
+
+    def pullback(cotangent: Cotangent) -> list[Tensor | None]:
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
+        if not pairs:
+            return [None] * (len(edges) + len(points))
+        outs, given = [y for y, _ in pairs], [c for _, c in pairs]
+        with autocast_disabled(leaves):
+            return to_dense(torch.autograd.grad(outs, ends(edges, points), given, retain_graph=True, allow_unused=True))
+
+    return Vjp(outputs, detach_tree(extra), pullback), uses, edges
+
+
+def edges_of(uses: list[LayerUse]) -> list[Any]:
+    """Where the gradients of the recorded layers are found, each once."""
+    return list(dict.fromkeys(use.edge for use in uses))
+
+
+def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
+    """What to differentiate with respect to; torch's annotation does not know of a mixture."""
+    return [*edges, *points]
+
+
+def gramian_of_uses(
+    uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int
+) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
+    """The Gramian of all leaves and their pullback, from the rows by edge and, behind them, by leaf."""
+    by_edge = dict(zip(edges, rows, strict=False))
+    by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
+    with autocast_disabled(leaves):
+        for use in uses:
+            gradient = by_edge[use.edge]
+            if gradient is not None:
+                by_leaf[use.leaf].append(use.form(gradient))
+        gramian, pull = gramian_of_leaves(by_leaf, leaves, m)
+        gramian = (gramian + gramian.mT) / 2  # products of factors round differently on either side
+
+    def pullback(weights: Tensor) -> list[Tensor]:
+        with autocast_disabled(leaves):
+            return pull(weights)
+
+    return gramian, pullback
+
+
+def like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
+    """Tensors with the shapes and dtypes of the direction, without memory: what was unscaled is at least float32."""
+    if options.scale is None:
+        return leaves
+    return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
+
+
+def shaped(pullback: Callable[[Tensor], list[Tensor]], structure: Structure) -> Callable[[Tensor], Direction]:
+    """The pullback, whose direction is a pytree of this structure."""
+    return lambda weights: tree_unflatten(structure, pullback(weights))

@@ -1,0 +1,17 @@
+"""Kinds of objectives: the one place that tells them apart. A new kind is one file here, and a line in the table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from functional_jd.engines.kinds.base import Kind
+from functional_jd.engines.kinds.multitask import MULTITASK
+from functional_jd.engines.kinds.per_example import PER_EXAMPLE
+from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.objectives import Multitask, PerExample
+
+KINDS: dict[type, Kind] = {PerExample: PER_EXAMPLE, Multitask: MULTITASK}
+
+
+def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
+    """How engines differentiate these losses; with respect to other arguments than 0, the structure is not used."""
+    return KINDS.get(type(losses), PLAIN) if argnums == 0 else PLAIN

@@ -1,0 +1,41 @@
+"""What an engine must know of a kind of objectives."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, Params, Tree
+
+Args: TypeAlias = tuple[Any, ...]
+"""What the losses are called with: the parameters and the batch."""
+
+FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
+"""The Jacobian of the scaled losses, the losses, and aux."""
+
+FoundGramian: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], Direction]]
+"""The Gramian of the scaled rows, the losses, aux, and the pullback of the scaled rows."""
+
+FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Tensor]]]
+"""The losses, aux, and `pullback(weights, *, last=False) -> (direction, finite)`, unscaled."""
+
+
+class Kind(NamedTuple):
+    """A kind of objectives, such as one loss per example: how each engine differentiates it. One file a kind.
+
+    Attributes:
+        jacobian: `jacobian(losses, args, argnums, options) -> FoundJacobian`.
+        gramian: `gramian(losses, args, argnums, options) -> FoundGramian`, without rows where that costs less. May
+            raise where it cannot do without; the engine then forms the rows.
+        weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass.
+        row_params: `row_params(losses, params)`: the parameters that have rows.
+        objectives: `objectives(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
+        rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
+    """
+
+    jacobian: Callable[..., FoundJacobian]
+    gramian: Callable[..., FoundGramian]
+    weighted: Callable[..., FoundWeighted]
+    row_params: Callable[[Any, Params], Tree]
+    objectives: Callable[[Any, Params, Args], int]
+    rows_are_examples: bool = False

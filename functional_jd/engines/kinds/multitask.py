@@ -1,0 +1,236 @@
+"""Several tasks on one trunk: rows for the trunk, one summed gradient for the heads."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.types import Direction, Gramian, MultitaskJacobian, Params, Tree
+from functional_jd.engines.choose import choose_heads
+from functional_jd.engines.evaluate import (
+    Options,
+    dense_gradients,
+    dense_rows,
+    detach_tree,
+    evaluate_losses,
+    objective_count,
+    row_scales,
+)
+from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, like_directions, recorded, shaped
+from functional_jd.engines.gramian.recorder import LayerRecorder
+from functional_jd.engines.kinds import plain
+from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
+from functional_jd.engines.vjp import Vjp, vjp
+from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.objectives import Multitask
+from functional_jd.precision.autocast import autocast_disabled, with_op_tables
+from functional_jd.precision.loss_scale import unscale
+
+Parted: TypeAlias = tuple[Rows, Rows]
+"""The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
+
+
+class _Point(NamedTuple):
+    """A trunk and its heads at a point.
+
+    Attributes:
+        trunk: from the shared parameters to the differentiable features.
+        heads: from the heads' parameters, and behind them those features, to the losses.
+        shared: leaves and structure of the shared parameters.
+        own: leaves and structure of the heads' parameters.
+    """
+
+    trunk: Vjp
+    heads: Vjp
+    shared: tuple[list[Tensor], Structure]
+    own: tuple[list[Tensor], Structure]
+
+
+def jacobian(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    """Rows of the trunk, by one pass through the heads and m through the trunk."""
+    if options.mode == "forward":
+        return _forward(losses, args, argnums, options)
+    below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = _evaluate(losses, args, options)
+    factors = row_scales(options.scale, objective_count(above.outputs), above.outputs[0], options.where)
+
+    def together() -> Parted:
+        rows = jacobian_rows(above, factors, options._replace(mode="vmap"))
+        return _heads_and_features(rows, len(heads_leaves), factors, options)
+
+    def one_by_one() -> Parted:
+        sums: Rows = [None] * len(heads_leaves)
+        features: list[list[Tensor | None]] = []
+        for factor, gradient in zip(factors.split(1), gradients_one_by_one(above, factors), strict=True):
+            mine, theirs = _one_row(gradient, len(heads_leaves), factor, options)
+            sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, mine, strict=True)]
+            features.append(theirs)
+        return sums, stack_rows(features, len(factors))
+
+    mode = choose_heads(above, len(factors), options)
+    sums, feature_rows = by_mode(mode, together, one_by_one, options)
+    trunk_rows = vjp_rows(below, feature_rows, options)
+    gradient = [g.to(x.dtype) for g, x in zip(dense_gradients(sums, heads_leaves), heads_leaves, strict=True)]
+    found = MultitaskJacobian(
+        tree_unflatten(shared_structure, dense_rows(trunk_rows, shared_leaves, len(factors))),
+        tree_unflatten(heads_structure, gradient),
+    )
+    return found, *above.extra
+
+
+def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
+    """The Gramian of the trunk, layer by layer; the heads' gradient beside it."""
+    params, *batch = args
+    shared, heads = losses.split(params)
+    leaves, structure = floating_leaves(shared, f"{options.where} (shared)")
+
+    def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
+        def recorded_features(shared: Tree) -> Any:
+            with recorder:
+                return losses.features(shared, *batch)
+
+        features = with_op_tables(recorded_features, options.journal)(tree_unflatten(structure, points))
+        return [x for x in tree_leaves(features) if isinstance(x, Tensor) and x.is_floating_point()], features
+
+    point, uses, edges = recorded(trunk, leaves, options)
+    features, features_structure = tree_flatten(point.extra)
+    if any(isinstance(x, Tensor) and x.is_complex() for x in features):
+        raise RowsNeededError("features are complex numbers")
+
+    def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
+        rest = iter(differentiated)
+        filled = [next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x for x in features]
+        return losses.heads(heads, tree_unflatten(features_structure, filled), *batch)
+
+    # The rows of the features are those of tasks whose trunk returns its parameters as they are.
+    inner = point.outputs if options.differentiable else detach_tree(point.outputs)
+    tasks = Multitask(lambda x, *_: x, top)
+    found = jacobian(tasks, ({"shared": inner, "heads": heads}, *batch), argnums, options._replace(mode="auto"))
+    (between, gradient), values, aux = found if options.differentiable else detach_tree(found)
+    rows = vjp_rows(point, between, options)
+    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), len(between[0]))
+    direct = shaped(pullback, structure)
+    own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
+    direction = lambda weights: {"shared": direct(weights), "heads": own}
+    return nan_unless_heads_are_finite(products, gradient), values, aux, direction
+
+
+def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
+    """One backward pass for the trunk, one for the heads."""
+    point = _evaluate(losses, args, options)
+    outputs, n = point.heads.outputs, len(point.own[0])
+    scales = row_scales(options.scale, objective_count(outputs), outputs[0], options.where)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), scales, options)
+        cotangent, common = weighted_cotangent(outputs, weights, scales, options)
+        # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
+        own = dense_gradients(point.heads.pullback(ones, slice(n)), point.own[0])
+        features = point.heads.pullback(cotangent, slice(n, None), last=last)
+        shared = dense_gradients(point.trunk.pullback(features, last=last), point.shared[0])
+        heads, heads_finite = unscale(plain_scale, tree_unflatten(point.own[1], own))
+        trunk, finite = unscale(common, tree_unflatten(point.shared[1], shared))
+        return {"shared": trunk, "heads": heads}, flags(finite & heads_finite, options)
+
+    return *point.heads.extra, pullback
+
+
+def nan_unless_heads_are_finite(gramian: Gramian, heads: Tree) -> Gramian:
+    """An overflow in the heads' summed gradient belongs to no row, so that it spoils all of them."""
+    for leaf in tree_leaves(heads):
+        gramian = torch.where(leaf.isfinite().all(), gramian, torch.nan)
+    return gramian
+
+
+def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
+    """Evaluate the losses of a trunk and its heads once, with a vector-Jacobian product of each."""
+    params, *batch = args
+    shared_params, heads_params = losses.split(params)
+    shared, shared_structure = floating_leaves(shared_params, f"{options.where} (shared)")
+    # Heads may be losses only, without a parameter of their own.
+    own, own_structure = (
+        floating_leaves(heads_params, f"{options.where} (heads)")
+        if tree_leaves(heads_params)
+        else tree_flatten(heads_params)
+    )
+
+    def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        found = with_op_tables(losses.features, options.journal)(tree_unflatten(shared_structure, inputs), *batch)
+        return [x for x in tree_leaves(found) if _is_differentiable(x)], found
+
+    below = vjp(trunk, shared, differentiable=options.differentiable)
+    found, structure = tree_flatten(below.extra)
+
+    def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        differentiated = iter(inputs[len(own) :])
+        filled = tree_unflatten(structure, [next(differentiated) if _is_differentiable(x) else x for x in found])
+        mine = tree_unflatten(own_structure, inputs[: len(own)])
+        return evaluate_losses(losses.heads, (mine, filled, *batch), options)
+
+    above = vjp(top, own + below.outputs, differentiable=options.differentiable)
+    return _Point(below, above, (shared, shared_structure), (own, own_structure))
+
+
+def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    losses.split(args[0])
+    rows, values, aux = plain.jacobian(losses, args, argnums, options)
+    gradient = tree_map(lambda leaf: _unscaled_sum(leaf, options.scale, options).to(leaf.dtype), rows["heads"])
+    return MultitaskJacobian(rows["shared"], gradient), values, aux
+
+
+def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Options) -> Parted:
+    """The heads' gradient, rows summed and unscaled; and the rows `[m, *z]` of the features.
+
+    With one scale per objective, a row that overflowed in the heads is left out of the sum, in which it could not be
+    told apart, and goes on as NaN: the trunk's row then says which scale must back off.
+    """
+    heads, features = rows[:n_heads], rows[n_heads:]
+    present = [row for row in heads if row is not None]
+    scale = options.scale
+    if scale is not None and scale.ndim and present and any(row is not None for row in features):
+        finite = torch.stack([row.isfinite().reshape(len(row), row.shape[1:].numel()).all(1) for row in present]).all(0)
+        heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
+        blame = torch.where(finite, 0.0, torch.nan)
+        features = [None if row is None else row + per_row(blame, row).to(row.dtype) for row in features]
+    scales = None if scale is None else factors
+    return [None if row is None else _unscaled_sum(row, scales, options) for row in heads], features
+
+
+def _one_row(gradient: Rows, n_heads: int, factor: Tensor, options: Options) -> Parted:
+    """The same for a single row, by tensors without a dimension of rows."""
+    if options.scale is None:
+        # Copies: autograd may return one tensor for two parameters.
+        heads = [None if g is None else at_least_float32(g.clone()) for g in gradient[:n_heads]]
+        return heads, gradient[n_heads:]
+    rows = [None if g is None else g[None] for g in gradient]
+    heads, features = _heads_and_features(rows, n_heads, factor, options)
+    return heads, [None if g is None else g[0] for g in features]
+
+
+def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tensor:
+    """Sum rows `[m, *p]`, each divided by its scale, in at least float32."""
+    rows = at_least_float32(rows)
+    if scale is None:
+        return rows.sum(0)
+    inverse = row_scales(scale, len(rows), rows, options.where).double().reciprocal().to(rows.dtype)
+    with autocast_disabled(rows):
+        return torch.tensordot(inverse, rows, dims=1)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _row_params(losses: Multitask, params: Params) -> Tree:
+    return losses.split(params)[0]
+
+
+def _objectives(losses: Multitask, params: Params, batch: Args) -> int:  # noqa: ARG001
+    """A head is mostly a weight and a bias: half of the leaves of the heads, at least four."""
+    return max(4, len(tree_leaves(losses.split(params)[1])) // 2)
+
+
+MULTITASK = Kind(jacobian, gramian, weighted, _row_params, _objectives)

@@ -1,0 +1,202 @@
+"""One loss per example: every example is differentiated by itself, all together under vmap."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.core.tree import floating_leaves, tree_unflatten
+from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.engines.evaluate import (
+    Options,
+    check_example_losses,
+    dense_gradients,
+    detach_tree,
+    evaluate_losses,
+    row_scales,
+)
+from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_uses, like_directions, shaped
+from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
+from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
+from functional_jd.engines.kinds import plain
+from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.row_vjps import by_mode
+from functional_jd.engines.vjp import Vjp, to_dense, vjp
+from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.objectives import PerExample, stacked
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import unscale
+
+
+def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    """One row per example: m small backward passes at the price of one."""
+    if options.mode == "forward":
+        return plain.jacobian(losses, args, argnums, options)
+    params, *batch = args
+    leaves, structure = floating_leaves(params, options.where)
+    m = losses.count(tuple(batch))
+    factors = row_scales(options.scale, m, leaves[0], options.where)
+    if not torch.compiler.is_compiling():  # which never evaluates twice
+        options = options._replace(journal=StateJournal())
+
+    def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
+        def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+            return evaluate_losses(losses.loss, (tree_unflatten(structure, inputs), *example), options)
+
+        point = vjp(f, inputs, differentiable=options.differentiable)
+        check_example_losses(point.outputs, ())
+        gradient = point.pullback([factor.to(point.outputs[0].dtype)])
+        return dense_gradients(gradient, inputs), *point.extra
+
+    def together() -> tuple[list[Tensor], Any, Any]:
+        dims = (None, 0, *losses.dims(tuple(batch)))
+        return torch.vmap(one, dims, randomness="different", chunk_size=options.chunk_size)(leaves, factors, *batch)
+
+    def one_by_one() -> tuple[list[Tensor], Any, Any]:
+        results = [one(leaves, factors[i], *example) for i, example in enumerate(losses.examples(tuple(batch)))]
+        return stacked(results)
+
+    rows, values, aux = by_mode(options.mode, together, one_by_one, options)
+    return tree_unflatten(structure, rows), values, aux
+
+
+def gramian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:  # noqa: ARG001
+    """The Gramian of all examples, layer by layer."""
+    way = _gramian_traced if options.differentiable else _gramian_eager
+    return way(losses, args[0], args[1:], options)
+
+
+def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
+    leaves, structure = floating_leaves(params, options.where)
+    m = losses.count(batch)
+    uses: list[LayerUse] = []
+    constants = [x.detach().requires_grad_() for x in leaves]
+    # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
+    points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
+
+    def one(points: list[Tensor], *example: Any) -> tuple[list[Tensor], Any]:
+        def recorded_loss(*given: Any) -> Any:
+            with LayerRecorder(points, constants, uses, examples=True):
+                return losses.loss(*given)
+
+        return evaluate_losses(recorded_loss, (tree_unflatten(structure, points), *example), options)
+
+    with torch.enable_grad(), _batched_attention(leaves):
+        dims = (0, *losses.dims(batch))
+        outputs, extra = torch.vmap(one, dims, randomness="different")(points, *batch)
+    check_example_losses(outputs, (m,))
+    edges = edges_of(uses)
+    factors = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
+    with autocast_disabled(leaves):
+        # No loss depends on another example: one backward pass from all of them keeps the rows apart.
+        gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
+    products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), like_directions(leaves, options), m)
+    return products, *detach_tree(extra), shaped(pullback, structure)
+
+
+def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
+    leaves, structure = floating_leaves(params, options.where)
+    m = losses.count(batch)
+    seen: list[list[TracedUse]] = []
+    reached: list[bool] = []
+
+    def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
+        def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
+            def recorded_loss(*given: Any) -> Any:
+                with recorder:
+                    return losses.loss(*given)
+
+            return evaluate_losses(recorded_loss, (tree_unflatten(structure, points), *example), options)
+
+        recorded = recorded_vjp(f, leaves)
+        check_example_losses(recorded.point.outputs, ())
+        extra, sources = recorded.point.extra
+        gradients = recorded.point.pullback([factor.to(recorded.point.outputs[0].dtype)])
+        seen[:], reached[:] = [recorded.seen], [g is not None for g in gradients]
+        return [g for g in gradients if g is not None], sources, extra
+
+    dims = (None, 0, *losses.dims(batch))
+    factors = row_scales(options.scale, m, leaves[0], options.where)
+    with _batched_attention(leaves):
+        gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
+    rest = iter(gradients)
+    rows = [next(rest) if yes else None for yes in reached]
+    uses, edges = layer_uses(seen[0], sources), list(range(len(sources)))
+    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), m)
+    return products, *extra, shaped(pullback, structure)
+
+
+def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
+    """One backward pass through the graph of the batch, not m small ones."""
+    params, *batch = args
+    leaves, structure = floating_leaves(params, options.where)
+    compiling = torch.compiler.is_compiling()
+
+    def evaluated(losses: Any) -> Vjp:
+        def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+            return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
+
+        return vjp(f, leaves, differentiable=options.differentiable)
+
+    before = None if compiling else random_state()
+    point = evaluated(losses)
+    after = None if compiling else random_state()
+    m = losses.count(tuple(batch))
+    check_example_losses(point.outputs, (m,))
+    scales = row_scales(options.scale, m, point.outputs[0], options.where)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
+        batched = partial(point.pullback, cotangent, last=last)
+
+        def again() -> list[Tensor | None]:
+            # What recomputes in the backward pass, as checkpoints do, is then no longer inside vmap.
+            _refuse_other_draws(before, after, options.where)
+            journal, now = StateJournal(), random_state()
+            with journal.watch():
+                gradient = evaluated(partial(_one_by_one, losses)).pullback(cotangent, last=last)
+            journal.undo()
+            set_random_state(now)
+            return gradient
+
+        instead = "evaluates the losses again, example by example, and differentiates that"
+        gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
+        direction, finite = unscale(common, tree_unflatten(structure, dense_gradients(gradient, leaves)))
+        return direction, flags(finite, options)
+
+    return *point.extra, pullback
+
+
+def _batched_attention(leaves: list[Tensor]) -> Any:
+    """On a CPU, attention by plain products: torch has no batching rule for its fused kernel there."""
+    return sdpa_kernel(SDPBackend.MATH) if leaves[0].is_cpu else nullcontext()
+
+
+def _one_by_one(losses: PerExample, params: Any, *batch: Any) -> Any:
+    return stacked([losses.loss(params, *example) for example in losses.examples(batch)])
+
+
+def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
+    """A second evaluation would draw other numbers than the losses that were returned are made of."""
+    if not all(torch.equal(x, y) for x, y in zip(before, after, strict=True)):
+        raise RuntimeError(
+            f"{where}: expected losses of examples that vmap can differentiate, or that draw no random numbers, found "
+            "neither (activation checkpointing with dropout?). Take rows, step(..., engine='jacobian'), which "
+            "evaluates and differentiates one example after the other."
+        )
+
+
+def _row_params(losses: PerExample, params: Params) -> Tree:  # noqa: ARG001
+    return params
+
+
+def _objectives(losses: PerExample, params: Params, batch: Args) -> int:  # noqa: ARG001
+    return losses.count(batch)
+
+
+PER_EXAMPLE = Kind(jacobian, gramian, weighted, _row_params, _objectives, rows_are_examples=True)

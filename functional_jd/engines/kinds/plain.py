@@ -1,0 +1,124 @@
+"""Any losses: a function of parameters and a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
+from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.engines.evaluate import (
+    Options,
+    dense_gradients,
+    dense_rows,
+    evaluate_losses,
+    objective_count,
+    row_scales,
+    select_arguments,
+)
+from functional_jd.engines.gramian.assemble import gramian_of_uses, like_directions, recorded, shaped
+from functional_jd.engines.gramian.recorder import LayerRecorder
+from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.row_vjps import Rows, jacobian_rows
+from functional_jd.engines.vjp import vjp
+from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import unscale
+
+
+def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    """The rows of all losses."""
+    chosen, rebuild = select_arguments(argnums, args, options.where)
+    leaves, structure = floating_leaves(chosen, options.where)
+
+    def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        return evaluate_losses(losses, rebuild(tree_unflatten(structure, inputs)), options)
+
+    if options.mode == "forward":
+        rows, (values, aux) = _forward(f, leaves, options)
+    else:
+        point = vjp(f, leaves, differentiable=options.differentiable)
+        factors = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
+        rows, (values, aux) = jacobian_rows(point, factors, options), point.extra
+    return tree_unflatten(structure, dense_rows(rows, leaves, objective_count(values))), values, aux
+
+
+def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
+    """The Gramian of all losses, layer by layer."""
+    chosen, rebuild = select_arguments(argnums, args, options.where)
+    leaves, structure = floating_leaves(chosen, options.where)
+
+    def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
+        def recorded_losses(*given: Any) -> Any:
+            with recorder:
+                return losses(*given)
+
+        return evaluate_losses(recorded_losses, rebuild(tree_unflatten(structure, points)), options)
+
+    point, uses, edges = recorded(f, leaves, options)
+    m = objective_count(point.outputs)
+    rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
+    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), m)
+    return products, *point.extra, shaped(pullback, structure)
+
+
+def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
+    """One backward pass with the weights as cotangent."""
+    params, *batch = args
+    leaves, structure = floating_leaves(params, options.where)
+
+    def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
+
+    point = vjp(f, leaves, differentiable=options.differentiable)
+    scales = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
+        gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
+        direction, finite = unscale(common, tree_unflatten(structure, gradient))
+        return direction, flags(finite, options)
+
+    return *point.extra, pullback
+
+
+def _forward(
+    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], leaves: list[Tensor], options: Options
+) -> tuple[Rows, Any]:
+    """Column by column, by forward mode."""
+    outputs, extra = f(leaves)
+
+    def columns(index: int) -> Tensor:
+        def along(tangent: Tensor) -> list[Tensor]:
+            def of_leaf(leaf: Tensor) -> list[Tensor]:
+                return f([*leaves[:index], leaf, *leaves[index + 1 :]])[0]
+
+            # A copy: forward mode refuses elements that share memory.
+            return torch.func.jvp(of_leaf, (leaves[index].clone(),), (tangent,))[1]
+
+        leaf = leaves[index]
+        basis = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device).reshape(leaf.numel(), *leaf.shape)
+        tangents = torch.vmap(along, chunk_size=options.chunk_size)(basis)
+        with autocast_disabled(tangents):
+            return torch.cat([tangent.reshape(len(basis), tangent.shape[1:].numel()) for tangent in tangents], dim=1)
+
+    m = objective_count(tree_leaves(outputs))
+    factors = row_scales(options.scale, m, outputs[0], options.where)
+    rows: Rows = []
+    for index, leaf in enumerate(leaves):
+        scaled = columns(index).mT * factors[:, None] if leaf.numel() else None
+        rows.append(None if scaled is None else scaled.reshape(m, *leaf.shape).to(leaf.dtype))
+    return rows, extra
+
+
+def _row_params(losses: Any, params: Params) -> Tree:  # noqa: ARG001
+    return params
+
+
+def _objectives(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG001
+    """Not known before the losses are evaluated: four are usual."""
+    return 4
+
+
+PLAIN = Kind(jacobian, gramian, weighted, _row_params, _objectives)

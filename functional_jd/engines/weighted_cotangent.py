@@ -1,0 +1,37 @@
+"""Weights as the cotangent of one backward pass, at the scale that all objectives have in common."""
+
+import torch
+from torch import Tensor
+
+from functional_jd.engines.evaluate import Options
+from functional_jd.precision.loss_scale import multiplier
+
+# A power of two whose inverse is a normal float32.
+_CEILING = 2.0**126
+
+
+def weighted_cotangent(
+    outputs: list[Tensor], weights: Tensor, scales: Tensor, options: Options
+) -> tuple[list[Tensor | None], Tensor]:
+    """The scaled weights, by output, and the scale `[]` that they have in common."""
+    if not isinstance(weights, Tensor) or weights.shape != scales.shape:
+        found = f"shape {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"{options.where}: weights must be one tensor [{len(scales)}], one per objective, found {found}. "
+            "Rules that weigh entry by entry need the Jacobian."
+        )
+    common = scales[0] if options.scale is None or not options.scale.ndim else _common(weights, scales)
+    parts = (weights.double() * common).split([y.numel() for y in outputs])
+    return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)], common
+
+
+def flags(finite: Tensor, options: Options) -> Tensor:
+    """One flag for all objectives, in the scale's shape."""
+    return finite if options.scale is None else finite.expand(options.scale.shape)
+
+
+def _common(weights: Tensor, scales: Tensor) -> Tensor:
+    """The largest power of two S with `|weights_i| S <= scale_i` for all i: exact to divide by, hence no derivative."""
+    largest = (scales.detach().double() / weights.detach().double().abs()).amin().clamp(max=_CEILING)
+    mantissa, _ = torch.frexp(largest)
+    return multiplier(largest / (2 * mantissa))

@@ -1,0 +1,192 @@
+"""Second attempts: announced once per reason, and without a trace of the first."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from zoo import NumpyCube
+
+import functional_jd as fj
+from functional_jd.core.slow_path import SlowPathWarning, StateJournal, attempt
+
+
+class Refusing(torch.autograd.Function):
+    """A function without a rule for vmap."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def fails(message="mine"):
+    raise RuntimeError(message)
+
+
+def test_a_second_attempt_is_announced_with_place_reason_and_price():
+    with pytest.warns(
+        SlowPathWarning, match=r"here: does it slowly, because test_slow_path\.py:\d+: RuntimeError: mine"
+    ):
+        assert attempt(fails, lambda: 3, where="here", instead="does it slowly") == 3
+
+
+def test_a_first_attempt_that_works_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attempt(lambda: 2, fails, where="here", instead="does it slowly") == 2
+
+
+def test_a_reason_is_said_once_and_another_again():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for message in ("one", "one", "two", "one"):
+            attempt(lambda message=message: fails(message), lambda: 3, where="here", instead="does it slowly")
+    assert [str(w.message).rsplit(" ", 1)[1] for w in seen] == ["one", "two"]
+    assert all(w.filename == __file__ for w in seen)
+
+
+def test_an_error_of_the_losses_themselves_comes_back_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="second") as caught:
+            attempt(fails, lambda: fails("second"), where="here", instead="does it slowly")
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("mine"), KeyboardInterrupt()])
+def test_out_of_memory_and_interruptions_are_never_swallowed(error):
+    def stops():
+        raise error
+
+    with pytest.raises(type(error)):
+        attempt(stops, lambda: 3, where="here", instead="does it slowly")
+
+
+CHANGES = {
+    "method": lambda b, x: b.add_(x),
+    "operator": lambda b, x: b.__iadd__(x),
+    "item": lambda b, x: b.__setitem__(0, 7.0),
+    "out": lambda b, x: torch.add(b, x, out=b),
+    "out_of_two": lambda b, x: torch.frexp(x, out=(b, torch.empty(3, dtype=torch.int32))),
+    "copy": lambda b, x: b.copy_(x),
+    "batch_norm": lambda b, x: nn.functional.batch_norm(
+        x.expand(4, 3) * torch.arange(4)[:, None], b, b.clone(), training=True
+    ),
+    "embedding": lambda b, x: nn.functional.embedding(
+        torch.tensor([0]), b[:, None].expand(3, 1).contiguous(), max_norm=1e-3
+    ),
+    "dropout": lambda b, x: nn.functional.dropout(b, 0.5, training=True, inplace=True),
+    "init": lambda b, x: nn.init.ones_(b),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_in_place_is_put_back(name):
+    buffer, x = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3)
+    journal = StateJournal()
+    with journal.watch():
+        CHANGES[name](buffer, x)
+    if name != "embedding":  # changes a copy
+        assert not torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
+    journal.undo()
+    assert torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_what_the_graph_made_is_not_copied():
+    journal, w = StateJournal(), torch.ones(3, requires_grad=True)
+    with journal.watch():
+        torch.relu_(w * 2).add_(1)
+    assert not journal.before
+
+
+def norm_and_derivative():
+    """A net with running statistics whose losses contain a derivative, which the Gramian engine cannot record."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def losses(params, x):
+        x = x.clone().requires_grad_()
+        y = functional_call(net, params, (x,))
+        slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        return torch.stack([y.square().mean(), slope.square().mean(), (y * nn.functional.dropout(y)).mean()])
+
+    return net, params, losses
+
+
+def test_losses_that_are_evaluated_again_move_their_buffers_and_draw_their_numbers_once():
+    net, params, losses = norm_and_derivative()
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    torch.manual_seed(3)
+    with torch.enable_grad():
+        expected = losses({name: p.clone().requires_grad_() for name, p in params.items()}, x).detach()
+    once = {name: b.clone() for name, b in net.named_buffers()}
+    draws = torch.get_rng_state()
+    net.load_state_dict({**params, **before})
+    torch.manual_seed(3)
+    with pytest.warns(SlowPathWarning, match=r"gramian_fn: evaluates the losses again and forms all rows"):
+        _, values, _ = fj.gramian_fn(losses)(params, x)
+    torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(torch.get_rng_state(), draws)
+    for name, buffer in net.named_buffers():
+        torch.testing.assert_close(buffer, once[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn])
+def test_examples_that_vmap_refuses_count_their_calls_once(fn):
+    calls, w = torch.zeros((), dtype=torch.int64), torch.ones(3)
+
+    def loss(w, x):
+        calls.add_(1)
+        return Refusing.apply((w * x).sum())
+
+    with pytest.warns(SlowPathWarning, match="test_slow_path.py"):
+        fn(fj.per_example(loss))(w, torch.ones(4, 3))
+    assert calls == 4
+
+
+def test_losses_of_examples_called_by_themselves_say_that_vmap_refused():
+    with pytest.warns(SlowPathWarning, match=r"per_example: evaluates one example after the other"):
+        fj.per_example(lambda w, x: Refusing.apply((w * x).sum()))(torch.ones(3), torch.ones(4, 3))
+
+
+def checkpointed(rate):
+    def loss(w, x):
+        hidden = checkpoint(lambda w: nn.functional.dropout(torch.tanh(w * x), rate), w, use_reentrant=False)
+        return hidden.square().sum()
+
+    return fj.per_example(loss)
+
+
+def test_one_backward_pass_never_mixes_the_losses_of_one_draw_with_the_gradient_of_another():
+    w, x = torch.ones(3, requires_grad=False), torch.randn(4, 3)
+    _, pullback = fj.weighted_fn(checkpointed(0.5))(w, x)
+    with pytest.raises(RuntimeError, match=r"weighted_fn: .*draw no random numbers.*engine='jacobian'"):
+        pullback(torch.ones(4))
+    rows, _ = fj.jacobian_fn(checkpointed(0.5))(w, x)
+    assert rows.shape == (4, 3)
+
+
+def test_one_backward_pass_through_checkpoints_of_examples_says_that_it_evaluates_again():
+    w, x = torch.ones(3), torch.randn(4, 3)
+    _, pullback = fj.weighted_fn(checkpointed(0.0))(w, x)
+    with pytest.warns(SlowPathWarning, match=r"weighted_fn: evaluates the losses again, example by example"):
+        direction, _ = pullback(torch.ones(4))
+    torch.testing.assert_close(direction, fj.jacobian_fn(checkpointed(0.0))(w, x)[0].sum(0))
+
+
+def test_rows_that_vmap_refuses_say_so():
+    losses = lambda w: [NumpyCube.apply(w).sum(), w.sum(), w.sin().sum(), w.cos().sum()]
+    with pytest.warns(SlowPathWarning, match=r"jacobian_fn: differentiates one row after the other"):
+        fj.jacobian_fn(losses)(torch.ones(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fj.jacobian_fn(losses, mode="loop")(torch.ones(3))

@@ -1,0 +1,221 @@
+"""One canary for each private name of torch: it fails when torch renames the name, or changes what it means."""
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core import torch_internals as internals
+
+
+class Seen(TorchFunctionMode):
+    """The names of the ops that Python calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_active_transforms_are_known_and_counted():
+    assert not internals.under_functorch()
+    assert not internals.under_transform()
+    assert internals.transform_level() == (None, -1) or internals.transform_level()[0] in (None, -1, 0)
+    levels = []
+
+    def f(x):
+        levels.append((internals.under_functorch(), internals.under_transform(), internals.transform_level()))
+        return x.sum()
+
+    outside = internals.transform_level()
+    torch.func.grad(f)(torch.ones(2))
+    torch.vmap(torch.func.grad(f))(torch.ones(2, 2))
+    assert all(functorch and transform for functorch, transform, _ in levels)
+    assert len({outside, *(level for _, _, level in levels)}) == 3
+    with forward_ad.dual_level():
+        assert (internals.under_functorch(), internals.under_transform()) == (False, True)
+        assert internals.transform_level() != outside
+    with torch.inference_mode():
+        assert internals.under_transform()
+
+
+def test_active_transforms_are_known_while_compiling():
+    def f(x):
+        inner = []
+
+        def g(x):
+            inner.append(internals.transform_level()[0])
+            return x.sin().sum()
+
+        y = torch.func.grad(g)(x)
+        return y * (2 if inner[0] is not None else 3) * (5 if internals.under_transform() else 7)
+
+    torch._dynamo.reset()
+    x = torch.ones(2)
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(x), 10 * x.cos())
+
+
+def test_batched_tensors_are_known_and_unwrapped():
+    x = torch.arange(6.0).reshape(2, 3)
+    found = []
+
+    def f(row):
+        found.append((internals.is_batched(row), internals.is_wrapped(row), *internals.unwrap_batched(row)))
+        return row
+
+    torch.vmap(f, in_dims=1, out_dims=1)(x)
+    batched, wrapped, inner, dim = found[0]
+    assert (batched, wrapped, dim) == (True, True, 1)
+    assert inner is x
+    assert not internals.is_batched(x)
+    assert not internals.is_batched("x")
+    assert not internals.is_wrapped(x)
+
+
+def test_what_varies_in_a_vmap_is_told_from_what_does_not():
+    def f(x, y):
+        level = internals.transform_level()[0]
+        return x * (2 if internals.varies_in_vmap(x, level) else 3) + (5 if internals.varies_in_vmap(y, level) else 7)
+
+    for run in (f, torch.compile(f, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(
+            torch.vmap(run, in_dims=(0, None))(torch.ones(2), torch.ones(())), torch.full((2,), 9.0)
+        )
+
+
+def test_gradients_are_traced_inside_a_transform():
+    def f(x):
+        def g(x):
+            y = x.sin()
+            (gradient,) = internals.traced_grad([y.sum()], [x], [torch.ones(())], retain_graph=True, create_graph=True)
+            return y.sum(), gradient.detach() * 1
+
+        return torch.func.vjp(g, x, has_aux=True)[2]
+
+    torch._dynamo.reset()
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(x), x.cos())
+
+
+def test_modes_see_nothing_where_they_are_switched_off():
+    with Seen() as seen, internals.torch_function_disabled():
+        torch.ones(2).add(1)
+    assert "add" not in seen.names
+
+
+def test_containers_of_torchs_pytree_are_known():
+    assert {dict, list, tuple} <= internals.pytree_nodes.keys()
+    node = internals.pytree_nodes[dict]
+    children, context = node.flatten_fn({"a": 1, "b": 2})
+    assert node.unflatten_fn(children, context) == {"a": 1, "b": 2}
+
+
+def test_the_fused_kernel_is_that_of_adamw():
+    p, grad = torch.ones(3), torch.tensor([1.0, -2.0, 0.5])
+    theirs = p.clone().requires_grad_()
+    theirs.grad = grad
+    torch.optim.AdamW([theirs], lr=0.1, fused=True).step()
+    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    for found_inf, expected in ((None, theirs.detach()), (torch.ones(()), torch.ones(3))):
+        ours = torch.ones(3)
+        internals.fused_adamw(
+            [ours], [grad], [torch.zeros(3)], [torch.zeros(3)], [], [torch.ones(())],
+            amsgrad=False, maximize=False, found_inf=found_inf, **settings,
+        )  # fmt: skip
+        torch.testing.assert_close(ours, expected)
+
+
+def test_weight_norm_is_what_the_parametrization_calls():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    with Seen() as seen:
+        layer(torch.ones(1, 2))
+    assert internals.weight_norm.__name__ in seen.names
+    v, g = torch.randn(3, 2), torch.ones(3, 1)
+    torch.testing.assert_close(internals.weight_norm(v, g, 0), v / v.norm(dim=1, keepdim=True))
+
+
+def test_stand_ins_of_transforms_and_tracers_have_no_values():
+    assert internals.has_values(torch.ones(2))
+    assert internals.has_values(nn.Parameter(torch.ones(2)))
+    assert not internals.has_values(torch.ones(2, device="meta"))
+    assert not internals.has_values(3)
+    torch.vmap(lambda x: pytest.fail("batched") if internals.has_values(x) else x)(torch.ones(2))
+    with torch._subclasses.FakeTensorMode():
+        assert not internals.has_values(torch.ones(2))
+    wrapped = torch._to_functional_tensor(torch.ones(2))
+    assert not internals.has_values(wrapped)
+
+
+def test_changes_in_place_are_counted_below_vmap_too():
+    x = torch.ones(2)
+    before = internals.version(x)
+    x.add_(1)
+    assert internals.version(x) == before + 1
+
+    def f(row):
+        before = internals.version(row)
+        row.add_(1)
+        assert internals.version(row) == before + 1
+        return row
+
+    torch.vmap(f)(torch.ones(2, 2))
+
+
+def test_a_view_becomes_a_tensor_of_its_own_without_a_copy():
+    x = torch.ones(4, requires_grad=True) * 1
+    view = x.view(2, 2)
+    alone = internals.without_view(view)
+    assert alone.data_ptr() == x.data_ptr()
+    assert not alone._is_view()
+    assert internals.without_view(x) is x
+
+
+def test_the_graph_tells_its_nodes_and_the_shapes_of_their_gradients():
+    w = torch.ones(50, 3, requires_grad=True)
+    y = (torch.ones(2, 50) @ w).tanh()
+    names = [node.name() for node in internals.graph_nodes([y])]
+    assert names == ["TanhBackward0", "MmBackward0", "torch::autograd::AccumulateGrad"]
+    assert internals.largest_gradient(internals.graph_nodes([y]), (w,)) == 6
+
+
+def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
+    layer = nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 1, 4)
+    arguments = (x, x, x, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
+    rest = (layer.out_proj.weight, layer.out_proj.bias)
+    (f, inside) = next(iter(internals.transparent.items()))
+    with Seen() as outer:
+        expected = f(*arguments, *rest)
+    with Seen() as inner:
+        found = inside(*arguments, *rest)
+    assert outer.names.count("multi_head_attention_forward") == 1
+    assert "linear" not in outer.names
+    assert "linear" in inner.names
+    torch.testing.assert_close(found, expected)
+
+
+def test_functional_collectives_are_there():
+    names = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
+    for name in names:
+        assert hasattr(internals.collective_ops, name)
+
+
+def test_importing_and_asking_raises_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        internals.under_transform()
+
+
+def test_every_private_name_is_listed():
+    """The table of the docstring names all private attributes that the file reads."""
+    table, code = Path(internals.__file__).read_text().split('"""', 2)[1:]
+    names = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute) and node.attr[0] == "_"}
+    assert {name for name in names if name not in table} <= {"_functorch"}
