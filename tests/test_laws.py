@@ -14,8 +14,6 @@ from functional_jd.testing import ALWAYS, BY_CLAIM, RULES
 from functional_jd.testing.conformance import counterexample
 from functional_jd.testing.table import jacobians_for, rule_of
 
-torch.set_num_threads(1)
-
 PROFILE = hypothesis.settings()
 CLAIMED = hypothesis.settings(max_examples=max(10, PROFILE.max_examples // 2))
 # What must be broken need not be broken in a small way.
