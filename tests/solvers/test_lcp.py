@@ -5,6 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps, least_singular_value, projection_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -25,11 +26,21 @@ def problems(draw, most=6, entries=3):
     return A / scale**0.5, x / max(1.0, float((x @ A.T).abs().max()) / scale**0.5)
 
 
-def random_problem(m, n, seed=0, k=4):
+def random_rows(m, n, seed=0, k=4):
+    """Unit rows A [m, n], and k vectors of about that length."""
     generator = torch.Generator().manual_seed(seed)
-    A = torch.randn(m, n, generator=generator, dtype=torch.float64)
-    A = A / A.norm(dim=1, keepdim=True)
-    return A @ A.T, torch.randn(k, n, generator=generator, dtype=torch.float64) / n**0.5 @ A.T
+    A = torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
+    return A, torch.randn(k, n, generator=generator, dtype=torch.float64) / n**0.5
+
+
+def random_problem(m, n, seed=0, k=4):
+    A, x = random_rows(m, n, seed, k)
+    return A @ A.T, x @ A.T
+
+
+def bound(A):
+    """How far two answers `s @ A` may lie apart, whichever rows turn out active: A is scaled, but its rows are not."""
+    return 512 * eps() / least_singular_value(A) ** 2
 
 
 def closest(A, x):
@@ -50,7 +61,7 @@ def test_the_best_of_all_active_sets(problem):
     A, x = problem
     s = linear_complementarity(A @ A.T, x @ A.T)
     for i in range(len(x)):
-        torch.testing.assert_close(x[i] + s[i] @ A, closest(A, x[i]), rtol=0, atol=1e-8)
+        check_within(x[i] + s[i] @ A, closest(A, x[i]), bound(A))
 
 
 @given(problems(most=8))
@@ -61,9 +72,9 @@ def test_the_conditions_hold(problem):
     w = s @ M + q
     size = 1 + s.abs().max()
     unique = torch.linalg.matrix_rank(A) == len(A)  # else rounding shows along what M does not see
-    assert s.min() >= (-1e-9 if unique else -1e-3) * size
-    assert w.min() >= -1e-9 * size
-    assert (s * w).abs().max() <= 1e-9 * size
+    assert s.min() >= (-bound(A) if unique else -1e-3) * size
+    assert w.min() >= -bound(A) * size
+    assert (s * w).abs().max() <= bound(A) * size
 
 
 @given(problems(most=8))
@@ -74,7 +85,7 @@ def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lcp, "on_host", lambda _: False)
         blind = linear_complementarity(M, q)
-    torch.testing.assert_close(blind @ A, looking @ A, rtol=0, atol=1e-9)
+    check_within(blind @ A, looking @ A, bound(A))
 
 
 @pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 6), (30, 40), (40, 20), (64, 64)])
@@ -82,14 +93,11 @@ def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
 def test_equal_to_non_negative_least_squares(m, n, on_host, monkeypatch):
     if not on_host:
         monkeypatch.setattr(lcp, "on_host", lambda _: False)
-    generator = torch.Generator().manual_seed(m)
-    A = torch.randn(m, n, generator=generator, dtype=torch.float64)
-    A = A / A.norm(dim=1, keepdim=True)
-    x = torch.randn(12, n, generator=generator, dtype=torch.float64) / n**0.5
+    A, x = random_rows(m, n, seed=m, k=12)
     s = linear_complementarity(A @ A.T, x @ A.T)
     for i in range(len(x)):
-        expected, _ = nnls(A.T.numpy(), -x[i].numpy())
-        torch.testing.assert_close(s[i] @ A, torch.from_numpy(expected) @ A, rtol=0, atol=1e-12)
+        expected = torch.from_numpy(nnls(A.T.numpy(), -x[i].numpy())[0])
+        check_within(s[i] @ A, expected @ A, projection_bound(A, expected))
 
 
 def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem():
@@ -102,13 +110,16 @@ def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem():
 
 
 def test_a_batch_of_easy_and_hard_problems_is_the_loop():
-    pairs = [random_problem(10, n, seed) for seed, n in enumerate([14, 5, 10, 2, 1, 5, 30, 5])]
-    M, q = (torch.stack(x) for x in zip(*pairs, strict=True))
-    expected = torch.stack([linear_complementarity(*pair) @ pair[0] for pair in pairs])
-    torch.testing.assert_close(torch.vmap(linear_complementarity)(M, q) @ M, expected, rtol=0, atol=1e-11)
-    torch.testing.assert_close(linear_complementarity(M, q) @ M, expected, rtol=0, atol=1e-11)
+    several = [random_rows(10, n, seed) for seed, n in enumerate([14, 5, 10, 2, 1, 5, 30, 5])]
+    M, q = (torch.stack(x) for x in zip(*((A @ A.T, x @ A.T) for A, x in several), strict=True))
+    expected = torch.stack([linear_complementarity(*pair) @ pair[0] for pair in zip(M, q, strict=True)])
+    multipliers = [[torch.from_numpy(nnls(A.T.numpy(), -row.numpy())[0]) for row in x] for A, x in several]
+    bounds = [[[projection_bound(A, s)] for s in each] for (A, _), each in zip(several, multipliers, strict=True)]
+    bounds = torch.tensor(bounds, dtype=torch.float64)
+    check_within(torch.vmap(linear_complementarity)(M, q) @ M, expected, bounds)
+    check_within(linear_complementarity(M, q) @ M, expected, bounds)
     nested = torch.vmap(torch.vmap(linear_complementarity, in_dims=(None, 0)))(M, q.unsqueeze(2)).squeeze(2)
-    torch.testing.assert_close(nested @ M, expected, rtol=0, atol=1e-11)
+    check_within(nested @ M, expected, bounds)
 
 
 def test_what_is_not_finite_stays_in_its_own_problem():

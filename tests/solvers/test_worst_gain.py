@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps
 from scipy.optimize import nnls
 
 from functional_jd.solvers import worst_gain
@@ -59,10 +60,11 @@ def test_the_conditions_hold(m, radius, on_host, monkeypatch):
     y = v @ N
     tau = (v @ (N @ (x + y))) / (v @ sizes)
     slack = N @ (x + y) - tau * sizes
-    assert abs(y.norm() - radius) <= 1e-12 * radius
+    rounding = 64 * N.shape[1] * eps()
+    assert abs(y.norm() - radius) <= rounding * v.sum()
     assert v.min() >= 0
-    assert slack.min() >= -1e-13 * (1 + radius)
-    assert (v * slack).abs().max() <= 1e-13 * (1 + radius) * radius
+    assert slack.min() >= -rounding * (1 + v.sum())
+    assert (v * slack).abs().max() <= rounding * (1 + v.sum()) * v.max()
 
 
 def test_rows_that_cancel_have_no_answer_but_where_the_ball_is_too_small():
@@ -90,10 +92,12 @@ def test_a_batch_is_the_loop_and_what_is_not_finite_stays_where_it_is():
     x[3, 0] = torch.nan
     expected = torch.stack([solve(*each, 0.7) for each in zip(N, x, sizes, strict=True)])
     assert (expected.isnan().all(1) == torch.arange(5).eq(3)).all()
+    rounding = 64 * N.shape[-1] * eps() * (1 / torch.linalg.svdvals(N).min()) ** 2
     for found in (solve(N, x, sizes, 0.7), torch.vmap(solve, in_dims=(0, 0, 0, None))(N, x, sizes, 0.7)):
-        torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-12)
+        assert (found.isnan() == expected.isnan()).all()
+        check_within(found.nan_to_num(), expected.nan_to_num(), rounding)
     shared = torch.vmap(solve, in_dims=(None, 0, None, None))(N[0], x[:2], sizes[0], 0.7)
-    torch.testing.assert_close(shared[1], solve(N[0], x[1], sizes[0], 0.7), rtol=0, atol=1e-12)
+    check_within(shared[1], solve(N[0], x[1], sizes[0], 0.7), rounding)
 
 
 def test_the_search_is_a_sound_operator():

@@ -1,0 +1,81 @@
+"""How far apart two ways of computing the same may come out, in units of the problem and not of one CPU.
+
+A CPU adds up in an order of its own, by the width of its registers. So no test compares with a bare number what was
+added up: bounds are the epsilon of the dtype times the sum of the absolute terms, times what the problem makes of it.
+"""
+
+import torch
+from torch import Tensor
+
+# What a solver counts as zero, a few hundred roundings: it may leave that much of a wrong sign.
+_SOLVER = 512
+
+
+def eps(dtype: torch.dtype = torch.float64) -> float:
+    return torch.finfo(dtype).eps
+
+
+def sum_bound(terms: Tensor, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """Two sums of n products differ by less than `n eps sum |terms|`, whatever the order of additions.
+
+    Higham, Accuracy and Stability of Numerical Algorithms, section 4.2: each is off by half of that at most.
+
+    Args:
+        terms: what is added up along `dim`.
+        dtype: in which it was added up, that of the terms unless given.
+    """
+    return terms.shape[dim] * eps(dtype or terms.dtype) * terms.abs().sum(dim)
+
+
+def product_bound(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The same for every entry of `left @ right`."""
+    return left.shape[-1] * eps(dtype or left.dtype) * (left.abs() @ right.abs())
+
+
+def least_singular_value(rows: Tensor) -> float:
+    """The least one, beside zero, of any set of rows; of all rows where they are more than eight.
+
+    For independent rows that is the same: leaving rows out does not make it smaller.
+    """
+    m = len(rows)
+    chosen = torch.arange(1, 2**m).unsqueeze(1).bitwise_and(2 ** torch.arange(m)).bool() if m <= 8 else torch.ones(1, m)
+    values = torch.linalg.svdvals(rows * chosen.unsqueeze(-1))
+    return float(values[values > 1e-10].min()) if (values > 1e-10).any() else 1.0
+
+
+def cone_bound(rows: Tensor) -> float:
+    """How far computed projections of unit vectors on a cone of rows may lie apart, whichever rows turn out active.
+
+    Multipliers and the error of each grow as the least singular value shrinks.
+    """
+    return _SOLVER * eps() * max(1.0, 1 / least_singular_value(torch.nn.functional.normalize(rows, dim=1)) ** 2)
+
+
+def projection_bound(rows: Tensor, multipliers: Tensor) -> float:
+    """The same where the multipliers of independent unit rows are known: `(m + n) eps (1 + sum s) / sigma`.
+
+    An entry of the Gramian is a sum of n products, of which m are added up times s. What that is off by is divided by
+    sigma, the least singular value of the active rows.
+    """
+    active = rows[multipliers > 0]
+    sigma = torch.linalg.svdvals(active).min() if len(active) else 1.0
+    return float(sum(rows.shape) * eps() * (1 + multipliers.sum()) / sigma)
+
+
+def gramian_bound(rows: Tensor, size: float | Tensor = 1.0) -> Tensor:
+    """What a formula of the Gramian of independent rows may be off by: the condition of the unit rows, squared."""
+    condition = torch.linalg.cond(torch.nn.functional.normalize(rows, dim=1, eps=0))
+    return 64 * eps() * condition**2 * size
+
+
+def half_the_digits(size: float | Tensor = 1.0) -> float:
+    """What is left of a length that is known by its square only, or of the angle of nearly parallel rows."""
+    return eps() ** 0.5 * float(size)
+
+
+def check_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """Every entry lies within its own bound of what is expected."""
+    error = (found.double() - expected.double()).abs()
+    bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(error)
+    worst = torch.where(error == 0, 0, error / bound).max()
+    assert (error <= bound).all(), f"off by {error.max():.3g}, {worst:.3g} times what rounding explains"
