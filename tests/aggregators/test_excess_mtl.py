@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -47,7 +48,8 @@ def test_equal_to_the_paper_s_equations_in_plain_loops(sequence, rate, n_warmup)
     rule, state = excess_mtl(rate, n_warmup), None
     for rows, expected in zip(sequence, in_loops(sequence, rate, n_warmup), strict=True):
         _, weights, state = aggregate(rule, torch.from_numpy(rows), state)
-        torch.testing.assert_close(weights.tolist(), expected, atol=1e-12, rtol=1e-10)
+        exponents = 1 + rate * np.abs(sequence).sum()
+        check_within(weights, torch.tensor(expected, dtype=torch.float64), 64 * eps() * exponents)
 
 
 def test_the_peer_s_value_on_two_rows():
@@ -80,7 +82,7 @@ def test_after_a_warm_up_the_scale_of_a_row_does_not_matter(scales, dtype):
     for k in range(5):
         _, expected, state = aggregate(rule, number(k), state)
         _, weights, scaled = aggregate(rule, number(k).to(dtype) * factors, scaled)
-        torch.testing.assert_close(weights, expected, atol=0, rtol=1e-5 if dtype == torch.float32 else 1e-12)
+        check_within(weights, expected, 64 * eps(dtype) * expected)
     assert (weights - 1 / 3).abs().max() > 0.01
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps, gramian_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -45,7 +46,7 @@ def test_the_equation_holds_unless_the_jacobian_is_stationary(J, alpha):
         G = torch.from_numpy(J @ J.T)
         wanted = w ** (-1 / alpha)
         error = (G @ w - wanted).abs() / (G.abs() @ w + wanted)
-        assert error.max() < 1e-13
+        assert error.max() <= 8 * sum(J.shape) * eps() * max(1, 1 / alpha)
     elif alpha >= 0.5:
         assert (w == 0).all()
     else:  # so small an alpha asks for gains that may be beneath rounding
@@ -101,19 +102,20 @@ def test_alpha_zero_is_the_mean_and_looks_at_nothing():
 @pytest.mark.parametrize("scale", [1e-18, 1e18])
 def test_it_scales_with_a_power_and_for_alpha_one_not_at_all(alpha, scale):
     expected = scale ** ((1 - alpha) / (1 + alpha)) * direction(J3, alpha)
-    torch.testing.assert_close(direction(scale * J3, alpha), expected, rtol=1e-13, atol=0)
+    check_within(direction(scale * J3, alpha), expected, gramian_bound(J3, expected.abs().max()))
 
 
 def test_for_alpha_one_the_scale_of_a_row_does_not_matter():
     scales = torch.tensor([[1e-18], [1.0], [1e18]], dtype=torch.float64)
-    torch.testing.assert_close(direction(scales * J3), direction(J3), rtol=1e-13, atol=0)
+    check_within(direction(scales * J3), direction(J3), gramian_bound(J3, direction(J3).abs().max()))
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_rows_of_zeros_are_left_out(alpha):
     wider = torch.cat([torch.zeros(1, 4, dtype=torch.float64), J3])
-    torch.testing.assert_close(direction(wider, alpha), direction(J3, alpha), rtol=1e-13, atol=0)
-    torch.testing.assert_close(direction(1e-9 * wider, alpha), direction(1e-9 * J3, alpha), rtol=1e-13, atol=0)
+    for scale in (1, 1e-9):
+        expected = direction(scale * J3, alpha)
+        check_within(direction(scale * wider, alpha), expected, gramian_bound(J3, expected.abs().max()))
     assert (direction(0 * J3, alpha) == 0).all()
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -40,7 +41,8 @@ def test_equal_to_the_paper_s_step_in_plain_loops(one, two, rate, ridge):
     for first, second in (one, one[::-1]):
         _, weights, state = aggregate(rule, torch.from_numpy(first), state, torch.from_numpy(second))
         expected = in_loops(expected, first, second, rate, ridge)
-        torch.testing.assert_close(weights.tolist(), expected, atol=1e-11, rtol=0)
+        terms = rate * float(np.abs(first).sum() * np.abs(second).sum())
+        check_within(weights, torch.tensor(expected, dtype=torch.float64), 1e-14 + 16 * eps() * (1 + terms))
 
 
 def test_equal_to_the_peer_over_four_calls():

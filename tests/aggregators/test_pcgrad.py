@@ -5,6 +5,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 import torch
+from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -45,7 +46,7 @@ def all_directions(J):
 @given(jacobians(3), st.integers(0, 1000))
 def test_the_direction_is_that_of_some_orders(J, seed):
     d = aggregate(pcgrad(key(seed)), J).direction
-    assert (all_directions(J) - d).abs().amax(1).min() <= 1e-12 * (1 + J.norm())
+    assert (all_directions(J) - d).abs().amax(1).min() <= 64 * eps() * J.norm()
 
 
 def test_all_combinations_of_orders_occur():
@@ -53,14 +54,14 @@ def test_all_combinations_of_orders_occur():
     assert len({tuple(d) for d in expected.round(decimals=8).tolist()}) == 8
     found = torch.vmap(lambda k: aggregate(pcgrad(k), THREE).direction)(split(key(0), 100))
     distances = (found.unsqueeze(1) - expected).abs().amax(2)
-    assert (distances.amin(1) < 1e-12).all()
+    assert (distances.amin(1) <= 64 * eps() * THREE.norm()).all()
     assert set(distances.argmin(1).tolist()) == set(range(8))
 
 
 @given(jacobians(2))
 def test_two_rows_are_never_conflicted_with(J):
     d = aggregate(pcgrad(key(0)), J).direction
-    assert (J @ d >= -1e-12 * J.norm() ** 2).all()
+    assert (J @ d >= -64 * eps() * J.norm() ** 2).all()
 
 
 def test_example():
@@ -103,7 +104,7 @@ def test_every_row_may_have_a_scale_of_its_own():
         J = EXAMPLE.double()
         expected = c @ torch.stack([projected(J, 0, [1]), projected(J, 1, [0])])
         found = aggregate(pcgrad(key(0)), c.unsqueeze(1) * J).direction
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        check_within(found, expected, 64 * eps() * expected.abs())
 
 
 def test_derivatives_by_finite_differences():
