@@ -3,13 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: demo test bench notebooks docs lint types check clean
+.PHONY: demo test test-cpus bench notebooks docs lint types check clean
 
 demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
 test: .venv/.test  ## all tests
 	@$(BIN)/python -m pytest -n 2 -q
+
+# Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
+NUMERICAL := tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
+WITH_AVX2 := 'import torch; print("ATEN_CPU_CAPABILITY=avx2" * ("AVX" in torch.backends.cpu.get_cpu_capability()))'
+test-cpus: .venv/.test  ## the numerical tests, not compiled, as on CPUs with narrower registers than this one
+	@set -e; for cpu in ATEN_CPU_CAPABILITY=default $$($(BIN)/python -c $(WITH_AVX2)) MKL_CBWR=COMPATIBLE; do \
+		echo "$$cpu"; \
+		env $$cpu HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest -n 2 -q $(NUMERICAL) \
+			-k "not compile and not inductor and not transform and not derivative"; \
+	done
 
 bench: .venv/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
