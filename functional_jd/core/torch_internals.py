@@ -85,6 +85,13 @@ def transform_level() -> tuple[Any, int]:
     return inner, _forward_ad._current_level
 
 
+def function_name(func: Any) -> str:
+    """The name of a function that torch hands to a `TorchFunctionMode`, the same in eager mode and while compiling."""
+    # From torch 2.15 on, torch.compile takes the name from the code object, which `functools.wraps` does not rename:
+    # `Tensor.__pow__`, `Tensor.__rtruediv__` and the other Python operators are all called "wrapped" there.
+    return getattr(getattr(func, "__wrapped__", func), "__name__", "")
+
+
 def is_batched(value: Any) -> bool:
     """Whether the innermost `torch.vmap` hides a dimension of this value."""
     return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.slow_path import StateJournal, changes_in_place
+from functional_jd.core.torch_internals import function_name
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -58,7 +59,9 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         gelu, square, local_response_norm, fft and matrix decompositions are computed in float32 too. batch_norm and
         instance_norm, which the reference leaves alone, are computed in float32 and come back in their input's dtype.
         An inner `torch.autograd.grad` runs with autocast off. There is no cache of weights cast to half. Parameters and
-        buffers belong in float32: running statistics in half precision are not updated.
+        buffers belong in float32: running statistics in half precision are not updated. The builtin `pow(x, y)` is
+        hidden from the tables by torch.compile, which leaves it to native autocast (half precision on the CPU): write
+        `x ** y`.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -152,7 +155,7 @@ class _OpTables(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.journal is not None and changes_in_place(func, args, kwargs):
             self.journal.note(func, args, kwargs)
-        name = getattr(func, "__name__", "")
+        name = function_name(func)
         if name not in LISTED:
             _forget_weights()
             return func(*args, **kwargs)

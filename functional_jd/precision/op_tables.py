@@ -44,8 +44,9 @@ FLOAT32 = op_names("""
     cholesky cholesky_inverse cholesky_solve det inverse logdet slogdet lu_solve pinverse qr svd triangular_solve
     linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
     linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve
-    linalg_matrix_exp matrix_exp linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
-    linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_householder_product
+    linalg_matrix_exp matrix_exp linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_polar linalg_qr
+    linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
+    linalg_tensorsolve linalg_householder_product
 """)
 """Ops computed in float32: they overflow or cancel in half precision, or (the last lines) have no half kernels."""
 
@@ -59,7 +60,8 @@ PROMOTE = op_names("""
 
 WIDE = op_names("""
     batch_norm instance_norm native_batch_norm
-    avg_pool3d max_pool3d max_pool3d_with_indices adaptive_avg_pool3d adaptive_max_pool3d max_unpool2d max_unpool3d
+    avg_pool3d max_pool3d max_pool3d_with_indices adaptive_avg_pool3d adaptive_max_pool3d
+    adaptive_max_pool3d_with_indices max_unpool2d max_unpool3d
 """)
 """Ops computed in float32 and returned in the input's dtype: as CUDA's kernels do inside; the CPU's lack half ones."""
 
@@ -96,8 +98,12 @@ def compute_dtype(name: str, device: str, tensors: list[Tensor]) -> torch.dtype 
 
 
 def is_foreign_operator(func: Any) -> bool:
-    """Other libraries may call their operators `norm` or `linear` too."""
-    return isinstance(func, _OPERATOR) and getattr(torch.ops.aten, func.__name__, None) is not func
+    """Whether an op has the name of a listed op, but is another: operators of other libraries may be called `norm` or
+    `linear` too, and `torch.foreach.pow`, which no autocast list names, takes lists.
+    """
+    if isinstance(func, _OPERATOR):
+        return getattr(torch.ops.aten, func.__name__, None) is not func
+    return getattr(func, "__module__", None) == "torch.foreach"
 
 
 NORM_LAYERS = op_names("layer_norm group_norm batch_norm instance_norm rms_norm local_response_norm")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.torch_internals import function_name
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import LOSS_FUNCTIONS, NORM_LAYERS
@@ -152,7 +153,7 @@ class _NormsAndLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = function_name(func)
         if name not in NORM_LAYERS and name not in LOSS_FUNCTIONS:
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]

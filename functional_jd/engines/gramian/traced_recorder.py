@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.slow_path import IN_PLACE_NAMES
-from functional_jd.core.torch_internals import traced_grad, transform_level, varies_in_vmap
+from functional_jd.core.torch_internals import function_name, traced_grad, transform_level, varies_in_vmap
 from functional_jd.engines.gramian.layers import Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
 from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
@@ -116,7 +116,7 @@ class TracedRecorder(LayerRecorder):
 
 
 def _is_in_place(func: Any, kwargs: Any) -> bool:
-    return getattr(func, "__name__", "") in IN_PLACE_NAMES or "out" in (kwargs or {})
+    return function_name(func) in IN_PLACE_NAMES or "out" in (kwargs or {})
 
 
 def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
