@@ -29,7 +29,7 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
             whatever a transform puts into the fields; `readable` says where numbers can be had.
 
     Returns:
-        A decorator that adds `__repr__` and `_repr_html_`; all else about the class stays.
+        A decorator that adds `__repr__`, `__str__` and `_repr_html_`; all else about the class stays.
     """
 
     def decorate(record: type[Record]) -> type[Record]:
@@ -41,6 +41,8 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
             return as_html(table(self))
 
         setattr(record, "__repr__", __repr__)  # noqa: B010
+        # From torch 2.14 on, torch.compile traces str of a named tuple through `__str__`, and never through `__repr__`.
+        setattr(record, "__str__", __repr__)  # noqa: B010
         setattr(record, "_repr_html_", _repr_html_)  # noqa: B010
         return record
 

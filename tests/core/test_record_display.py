@@ -252,11 +252,13 @@ def test_records_show_themselves_where_values_are_fake():
 def test_what_is_printed_while_compiling_does_not_break_the_graph():
     @torch.compile(fullgraph=True, backend="eager")
     def f(state, x):
-        return state.scale * x, str(state)
+        made = state._replace(scale=state.scale * x)
+        return state.scale * x, str(state), f"{state}", "%s" % (state,), str(made)  # noqa: UP031
 
-    found, text = f(jd.no_scale(), torch.ones(2))
+    found, *texts = f(jd.no_scale(), torch.ones(2))
     assert found.tolist() == [1, 1]
-    assert text.startswith("ScaleState(")
+    assert len(texts) == 4
+    assert all(text.startswith("ScaleState(") for text in texts)
 
 
 @given(st.integers(0, 3))
