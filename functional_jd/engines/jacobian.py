@@ -36,8 +36,9 @@ def jacobian_fn(
         scale: a `ScaleState` or tensor, `[]` or `[m]`: row i comes out multiplied by it, because the cotangent is
             scaled. The returned losses are never scaled.
         mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"forward"` column by
-            column, which costs less where m is far above the number of parameters; `"auto"` chooses by shapes (a loop
-            for few or wide rows on a CPU; groups, so that they fit its cache), and falls back to the loop.
+            column, which costs less where m is far above the number of parameters (fused attention has no forward mode:
+            enter `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`); `"auto"` chooses by shapes (a loop for few or wide
+            rows on a CPU; groups, so that they fit its cache), and falls back to the loop.
         chunk_size: rows (or columns) differentiated at once; 1 is the loop.
 
     Returns:

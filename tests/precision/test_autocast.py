@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -224,7 +225,8 @@ OP_ROADS = {
     "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
     "vmap(jvp)": lambda f: lambda x: vmap(lambda x: jvp(f, (x,), (x,))[1])(x[None]),
 }
-NO_JVP = {"cdist", "pdist", "grid_sample", "multi_margin_loss", "multilabel_margin_loss"}  # in torch itself
+# torch itself has no forward mode for these. Attention: the flash kernel of the CPU has none; the math kernel has.
+NO_JVP = {"cdist", "pdist", "grid_sample", "multi_margin_loss", "multilabel_margin_loss", "sdpa"}
 
 
 @both
@@ -246,6 +248,18 @@ def test_ops_have_the_reference_dtype_on_every_road(op, name, dtype):
             derivative = way(autocast(f, dtype))(x)
             assert set(seen) == {expected_dtype(name, given_dtype, dtype)}, road
             assert derivative.dtype == (seen[0] if "jvp" in road else given_dtype), road
+
+
+@both
+@pytest.mark.parametrize("road", [road for road in OP_ROADS if "jvp" in road])
+def test_attention_has_forward_mode_in_its_math_kernel(road, dtype):
+    for x in (draw(4, 4), draw(1, 4, 4), draw(1, 2, 4, 4)):
+        f = autocast(lambda x: F.scaled_dot_product_attention(x, x, x), dtype)
+        with sdpa_kernel(SDPBackend.MATH):
+            tangent = OP_ROADS[road](f)(x)
+            exact = OP_ROADS[road](lambda x: F.scaled_dot_product_attention(x, x, x))(x)
+        assert tangent.dtype == dtype
+        assert near(tangent, exact, 16 * EPS[dtype])
 
 
 @both
