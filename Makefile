@@ -1,56 +1,58 @@
 # `make demo` and `make test` set everything up in .venv and run; a second call takes no time for what is there.
+# `make test TORCH=2.15.0` does the same in .venv-2.15.0, with that torch in place of the pinned one.
 PYTHON ?= python3
-BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+VENV := .venv$(addprefix -,$(TORCH))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
 .PHONY: demo test test-cpus bench notebooks docs lint types check clean
 
-demo: .venv/.demo  ## train on two-digit images, under mean and under upgrad
+demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
-test: .venv/.test  ## all tests
+test: $(VENV)/.test  ## all tests
 	@$(BIN)/python -m pytest -n 2 -q
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
 NUMERICAL := tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
 WITH_AVX2 := 'import torch; print("ATEN_CPU_CAPABILITY=avx2" * ("AVX" in torch.backends.cpu.get_cpu_capability()))'
-test-cpus: .venv/.test  ## the numerical tests, not compiled, as on CPUs with narrower registers than this one
+test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with narrower registers than this one
 	@set -e; for cpu in ATEN_CPU_CAPABILITY=default $$($(BIN)/python -c $(WITH_AVX2)) MKL_CBWR=COMPATIBLE; do \
 		echo "$$cpu"; \
 		env $$cpu HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest -n 2 -q $(NUMERICAL) \
 			-k "not compile and not inductor and not transform and not derivative"; \
 	done
 
-bench: .venv/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
+bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
 
-notebooks: .venv/.test  ## run the notebooks and store what they show
+notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb
 
-docs: .venv/.docs  ## README, notebooks and the reference as pages in build/docs, links checked
+docs: $(VENV)/.docs  ## README, notebooks and the reference as pages in build/docs, links checked
 	@$(BIN)/python tests/reference build/docs
 
-lint: .venv/.dev
+lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: .venv/.dev
+types: $(VENV)/.dev
 	@$(BIN)/pyright
 
 check: test lint types
 
 # torch comes first and by itself: a later requirement must find it, and not fetch a larger build of it.
-.venv/.torch: constraints.txt
-	@echo "setting up .venv: torch, once (a few minutes at most)"
+$(VENV)/.torch: constraints.txt
+	@echo "setting up $(VENV): torch, once (a few minutes at most)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functional_jd needs Python 3.11 or newer: make PYTHON=python3.11")'
-	@$(PYTHON) -m venv .venv
-	@$(PIP) torch
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch$(addprefix ==,$(TORCH))
 	@touch $@
 
 # Without `compat`, Python started in the folder around a clone named functional_jd takes that for an empty package.
-.venv/.%: .venv/.torch pyproject.toml constraints.txt
-	@echo "setting up .venv: functional_jd[$*]"
+$(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "setting up $(VENV): functional_jd[$*]"
 	@$(PIP) --config-settings editable_mode=compat -e '.[$*]'
 	@touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-*
