@@ -7,6 +7,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.spectral import inverse_root
 
@@ -51,7 +52,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> A
     def weigh(G: Gramian) -> Weights:
         root, eigenvalues = inverse_root(G)
         s = _scale(eigenvalues, scale_mode)
-        return torch.where(s == 0, 0, torch.where(s == 0, 1, s).sqrt() * (root @ u(G)))
+        return torch.where(s == 0, 0, nonzero(s).sqrt() * (root @ u(G)))
 
     return stateless(gramian, weigh)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import jacobian_and_losses
+from functional_jd.core.safe import divide, nan_unless
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Jacobian, Tree
 
@@ -73,10 +74,10 @@ def db_mtl(beta: float = 0.9, beta_sigma: float = 0.0) -> Aggregator:
         jacobian, losses = seen
         calls = state.calls + 1
         keep = beta / calls.double() ** beta_sigma
-        factors = (1 - keep) / torch.where(losses > 0, losses, torch.nan)
+        factors = (1 - keep) / nan_unless(losses > 0, losses)
         rows = next_average(state.rows, keep, jacobian, factors)
         norms = row_norms(rows)
-        w = torch.where(norms == 0, 0, norms.amax() / torch.where(norms == 0, 1, norms))
+        w = divide(norms.amax(), norms)
         return average_as_weights(state.rows, keep, factors, w), DbMtlState(rows, calls)
 
     return Aggregator(jacobian_and_losses, init, update)

@@ -6,6 +6,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
 
@@ -51,8 +52,7 @@ def dualproj(preference: Numbers | None = None) -> Aggregator:
         C, norms = cosines(G)
         lengths = torch.where(G.diagonal() == 0, 0, norms) * u(G)
         # Multipliers are as long as what they are for: brought to order one, derivatives go round this factor.
-        reach = lengths.detach().sum()
-        reach = torch.where(reach == 0, 1, reach)
+        reach = nonzero(lengths.detach().sum())
         return u(G) + reach * dual_cone_multipliers(C, (C @ (lengths / reach)).unsqueeze(-1)).squeeze(-1) / norms
 
     return stateless(gramian, weigh)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import losses
+from functional_jd.core.safe import divide, nonzero
 
 
 class DwaState(NamedTuple):
@@ -85,9 +86,8 @@ def end_epoch(state: DwaState) -> DwaState:
         Pure. An epoch without a call is none: the state stays, bit for bit.
     """
     empty = state.calls == 0
-    average = state.total / torch.where(empty, 1, state.calls)
-    still = (state.epochs == 0) | (state.average == 0)
-    ratio = torch.where(still, 1, average / torch.where(still, 1, state.average))
+    average = state.total / nonzero(state.calls)
+    ratio = torch.where(state.epochs == 0, 1, divide(average, state.average, otherwise=1))
     return DwaState(
         torch.zeros_like(state.total),
         torch.zeros_like(state.calls),

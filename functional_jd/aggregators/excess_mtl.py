@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.safe import nonzero
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Jacobian, Tree
 
@@ -78,9 +79,9 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
         roots = tree_unflatten(structure, [root for root, _ in pairs])
         risk = torch.stack([risk for _, risk in pairs]).sum(0)
         mean = (state.calls * state.baseline + risk) / (state.calls + 1)
-        late = torch.where(state.baseline == 0, risk, state.baseline)
+        late = nonzero(state.baseline, risk)
         baseline = torch.where(state.calls < max(n_warmup, 1), mean, late)
-        gain = torch.where(state.calls == 0, risk, risk / torch.where(baseline == 0, 1, baseline))
+        gain = torch.where(state.calls == 0, risk, risk / nonzero(baseline))
         moved = torch.log_softmax(state.log_weights + rate * gain, dim=0)
         log_weights = torch.where(state.calls < n_warmup, state.log_weights, moved)
         return log_weights.exp(), ExcessMtlState(roots, baseline, log_weights, state.calls + 1)
@@ -91,7 +92,6 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
 def _grow(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, both with a derivative at zero."""
     x = at_least_float32(leaf)
-    still = x == 0
-    h = torch.hypot(root, torch.where(still, 1, x))
+    h = torch.hypot(root, nonzero(x))
     risk = x * (x / h)
-    return torch.where(still, root, h), as_matrix(risk).sum(1, dtype=torch.float64)
+    return torch.where(x == 0, root, h), as_matrix(risk).sum(1, dtype=torch.float64)

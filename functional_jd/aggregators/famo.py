@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import losses as look_at_losses
+from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
 
 _BETAS = (0.9, 0.999)
@@ -131,6 +132,4 @@ def _adam(state: FamoState, slope: Tensor, rate: float) -> tuple[Tensor, Tensor,
         for beta, old, new in zip(_BETAS, (state.first, state.second), (slope, slope * slope), strict=True)
     )
     mean, square = first / (1 - _BETAS[0] ** number), second / (1 - _BETAS[1] ** number)
-    still = square == 0  # the root has no derivative there
-    size = torch.where(still, 0, torch.where(still, 1, square).sqrt())
-    return state.logits - rate * mean / (size + _STILL), first, second
+    return state.logits - rate * mean / (sqrt_or_zero(square, square == 0) + _STILL), first, second

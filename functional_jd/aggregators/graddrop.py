@@ -7,6 +7,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.core.rows import per_row
+from functional_jd.core.safe import nonzero
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
@@ -73,7 +74,7 @@ def _weights(leaf: Tensor, chance: Tensor, leaks: Tensor) -> Tensor:
     positive = values.clamp(min=0).sum(0, dtype=torch.float64)  # what two entries of any dtype add up to, it can hold
     negative = values.clamp(max=0).sum(0, dtype=torch.float64)
     size = positive - negative
-    purity = positive / torch.where(size == 0, 1, size)
+    purity = positive / nonzero(size)
     picks_positive = chance.view_as(size).to(size.device) < purity
     picked = torch.where(picks_positive, values > 0, values < 0)
     dtype = torch.promote_types(leaf.dtype, torch.float32)

@@ -10,6 +10,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.aggregation.views import losses as values_of
+from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
 from functional_jd.core.types import Jacobian, Losses
 
 # How near to its target a norm counts as there: relative, well above what a mean of float64 numbers rounds off.
@@ -81,18 +82,17 @@ def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
         w = len(losses) * torch.softmax(state.logits, dim=0)
         weighted = w * norms
         mean = weighted.mean()
-        shares = weighted / torch.where(mean == 0, 1, mean)
+        shares = weighted / nonzero(mean)
         target = _inverse_rates(losses, state.initial) ** alpha
         off = shares - target
         pulls = (off.detach() / _BALANCED).clamp(-1, 1) * shares  # a sign that is nothing at zero, and NaN at NaN
         logits = state.logits - rate * (pulls - w / len(w) * pulls.sum())
-        return w + 0 * logits, GradNormState(state.initial, logits)  # what is not finite shows at once
+        return with_nan_of(w, logits), GradNormState(state.initial, logits)
 
     return Aggregator(norms_and_losses, init, update)
 
 
 def _inverse_rates(losses: Tensor, initial: Tensor) -> Tensor:
     """How little every loss has sunk, beside the mean; all equal where all have reached zero."""
-    left = torch.where(losses >= 0, losses, torch.nan) / torch.where(initial > 0, initial, torch.nan)
-    mean = left.mean()
-    return torch.where(mean == 0, 1, left / torch.where(mean == 0, 1, mean))
+    left = nan_unless(losses >= 0, losses) / nan_unless(initial > 0, initial)
+    return divide(left, left.mean(), otherwise=1)

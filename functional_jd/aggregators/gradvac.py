@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.solvers.dual_cone import cosines
@@ -78,7 +79,7 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
         found = torch.zeros_like(C)
         for j, target, sine in zip(orders.unbind(1), targets.unbind(1), _sine(targets).unbind(1), strict=True):
             visited = eye[j]
-            cosine = (visited * products).sum(1) / torch.where(lengths == 0, 1, lengths)
+            cosine = (visited * products).sum(1) / nonzero(lengths)
             bent = cosine < target
             # What is orthogonal to g_j stays, hence gives the new length: no difference of squares.
             stretch = torch.where(bent, _sine(cosine) / sine, 1)
@@ -87,12 +88,12 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
             products = products + steps * C[j]
             lengths = lengths * stretch
             found = found + visited * cosine.unsqueeze(1)
-        return norms @ coefficients / norms + 0 * G.sum(), GradVacState(carried, state.targets.lerp(found, beta))
+        weights = with_nan_of(norms @ coefficients / norms, G.sum())
+        return weights, GradVacState(carried, state.targets.lerp(found, beta))
 
     return Aggregator(gramian, init, update)
 
 
 def _sine(cosine: Tensor) -> Tensor:
     square = 1 - cosine * cosine
-    flat = square < _FLAT
-    return torch.where(flat, 0, torch.where(flat, 1, square).sqrt())
+    return sqrt_or_zero(square, square < _FLAT)

@@ -5,6 +5,7 @@ import torch
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian, Weights
 
 
@@ -53,6 +54,6 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         distances = squares + squares.unsqueeze(1) - 2 * G.detach()
         closest = torch.where(own, torch.inf, distances).sort(dim=1).values[:, : m - n_byzantine - 2]
         selected = closest.sum(1).argsort(stable=True)[:n_selected]
-        return torch.zeros_like(squares).scatter(0, selected, 1 / n_selected) + 0 * G.sum()
+        return with_nan_of(torch.zeros_like(squares).scatter(0, selected, 1 / n_selected), G.sum())
 
     return stateless(gramian, weigh)

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import gramian, jacobian_and_losses
+from functional_jd.core.safe import nan_unless, nonzero
 from functional_jd.core.types import Jacobian, Tree
 
 _Seen = tuple[Jacobian, Tensor]
@@ -82,7 +83,7 @@ def moco(
         calls = state.calls + 1
         share, rate = beta / calls.double() ** beta_sigma, gamma / calls.double() ** gamma_sigma
         norms = row_norms(jacobian)
-        factors = share * torch.where(losses >= 0, losses, torch.nan) / torch.where(norms == 0, 1, norms)
+        factors = share * nan_unless(losses >= 0, losses) / nonzero(norms)
         rows = next_average(state.rows, 1 - share, jacobian, factors)
         w = state.weights
         w = torch.softmax(w - rate * (gramian(rows) @ w + rho * w), dim=0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
@@ -81,7 +82,7 @@ def _of_two(C: Tensor) -> Tensor:
     room = 1 + C[0, 1]
     stationary = room <= 2e-14  # half of it is the square of their mean
     y = torch.where(stationary, 0, torch.where(stationary, 1, room).rsqrt())
-    return torch.where(C.diagonal() == 0, 0, y) + 0 * C.sum()
+    return with_nan_of(torch.where(C.diagonal() == 0, 0, y), C.sum())
 
 
 def _clip(square: Tensor, longest: float) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
+from functional_jd.core.safe import sqrt_or_zero
 
 # Distances from the ray, relative to that from the reference, that are rounding: well above float64's, which turns
 # losses on the ray into a random direction of penalty otherwise.
@@ -53,5 +54,4 @@ def value(losses: Tensor, theta: float, weights: Tensor, reference: Tensor | flo
     along = ray @ start
     aside = start - along * ray
     square = aside @ aside
-    on_it = square <= _ON_THE_RAY**2 * (start @ start)
-    return along + theta * torch.where(on_it, 0, torch.where(on_it, 1, square).sqrt())
+    return along + theta * sqrt_or_zero(square, square <= _ON_THE_RAY**2 * (start @ start))

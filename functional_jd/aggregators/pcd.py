@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import linear_complementarity
@@ -80,7 +81,7 @@ def pcd(tau: float | Sequence[float] = 0.02, beta: float = 0.999) -> Aggregator:
         C, norms = cosines(G)
         norms_or_zero = torch.where(G.diagonal() == 0, 0, norms)
         squares = beta * state.squares + (1 - beta) * G.diagonal()
-        sizes = norms_or_zero / torch.where(squares == 0, 1, squares).sqrt()
+        sizes = norms_or_zero / nonzero(squares).sqrt()
         asked = torch.cat([sizes[:1] * 0, shares.to(G.device) * sizes[1:]])
         pull = sizes * (torch.arange(m, device=G.device) == 0)
         unit = _largest(pull, asked)
@@ -103,5 +104,4 @@ def _nearest(C: Tensor, pull: Tensor, asked: Tensor) -> Tensor:
 
 
 def _largest(*parts: Tensor) -> Tensor:
-    largest = torch.stack(parts).amax()
-    return torch.where(largest == 0, 1, largest)
+    return nonzero(torch.stack(parts).amax())

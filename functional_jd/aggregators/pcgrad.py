@@ -6,6 +6,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 
@@ -41,7 +42,7 @@ def pcgrad(key: Tensor) -> Aggregator:
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
         drawn, carried = split(state)
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-        squares = torch.where(G.diagonal() == 0, 1, G.diagonal())
+        squares = nonzero(G.diagonal())
         coefficients, products = eye, G  # of each p_i in terms of the rows, and with the rows
         for j in random_visit_orders(drawn, len(G)).unbind(1):
             visited = eye[j]
@@ -49,6 +50,6 @@ def pcgrad(key: Tensor) -> Aggregator:
             steps = (-conflict / squares[j]).unsqueeze(1)
             coefficients = coefficients + steps * visited
             products = products + steps * G[j]
-        return coefficients.sum(0) + 0 * G.sum(), carried
+        return with_nan_of(coefficients.sum(0), G.sum()), carried
 
     return Aggregator(gramian, lambda G: key.to(G.device), update)

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -96,7 +97,6 @@ def sdmgrad(
 def _normalised(A: Tensor) -> Tensor:
     """Divided by the square of its mean norm; zero where there is none."""
     squares = A.diagonal()
-    opposed = squares <= 0
-    scale = torch.where(opposed, 0, torch.where(opposed, 1, squares).sqrt()).mean()
+    scale = sqrt_or_zero(squares, squares <= 0).mean()
     # What is not finite must not hide where there is no scale.
-    return torch.where(scale == 0, 0, A / torch.where(scale == 0, 1, scale) ** 2) + 0 * A.sum()
+    return with_nan_of(torch.where(scale == 0, 0, A / nonzero(scale) ** 2), A.sum())

@@ -4,16 +4,26 @@ import torch
 from torch import Tensor
 
 
-def nonzero(x: Tensor, otherwise: float = 1.0) -> Tensor:
+def nonzero(x: Tensor, otherwise: Tensor | float = 1) -> Tensor:
     """`x`, with another number where it is zero: a denominator whose quotient, and its derivative, are finite."""
     return torch.where(x == 0, otherwise, x)
 
 
-def divide(numerator: Tensor | float, denominator: Tensor, otherwise: float = 0.0) -> Tensor:
+def divide(numerator: Tensor | float, denominator: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
     """`numerator / denominator`, and `otherwise`, with derivative zero, where the denominator is zero."""
     return torch.where(denominator == 0, otherwise, numerator / nonzero(denominator))
+
+
+def sqrt_or_zero(x: Tensor, zero: Tensor) -> Tensor:
+    """The square root of `x`, and 0, with derivative zero, where `zero` holds."""
+    return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
 def nan_unless(holds: Tensor, x: Tensor) -> Tensor:
     """`x` where `holds`, else NaN: what is out of range shows in the direction instead of raising."""
     return torch.where(holds, x, torch.nan)
+
+
+def with_nan_of(x: Tensor, source: Tensor) -> Tensor:
+    """`x`, but NaN where `source`, which must broadcast with it, is not finite."""
+    return x + 0 * source

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.lcp import linear_complementarity
 
@@ -23,7 +24,7 @@ def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:
         C is invariant, bit by bit, when rows are scaled by powers of two.
     """
     squares = gramian.diagonal(dim1=-2, dim2=-1)
-    norms = torch.where(squares == 0, 1, squares).sqrt()
+    norms = nonzero(squares).sqrt()
     return gramian / norms.unsqueeze(-1) / norms.unsqueeze(-2), norms
 
 

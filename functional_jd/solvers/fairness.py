@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.solvers.search import on_host, opaque, solve, times
 
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
@@ -46,7 +47,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     blank = cosines.diagonal(dim1=-2, dim2=-1) == 0
     largest = torch.where(blank, 0, sizes.detach()).amax(-1, keepdim=True)
     # A blank row stands alone, at v = 1, and is too small to count when it is asked whether the others cancel.
-    k = torch.where(blank, 1e-30, sizes / torch.where(largest == 0, 1, largest))
+    k = torch.where(blank, 1e-30, sizes / nonzero(largest))
     C = cosines + torch.diag_embed(blank.to(cosines.dtype))
     found, factor, solved = _opaque_search(C.detach(), k.detach(), power)
     v = start = torch.where(solved, found, 1)
@@ -87,7 +88,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tenso
         v, t = torch.where(moving, v * _grown(dv), v), torch.where(moving, t * _grown(dt), t)
     slope = torch.where(solved, v, 1) ** ((1 + power) / 2)
     factor = torch.linalg.cholesky_ex(ridged * slope.unsqueeze(-1) * slope.unsqueeze(-2) + power * eye)[0]
-    v = torch.where(solved | (least > _DOUBT), v, 0) + 0 * C.sum((-2, -1)).unsqueeze(-1)
+    v = with_nan_of(torch.where(solved | (least > _DOUBT), v, 0), C.sum((-2, -1)).unsqueeze(-1))
     return v.view(sizes.shape), factor.view(cosines.shape), solved.view(*sizes.shape[:-1], 1)
 
 

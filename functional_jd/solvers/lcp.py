@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.search import on_host, opaque, solve, solve_upper, times
 
 # Added to the diagonal of what is factorised, whose entries are of order one: large enough for dependent rows not to
@@ -79,9 +80,9 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
         found = _exchange(M, q, free, _guess(M, q, free), 1)
         found = _again(found, M, q, free, lambda M, q, free, old, wrong: _exchange(M, q, free, old ^ wrong, _EXCHANGES))
     found = _again(found, M, q, free, _from_inside)
-    poison = 0 * torch.baddbmm(q, found.s, M).sum(-1, keepdim=True)  # what is not finite somewhere is NaN everywhere
-    s, upper = (found.s + poison).view(offset.shape), found.factor.mT.contiguous().view(*offset.shape, m)
-    return s, found.active.view(offset.shape), upper
+    s = with_nan_of(found.s, torch.baddbmm(q, found.s, M).sum(-1, keepdim=True))
+    upper = found.factor.mT.contiguous().view(*offset.shape, m)
+    return s.view(offset.shape), found.active.view(offset.shape), upper
 
 
 def _fake(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import with_nan_of
+
 
 def simplex_projection(points: Tensor) -> Tensor:
     """The nearest point of the simplex: `argmin { |w - y| : w >= 0, sum(w) = 1 }`.
@@ -28,4 +30,5 @@ def simplex_projection(points: Tensor) -> Tensor:
     largest = shifted.sort(-1, descending=True).values
     counts = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
     theta = ((largest.cumsum(-1) - 1) / counts).amax(-1, keepdim=True)
-    return (shifted - theta).clamp(min=0) + 0 * largest[..., -1:]  # else minus infinity would only get weight 0
+    # Minus infinity would only get weight 0.
+    return with_nan_of((shifted - theta).clamp(min=0), largest[..., -1:])

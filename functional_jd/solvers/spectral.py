@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import divide, nan_unless
+
 # Eigenvalues below this part of the largest one, per row, are rounding.
 _CUT = 8 * torch.finfo(torch.float64).eps
 
@@ -21,7 +23,7 @@ def pseudo_inverse(matrix: Tensor) -> Tensor:
         eigenvalues coincide. The decomposition waits for a device other than a CPU.
     """
     whole, finite = _finite(matrix)
-    return torch.where(finite, torch.linalg.pinv(whole, hermitian=True, rtol=_CUT * matrix.shape[-1]), torch.nan)
+    return nan_unless(finite, torch.linalg.pinv(whole, hermitian=True, rtol=_CUT * matrix.shape[-1]))
 
 
 def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,12 +62,10 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         inverse = inverse + (one - inverse @ turned @ inverse) / sums
     gaps = spectrum.unsqueeze(-1) - spectrum.unsqueeze(-2)
-    bent = (change**2 * torch.where(gaps == 0, 0, 1 / gaps)).sum(-1)
+    bent = (change**2 * divide(1, gaps)).sum(-1)
     eigenvalues = torch.where(kept, turned.diagonal(dim1=-2, dim2=-1) + bent, 0)
-    return (
-        torch.where(finite, V @ (inverse + (border + border.mT) * change) @ V.mT, torch.nan),
-        torch.where(finite.squeeze(-1), eigenvalues, torch.nan),
-    )
+    inverse = V @ (inverse + (border + border.mT) * change) @ V.mT
+    return nan_unless(finite, inverse), nan_unless(finite.squeeze(-1), eigenvalues)
 
 
 def _finite(matrix: Tensor) -> tuple[Tensor, Tensor]:

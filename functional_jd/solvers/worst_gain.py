@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import on_host, opaque, solve_upper, times
 
@@ -99,14 +100,14 @@ def _search(
         jumped = moving & ~below & (root < lower)
         tau = torch.where(moving, torch.where(jumped, root, lower), tau)
     solved = ~(stationary & (length < radius * (1 - _TOLERANCE**0.5)))
-    poison = 0 * (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1)
+    total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1)
     single = (*gains.shape[:-1], 1)
     return (
-        (v + poison).view(gains.shape),
+        with_nan_of(v, total).view(gains.shape),
         tau.reshape(single).clone(),
         active.view(gains.shape),
         upper.reshape(cosines.shape).contiguous(),
-        (solved & (poison == 0)).view(single),
+        (solved & total.isfinite()).view(single),
     )
 
 
