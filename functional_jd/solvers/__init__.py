@@ -1,1 +1,1 @@
-"""Small dense problems on `[m, m]`: one solver per file, and in `search` what those that search have in common."""
+"""Small dense problems on `[m, m]`: one solver per file; `search` has the helpers of the iterative ones."""

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
-from functional_jd.solvers.search import on_host, opaque, solve, solve_upper, times
+from functional_jd.solvers.search import matvec, on_host, opaque, solve, solve_upper
 
-# Added to the diagonal of what is factorised, whose entries are of order one: large enough for dependent rows not to
-# break Cholesky, small enough to resolve condition numbers of 1e12; the chord steps take its effect back.
+# Added to the diagonal of matrices to factorise, with entries of order one: large enough for Cholesky of dependent rows
+# to succeed, small enough to resolve condition numbers of 1e12; the chord steps remove its effect.
 _RIDGE = 1e-12
-# What counts as a wrong sign: a few hundred roundings.
+# Tolerance of the tests for wrong signs: a few hundred roundings.
 _TOLERANCE = 1e-13
-# Exchanges end after 1 to 9 rounds or not at all; then twenty interior steps and a few exchanges, polished by
-# chord steps before signs are looked at, are the shorter way.
+# Exchanges converge within 1 to 9 rounds or not at all; then twenty interior steps and a few exchanges, with chord
+# steps before signs are tested, are faster.
 _EXCHANGES, _LAST_EXCHANGES, _LAST_CHORDS, _INTERIOR_STEPS = 10, 3, 2, 20
-# From this many entries of all factors on, guessing the active set costs less than the exchanges that it spares.
+# From this many entries in all factors on, guessing the active set costs less than the exchanges that it saves.
 _GUESSED_FROM = 12_000
 
 
-class _Found(NamedTuple):
-    """Where a search stands: `[b, k, m]` each; the lower Cholesky factors of `M_FF`, else identity, `[b, k, m, m]`."""
+class _Solutions(NamedTuple):
+    """The current solutions, `[b, k, m]` each; lower Cholesky factors of `M_FF`, else identity, `[b, k, m, m]`."""
 
     s: Tensor
     active: Tensor
@@ -33,29 +33,31 @@ class _Found(NamedTuple):
 def linear_complementarity(
     matrix: Tensor, offset: Tensor, allowed: Tensor | None = None, *, quiet: bool = False
 ) -> Tensor:
-    """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, the entries not allowed being 0.
+    """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, with `s = 0` where not allowed.
 
-    The same as `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to derivatives.
-    Two chord steps `s <- s - (M_FF)^-1 (M s + q)_F` with the factor of that search follow: they polish, and as the k-th
-    of them makes the k-th derivative right, first and second derivatives are those of `s_F = -(M_FF)^-1 q_F`.
+    Equivalent to `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to
+    derivatives. Two chord steps `s <- s - (M_FF)^-1 (M s + q)_F` with the factor of that search follow: they refine the
+    solution, and the k-th step makes the k-th derivative correct, so that first and second derivatives are those of
+    `s_F = -(M_FF)^-1 q_F`.
 
     Args:
         matrix: float64 `[*, m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
-        offset: float64 `[*, k, m]`, of order one, such that a solution exists: any q in the range of `M` will do.
+        offset: float64 `[*, k, m]`, of order one, such that a solution exists, as it does for any q in the range of
+            `M`.
         allowed: bool `[*, k, m]`; `None` allows all.
-        quiet: whether s is wanted for itself, not only `M s`: along what M does not see the chord steps divide rounding
-            by the ridge alone, and a third solve takes that out again.
+        quiet: whether s itself is needed, not only `M s`: in the null space of M the chord steps divide rounding by the
+            ridge alone, and a third solve removes the result.
 
     Returns:
         float64 `[*, k, m]`, non-negative up to rounding if quiet. Where several s solve the problem, `M s` is the same
-        for all of them, and unless quiet s may be off by 1e-4 along what M does not see. A row is NaN where `M s + q`
-        is not finite.
+        for all of them, and unless quiet the error of s in the null space of M may be 1e-4. A row is NaN where
+        `M s + q` is not finite.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile; third derivatives are not right. On a CPU the search ends as soon
-        as it is done; elsewhere it takes the same steps whatever the values, and never waits for one. As a length,
-        `(e'M e)^1/2` for an error e: right to 1e-13 up to a condition number of 1e4 of what is active in M, however
-        singular M itself; 1e-12 at 1e8, 1e-9 at 1e12, 1e-4 at 1e16.
+        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
+        convergence; on other devices it takes a fixed number of steps, without synchronization. The error e, measured
+        as `(e'M e)^1/2`, is 1e-13 up to a condition number of 1e4 of the active part of M, however singular M itself;
+        1e-12 at 1e8, 1e-9 at 1e12, 1e-4 at 1e16.
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
@@ -65,8 +67,8 @@ def linear_complementarity(
         s = s - solve_upper(upper, torch.where(active, s @ matrix + offset, 0))
     if not quiet:
         return s
-    polish = (s - found).detach()
-    return s - polish + solve_upper(upper, torch.where(active, polish @ matrix.detach(), 0)).detach()
+    correction = (s - found).detach()
+    return s - correction + solve_upper(upper, torch.where(active, correction @ matrix.detach(), 0)).detach()
 
 
 def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,9 +79,11 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
     if q.numel() * m < _GUESSED_FROM:
         found = _exchange(M, q, free, (q < 0) & free, _EXCHANGES)
     else:
-        found = _exchange(M, q, free, _guess(M, q, free), 1)
-        found = _again(found, M, q, free, lambda M, q, free, old, wrong: _exchange(M, q, free, old ^ wrong, _EXCHANGES))
-    found = _again(found, M, q, free, _from_inside)
+        found = _exchange(M, q, free, _guessed_active_set(M, q, free), 1)
+        found = _search_unsolved(
+            found, M, q, free, lambda M, q, free, old, wrong: _exchange(M, q, free, old ^ wrong, _EXCHANGES)
+        )
+    found = _search_unsolved(found, M, q, free, _interior_then_exchange)
     s = with_nan_of(found.s, torch.baddbmm(q, found.s, M).sum(-1, keepdim=True))
     upper = found.factor.mT.contiguous().view(*offset.shape, m)
     return s.view(offset.shape), found.active.view(offset.shape), upper
@@ -93,8 +97,8 @@ def _fake(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tens
 _opaque_search = opaque("functional_jd::complementarity_search", _search, _fake)
 
 
-def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, chords: int = 0) -> _Found:
-    """Block principal pivoting: all entries of the wrong sign change sides at once, until there are none."""
+def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, chords: int = 0) -> _Solutions:
+    """Block principal pivoting: all entries of the wrong sign enter or leave the active set at once."""
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     ridged = torch.add(M, eye, alpha=_RIDGE).unsqueeze(-3)
     opposite = -q
@@ -107,12 +111,14 @@ def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, c
         wrong = (torch.where(active, s, torch.baddbmm(q, s, M)) < -_TOLERANCE) & free
         rounds -= 1
         if rounds == 0 or (on_host(M) and not wrong.any()):
-            return _Found(s, active, factor, wrong)
+            return _Solutions(s, active, factor, wrong)
         active = active ^ wrong
 
 
-def _again(found: _Found, M: Tensor, q: Tensor, free: Tensor, search: Callable[..., _Found]) -> _Found:
-    """Search again where signs are wrong: there alone on a host, which may look; elsewhere all over, and choose."""
+def _search_unsolved(
+    found: _Solutions, M: Tensor, q: Tensor, free: Tensor, search: Callable[..., _Solutions]
+) -> _Solutions:
+    """Search again where signs are wrong: on a CPU those problems only; on other devices all of them, then select."""
     if on_host(M) and not found.wrong.any():
         return found
     k, m = q.shape[-2:]
@@ -126,11 +132,11 @@ def _again(found: _Found, M: Tensor, q: Tensor, free: Tensor, search: Callable[.
         x.index_copy(0, problem, torch.where(picked.view(-1, *[1] * (x.ndim - 1)), y.squeeze(1), x[problem]))
         for x, y in zip(old, new, strict=True)
     ]
-    return _Found(*(x.view_as(y) for x, y in zip(merged, found, strict=True)))
+    return _Solutions(*(x.view_as(y) for x, y in zip(merged, found, strict=True)))
 
 
-def _guess(M: Tensor, q: Tensor, free: Tensor) -> Tensor:
-    """The active set after some over-relaxed steps of the alternating direction method: one inverse, then products."""
+def _guessed_active_set(M: Tensor, q: Tensor, free: Tensor) -> Tensor:
+    """The active set after a few over-relaxed steps of the alternating direction method: one inverse, then products."""
     m = M.shape[-1]
     damping, relaxation = 0.3, 1.6
     resolvent = torch.linalg.inv_ex(M + damping * torch.eye(m, dtype=M.dtype, device=M.device))[0]
@@ -142,13 +148,13 @@ def _guess(M: Tensor, q: Tensor, free: Tensor) -> Tensor:
     return s > 0
 
 
-def _from_inside(M: Tensor, q: Tensor, free: Tensor, *_: Tensor) -> _Found:
-    """Interior point, its active set, a few exchanges; whichever has the smaller certificate."""
+def _interior_then_exchange(M: Tensor, q: Tensor, free: Tensor, *_: Tensor) -> _Solutions:
+    """The interior point, or a few exchanges from its active set, whichever has the smaller error bound."""
     s, w = _interior(M, q, free)
     inside = _exchange(M, q, free, (s > w) & free, 1)._replace(s=s)
     outside = _exchange(M, q, free, (s > w) & free, _LAST_EXCHANGES, _LAST_CHORDS)
-    closer = _gap(M, q, free, outside.s) <= _gap(M, q, free, inside.s)
-    return _Found(
+    closer = _error_bound(M, q, free, outside.s) <= _error_bound(M, q, free, inside.s)
+    return _Solutions(
         torch.where(closer, outside.s, inside.s),
         torch.where(closer, outside.active, inside.active),
         torch.where(closer.unsqueeze(-1), outside.factor, inside.factor),
@@ -157,23 +163,23 @@ def _from_inside(M: Tensor, q: Tensor, free: Tensor, *_: Tensor) -> _Found:
 
 
 def _interior(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-    """Mehrotra's predictor and corrector for s and w = M s + q; what is not free never conflicts, and stands apart."""
+    """Mehrotra's predictor-corrector method for s and `w = M s + q`; entries that are not free are decoupled."""
     free = free & (M.diagonal(dim1=-2, dim2=-1) > 0).unsqueeze(-2)
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     matrix = torch.where(free.unsqueeze(-1) & free.unsqueeze(-2), M.unsqueeze(-3), 0) + _TOLERANCE * eye
     q = torch.where(free, q, 1)
     s = torch.ones_like(q)
-    w = (times(matrix, s) + q).clamp(min=1)
+    w = (matvec(matrix, s) + q).clamp(min=1)
     for _ in range(_INTERIOR_STEPS):
         factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(w / s))
-        residual = w - times(matrix, s) - q
+        residual = w - matvec(matrix, s) - q
         mean = (s * w).mean(-1, keepdim=True)
         ds, dw = _newton(factor, matrix, residual, residual - w)
-        length = _longest(s, ds, w, dw)
+        length = _step_length(s, ds, w, dw)
         reached = ((s + length * ds) * (w + length * dw)).mean(-1, keepdim=True)
         ds, dw = _newton(factor, matrix, residual, residual - w + ((reached / mean) ** 3 * mean - ds * dw) / s)
-        length = 0.995 * _longest(s, ds, w, dw)
-        # A problem that has converged stays where it is, else rank 1, opposite and equal rows end in NaN.
+        length = 0.995 * _step_length(s, ds, w, dw)
+        # Further steps on a converged problem would end in NaN for matrices of rank 1, opposite and equal rows.
         running = (mean > 1e-18) & (failed == 0).unsqueeze(-1)
         s, w = torch.where(running, s + length * ds, s), torch.where(running, w + length * dw, w)
     return s * free, w
@@ -181,17 +187,17 @@ def _interior(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
 
 def _newton(factor: Tensor, matrix: Tensor, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     ds = solve(factor, right)
-    return ds, times(matrix, ds) - residual
+    return ds, matvec(matrix, ds) - residual
 
 
-def _longest(s: Tensor, ds: Tensor, w: Tensor, dw: Tensor) -> Tensor:
-    """The longest step up to 1 that keeps s and w from changing sign."""
+def _step_length(s: Tensor, ds: Tensor, w: Tensor, dw: Tensor) -> Tensor:
+    """The longest step up to 1 at which s and w keep their signs."""
     ratios = torch.where(ds < 0, -s / ds, 1), torch.where(dw < 0, -w / dw, 1)
     return torch.minimum(*ratios).amin(-1, keepdim=True).clamp(max=1)
 
 
-def _gap(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:
-    """A bound on the squared error of the projection that the multipliers stand for."""
+def _error_bound(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:
+    """A bound on the squared error of the projection that the multipliers give."""
     s = s.clamp(min=0)
     w = torch.where(free, torch.baddbmm(q, s, M), 0)
     return (s * w.abs()).sum(-1, keepdim=True) + (-w).amax(-1, keepdim=True).clamp(min=0) * (

@@ -1,4 +1,4 @@
-"""What the searches share: small products and solves, and how a search that looks at values hides from transforms."""
+"""Helpers of the iterative solvers: small products and solves, and searches as custom operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +10,16 @@ from functional_jd.core.torch_internals import under_transform
 
 
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A search as one operation, which may look at values, for whoever traces or transforms it.
+    """A search as one custom operator, which may branch on values: transforms and tracers do not enter it.
 
     Args:
-        name: of the operation, unique.
-        search: a function of tensors `[*, ...]` and numbers that gives several tensors, of the same batch dimensions.
-            It is constant to derivatives.
-        fake: the same for shapes and dtypes only.
+        name: of the operator, unique.
+        search: a function of tensors `[*, ...]` and numbers that returns several tensors with the same batch
+            dimensions. It is constant to derivatives.
+        fake: `search` for shapes and dtypes only.
 
     Returns:
-        A function like `search`; its attribute `op` is the operation.
+        A function like `search`; its attribute `op` is the operator.
     """
     op = torch.library.custom_op(name, search, mutates_args=())
     op.register_fake(fake)
@@ -34,25 +34,25 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
         return found, (0,) * len(found)
 
     def run(*inputs: Any) -> Any:
-        # Hiding takes as long as a small problem itself.
+        # The dispatch of an operator takes as long as a small problem.
         return op(*inputs) if under_transform() else search(*inputs)
 
     run.op = op  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
-def times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Matrices `[*, m, m]` times vectors `[*, m]`."""
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Products of matrices `[*, m, m]` and vectors `[*, m]`."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
 def solve(factor: Tensor, right: Tensor) -> Tensor:
-    """By a lower Cholesky factor."""
+    """Solve for vectors `[*, m]`, given lower Cholesky factors `[*, m, m]`."""
     return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
 
 
 def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
-    """By an upper one, in two steps while transforms are active: nobody can trace the forward derivative of one."""
+    """The same for upper factors; as two triangular solves under transforms, which cannot trace the jvp of one."""
     if not under_transform():
         return torch.cholesky_solve(right.unsqueeze(-1), factor, upper=True).squeeze(-1)
     half = torch.linalg.solve_triangular(factor.mT, right.unsqueeze(-1), upper=False)
@@ -60,5 +60,5 @@ def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether it costs nothing to look at values."""
+    """Whether reading values needs no synchronization."""
     return x.device.type == "cpu"

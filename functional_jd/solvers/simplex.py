@@ -15,20 +15,20 @@ def simplex_projection(points: Tensor) -> Tensor:
         points: y, float64 `[*, m]`.
 
     Returns:
-        `[*, m]`, NaN where something in a row is not finite.
+        `[*, m]`, NaN in rows that are not finite.
 
     Laws:
-        Projecting twice is projecting once; adding one number to all entries changes nothing. Sums to one also where
-        entries are so large that one is lost beside them. Composes with vmap, grad, jvp, compile; derivatives are right
-        where the set of positive entries does not change.
+        Idempotent; invariant to adding one number to all entries. Sums to one also where entries are so large that
+        adding one does not change them. Composes with vmap, grad, jvp, compile; derivatives are correct where the set
+        of positive entries does not change.
 
     Source:
-        Held, Wolfe & Crowder, Validation of subgradient optimization, 1974: the algorithm that sorts. Its quotients
-        rise with k while another entry is positive, and fall from there on: so theta is their maximum.
+        Held, Wolfe & Crowder, Validation of subgradient optimization, 1974: the algorithm that sorts. The quotients
+        increase with k while the k-th entry is positive, then decrease: so theta is their maximum.
     """
-    shifted = points - points.amax(-1, keepdim=True)  # only differences count: what is near the largest stays exact
+    shifted = points - points.amax(-1, keepdim=True)  # keeps entries near the largest exact
     largest = shifted.sort(-1, descending=True).values
     counts = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
     theta = ((largest.cumsum(-1) - 1) / counts).amax(-1, keepdim=True)
-    # Minus infinity would only get weight 0.
+    # An entry of minus infinity would otherwise get weight 0.
     return with_nan_of((shifted - theta).clamp(min=0), largest[..., -1:])

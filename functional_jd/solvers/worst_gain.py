@@ -1,47 +1,47 @@
-"""The change of a vector, within a ball, by which the row that gains least gains most."""
+"""The change of a vector, within a ball, that maximises the smallest gain of the rows."""
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.search import on_host, opaque, solve_upper, times
+from functional_jd.solvers.search import matvec, on_host, opaque, solve_upper
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
-# A length this close to the radius, relatively, is the radius.
+# Relative tolerance within which a length equals the radius.
 _TOLERANCE = 1e-12
-# A convex combination of unit rows that is shorter cannot be told from zero by a Gramian in float64.
+# A float64 Gramian cannot tell a shorter convex combination of unit rows from zero.
 _NOISE = 1e-6
 
 
 def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float) -> Tensor:
-    """How much of each unit row n_j to add to a unit vector x, so that the least gain is greatest, within a radius.
+    """The multipliers of the unit rows n_j to add to a unit vector x that maximise the smallest gain within a radius.
 
     `argmax { min_i <n_i, x + y> / rho_i : |y| <= c }` is `y = sum_j v_j n_j` with `v >= 0`, `C v + beta >= tau rho`,
-    `v'(C v + beta - tau rho) = 0` and `v'C v = c^2`; tau is the least gain. For a given tau that is one problem of
-    complementarity, whose length `|y|` is convex in tau: Newton's method, from above, never overshoots. It starts from
-    a tau that some combination of the rows proves to be an upper bound, so that every problem has a solution, and
-    takes the longer steps that are exact while the set of rows that gain least stays.
+    `v'(C v + beta - tau rho) = 0` and `v'C v = c^2`; tau is the smallest gain. For a given tau this is a linear
+    complementarity problem, whose `|y|` is convex in tau: Newton's method from above does not overshoot. It starts from
+    an upper bound of tau that a combination of the rows gives, so that every problem has a solution, and takes longer
+    steps, which are exact while the active set does not change.
 
-    The search is constant to derivatives. Two steps of Newton's method for v and tau follow, with the factor of its
-    last matrix, that move nothing but derivatives: as the k-th of them makes the k-th right, first and second
-    derivatives are those of the solution.
+    The search is constant to derivatives. Two Newton steps for v and tau follow, with the factor of its last matrix,
+    that change derivatives only: the k-th step makes the k-th derivative correct, so that first and second derivatives
+    are those of the solution.
 
     Args:
-        cosines: C, float64 `[*, m, m]`, as `cosines` returns them: a row of zeros never gains.
+        cosines: C, float64 `[*, m, m]`, as `cosines` returns them; the gain of a row of zeros is zero.
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
         sizes: rho, float64 `[*, m]`, positive, the largest 1.
         radius: c > 0.
 
     Returns:
-        v, float64 `[*, m]`, up to rounding non-negative, NaN where C or beta is not finite. It is 0 where the greatest
-        least gain is zero because the rows are stationary (a convex combination of the unit rows is within 1e-6 of
-        zero, or a row is zero): then y is not unique.
+        v, float64 `[*, m]`, non-negative up to rounding, NaN where C or beta is not finite. It is 0 where the largest
+        possible smallest gain is zero because the rows are stationary (a convex combination of the unit rows is within
+        1e-6 of zero, or a row is zero): then y is not unique.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile; third derivatives are not right. On a CPU the search ends as soon
-        as it is done; elsewhere it takes the same steps whatever the values, and never waits for one.
+        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
+        convergence; on other devices it takes a fixed number of steps, without synchronization.
 
     Source:
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
@@ -52,53 +52,53 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
     rho = sizes.detach()
     slope = (rho * start).sum(-1, keepdim=True)
     for _ in range(2):
-        image = times(cosines, v)
-        short = _changing(torch.where(active, image + gains - tau * sizes, 0))
-        longer = _changing((v * image).sum(-1, keepdim=True) / 2)
-        step = ((start * short).sum(-1, keepdim=True) - longer) / slope
+        image = matvec(cosines, v)
+        residual = _derivatives_of(torch.where(active, image + gains - tau * sizes, 0))
+        excess = _derivatives_of((v * image).sum(-1, keepdim=True) / 2)
+        step = ((start * residual).sum(-1, keepdim=True) - excess) / slope
         tau = tau + step
-        v = v - solve_upper(upper, torch.where(active, short - rho * step, 0))
+        v = v - solve_upper(upper, torch.where(active, residual - rho * step, 0))
     return torch.where(solved, v, 0 * found)
 
 
 def _search(
     cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Multipliers `[*, m]`, tau `[*, 1]`, active set, upper Cholesky factor of its part of C, whether they solve."""
+    """Multipliers `[*, m]`, tau `[*, 1]`, active set, upper Cholesky factor of its part of C, whether solved."""
     m = gains.shape[-1]
     C, beta, rho = cosines.reshape(-1, m, m), gains.reshape(-1, m), sizes.reshape(-1, m)
 
     def bound(v: Tensor) -> Tensor:
-        """The least gain cannot exceed it, whatever v >= 0 is: the objective of the dual."""
-        return ((beta * v).sum(-1, keepdim=True) + radius * _length(C, v)) / (rho * v).sum(-1, keepdim=True)
+        """The objective of the dual: an upper bound of the smallest gain for every `v >= 0`."""
+        return ((beta * v).sum(-1, keepdim=True) + radius * _norm(C, v)) / (rho * v).sum(-1, keepdim=True)
 
     nearest = linear_complementarity(C + rho.unsqueeze(-1) * rho.unsqueeze(-2), -rho.unsqueeze(-2)).squeeze(-2)
-    stationary = _length(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
+    stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
     one_row = ((beta + radius * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
     tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, remaining = C + _TOLERANCE * eye, _STEPS
     jumped = torch.zeros_like(stationary)
     while True:
-        # Who gains that much anyway is not met within the radius: a large offset would only cost digits.
+        # Rows with a gain far above tau stay inactive within the radius: a large offset would only cost digits.
         offset = (beta - tau * rho).clamp(max=1 + 2 * radius) / (1 + radius)
         v = (1 + radius) * linear_complementarity(C, offset.unsqueeze(-2)).squeeze(-2)
-        active = v > times(C, v) + beta - tau * rho
+        active = v > matvec(C, v) + beta - tau * rho
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         upper = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye), upper=True)[0]
-        length, lower = _length(C, v), bound(v)
+        length, lower = _norm(C, v), bound(v)
         below = jumped & (length < radius * (1 - _TOLERANCE))
-        moving = below | ((length > radius * (1 + _TOLERANCE)) & (lower < tau))
+        running = below | ((length > radius * (1 + _TOLERANCE)) & (lower < tau))
         remaining -= 1
-        if remaining == 0 or (on_host(C) and not moving.any()):
+        if remaining == 0 or (on_host(C) and not running.any()):
             break
-        # While the active set stays, v is linear in tau: its length is the radius at the root of a quadratic. After a
-        # jump that was too long comes a step of Newton's.
+        # While the active set does not change, v is linear in tau: its length is the radius at the root of a quadratic.
+        # A Newton step follows a jump that was too long.
         turn = (rho * solve_upper(upper, torch.where(active, rho, 0))).sum(-1, keepdim=True)
         slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - radius**2
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
-        jumped = moving & ~below & (root < lower)
-        tau = torch.where(moving, torch.where(jumped, root, lower), tau)
+        jumped = running & ~below & (root < lower)
+        tau = torch.where(running, torch.where(jumped, root, lower), tau)
     solved = ~(stationary & (length < radius * (1 - _TOLERANCE**0.5)))
     total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1)
     single = (*gains.shape[:-1], 1)
@@ -130,10 +130,10 @@ def _fake(
 _opaque_search = opaque("functional_jd::worst_gain_search", _search, _fake)
 
 
-def _changing(residual: Tensor) -> Tensor:
-    """Zero, but for its derivatives: what is rounding in a residual would be amplified along what C does not see."""
+def _derivatives_of(residual: Tensor) -> Tensor:
+    """Zero, with the derivatives of the residual, whose rounding would be amplified in the null space of C."""
     return residual - residual.detach()
 
 
-def _length(cosines: Tensor, v: Tensor) -> Tensor:
-    return (v * times(cosines, v)).sum(-1, keepdim=True).clamp(min=0).sqrt()
+def _norm(cosines: Tensor, v: Tensor) -> Tensor:
+    return (v * matvec(cosines, v)).sum(-1, keepdim=True).clamp(min=0).sqrt()
