@@ -1,1 +1,1 @@
-"""What is a rule? The protocol, the views, lifts, and what rules share."""
+"""The protocol of aggregation rules, their views, lifts from plain functions, and helpers that rules share."""

@@ -1,4 +1,4 @@
-"""Aggregation: a rule looks at the Jacobian and says how much each row counts; `aggregate` adds the rows up."""
+"""Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,14 +10,7 @@ from functional_jd.core.multitask import direction_with_heads, rows_of, split_he
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.tree import row_count, tree_leaves, tree_map
-from functional_jd.core.types import (
-    AffineWeights,
-    Direction,
-    Jacobian,
-    Losses,
-    Tree,
-    Weights,
-)
+from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 
 
@@ -28,9 +21,9 @@ class Aggregator(NamedTuple):
     Attributes:
         view: `view(jacobian, *others, losses=None)`: `no_gradients`, `losses`, `gramian`, `cross_gramian` or
             `full_jacobian`. It tells the engines what the rule needs, and so what a step costs.
-        init: `init(view) -> state`, a pytree of tensors; `()` for a rule that remembers nothing.
-        update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian to count entry
-            by entry.
+        init: `init(view) -> state`, a pytree of tensors; `()` for a stateless rule.
+        update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
+            weights.
     """
 
     view: Callable[..., View]
@@ -40,12 +33,12 @@ class Aggregator(NamedTuple):
 
 @displayed_as(outline)
 class Aggregation(NamedTuple):
-    """What `aggregate` returns.
+    """The result of `aggregate`.
 
     Attributes:
         direction: pytree like params, in their dtypes: the weighted sum of the rows.
         weights: float64 `[m]`, or a pytree like the Jacobian.
-        state: what the rule remembers, for the next call.
+        state: the rule's state for the next call.
     """
 
     direction: Direction
@@ -60,26 +53,26 @@ def aggregate(
     *others: Jacobian,
     losses: Losses = None,
 ) -> Aggregation:
-    """Combine the rows of a Jacobian into one direction, as a rule says.
+    """Combine the rows of a Jacobian into one direction with the weights of a rule.
 
     `direction = sum_i weights_i J_i`, with `weights, state = update(view(J), state)`.
 
     Args:
         aggregator: the rule.
-        jacobian: pytree with leaves `[m, *p]`, float16, bfloat16, float32 or float64; or a `MultitaskJacobian`, of
-            which the rule weighs `shared`, while `heads` pass through.
-        state: what the last call returned; `None` starts the rule.
-        others: Jacobians of the same objectives on independent batches, for the rules that look at `cross_gramian`.
-        losses: the m values, for the rules that look at `losses`.
+        jacobian: pytree with leaves `[m, *p]`, float16, bfloat16, float32 or float64; or a `MultitaskJacobian`: the
+            rule weights `shared`, and `heads` is returned unchanged.
+        state: the state that the last call returned; `None` for the rule's initial state.
+        others: Jacobians of the same objectives on independent batches, for the rules that need `cross_gramian`.
+        losses: the m values, for the rules that need `losses`.
 
     Returns:
         `Aggregation(direction, weights, state)`. A non-finite Jacobian gives a non-finite direction, never an
         exception.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor of rows.
-        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; or `others` or `losses` missing
-            that the rule needs.
+        TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.
+        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; or the rule needs `others` or
+            `losses` and they are missing.
 
     Laws:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
@@ -93,15 +86,15 @@ def aggregate(
         )
     if losses is not None and (found := sum(leaf.numel() for leaf in tree_leaves(losses))) != m:
         raise ValueError(
-            f"aggregate: expected one loss per row, {m} in all, found {found}. Hand over the losses that the Jacobian "
-            "came with."
+            f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
+            "with the Jacobian."
         )
     weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
     return Aggregation(combine(jacobian, weights), weights, state)
 
 
 def check_rule(aggregator: Any, where: str) -> None:
-    """Refuse what is no rule, such as a builder that was not called."""
+    """Raise TypeError unless `aggregator` is an `Aggregator`, which an uncalled builder is not."""
     if not isinstance(aggregator, Aggregator):
         raise TypeError(
             f"{where}: aggregator must be a rule, found {type(aggregator).__name__}. Call its builder: upgrad()."
@@ -111,20 +104,20 @@ def check_rule(aggregator: Any, where: str) -> None:
 def weigh(
     aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
 ) -> tuple[Weights, Tree]:
-    """The weights that `aggregate` adds up the rows with, and the next state."""
+    """The weights that `aggregate` multiplies the rows by, and the next state."""
     with autocast_disabled(jacobian):
         view = aggregator.view(jacobian, *others, losses=losses)
         return aggregator.update(view, aggregator.init(view) if state is None else state)
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
-    """The state that a rule starts with: what `aggregate` makes of `state=None` before its first update."""
+    """The initial state of a rule, which `aggregate` uses for `state=None`."""
     with autocast_disabled(jacobian):
         return aggregator.init(aggregator.view(jacobian, *others, losses=losses))
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
-    """Add up the rows: `direction = sum_i weights_i J_i`.
+    """Sum the weighted rows: `direction = sum_i weights_i J_i`.
 
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
@@ -132,12 +125,11 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
             leaf may be `AffineWeights(weights, rest)`, where `rest` `[*p]`, from earlier rows, is added.
 
     Returns:
-        A pytree with leaves `[*p]` in the Jacobian's dtypes, added up in at least float32. For a `MultitaskJacobian`
-        the dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
+        A pytree with leaves `[*p]` in the Jacobian's dtypes, summed in at least float32. For a `MultitaskJacobian` the
+        dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
 
     Laws:
-        Linear in the weights; in the Jacobian too, but for what is carried. What is not finite stays so, also with
-        weight 0.
+        Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
     """
     rows, heads = split_heads(jacobian)
     return direction_with_heads(_combine(rows, weights), heads)
@@ -150,7 +142,7 @@ def _combine(jacobian: Tree, weights: Weights) -> Tree:
             if weights.shape != (m,):
                 raise ValueError(
                     f"combine: expected one weight per row, [{m}], found {list(weights.shape)}. "
-                    "Does the rule, or its preference, belong to another number of objectives?"
+                    "Check the number of objectives of the rule and of its preference."
                 )
             return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
         bare = isinstance(weights, Tensor | AffineWeights)
@@ -158,14 +150,14 @@ def _combine(jacobian: Tree, weights: Weights) -> Tree:
             found = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(
                 f"combine: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
-                f"Jacobian, found {found}. What does the rule return?"
+                f"Jacobian, found {found}. Check what the rule returns."
             )
-        return tree_map(_counted_sum, jacobian, weights)
+        return tree_map(_entrywise_sum, jacobian, weights)
 
 
-def _counted_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
+def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
     if isinstance(weights, AffineWeights):
-        return (_counted_sum(at_least_float32(leaf), weights.weights) + weights.rest).to(leaf.dtype)
+        return (_entrywise_sum(at_least_float32(leaf), weights.weights) + weights.rest).to(leaf.dtype)
     if weights.shape[1:].numel() == 1:
         return _weighted_sum(leaf, weights.reshape(len(weights)))
     return (at_least_float32(leaf) * weights).sum(0).to(leaf.dtype)

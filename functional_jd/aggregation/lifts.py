@@ -7,17 +7,15 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
-from functional_jd.core.types import (
-    Weights,
-)
+from functional_jd.core.types import Weights
 
 
 def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Aggregator:
-    """A rule that remembers nothing: `weigh(view) -> weights`.
+    """A stateless rule: `weigh(view) -> weights`.
 
     Args:
-        view: what it looks at: `no_gradients`, `losses`, `gramian`, `cross_gramian` or `full_jacobian`.
-        weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian to count entry by entry.
+        view: the input of `weigh`: `no_gradients`, `losses`, `gramian`, `cross_gramian` or `full_jacobian`.
+        weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
 
     Returns:
         An `Aggregator` whose state is `()`.
@@ -26,27 +24,27 @@ def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Ag
         >>> def shy(temperature=1.0):
         ...     return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
     """
-    return Aggregator(view, lambda _: (), lambda seen, state: (weigh(seen), state))
+    return Aggregator(view, lambda _: (), lambda view, state: (weigh(view), state))
 
 
 def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
-    """The rule that descends one number made of the losses: any differentiable scalarization.
+    """A rule that minimises a differentiable scalarization of the losses.
 
     `weights_i = ds / dlosses_i`, so `direction = d s(losses(params)) / d params`
 
     Args:
-        s: `s(losses [m]) -> scalar`, pure and differentiable. It sees the losses in float64.
+        s: `s(losses [m]) -> scalar`, pure and differentiable. It receives the losses in float64.
 
     Returns:
-        A rule that looks at the losses and remembers nothing.
+        A stateless rule that needs the losses only.
 
     Raises:
         TypeError: `s` is not callable.
-        ValueError: when called, `s` gives no scalar.
+        ValueError: when called, `s` does not return a scalar.
 
     Laws:
-        The direction is the gradient of `s` after the losses; for `multitask` losses on the trunk. Where `s` is not
-        differentiable or not defined, so is the direction: infinite or NaN, never an exception.
+        The direction is the gradient of `s(losses(params))`; for `multitask` losses, that of the trunk. Where `s` is
+        undefined or not differentiable, the direction may be infinite or NaN, but nothing raises.
 
     Example:
         >>> def worst():
@@ -60,7 +58,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         if not isinstance(number, Tensor) or number.ndim:
             found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
             raise ValueError(
-                f"scalarized: s must give one scalar tensor, found {found}. Reduce it, for instance with .sum()."
+                f"scalarized: s must return one scalar tensor, found {found}. Reduce it, for instance with .sum()."
             )
         return number
 

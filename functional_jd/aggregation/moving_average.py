@@ -1,4 +1,4 @@
-"""Rows that are remembered: their moving average, and what of it the current rows do not contain."""
+"""Moving averages of the rows of a Jacobian, and their weighted sum as weights of the current rows."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from functional_jd.core.types import AffineWeights, Jacobian, Tree
 
 
 def zero_rows(jacobian: Jacobian) -> Tree:
-    """Zeros like the Jacobian, at least float32: what is remembered before the first call."""
+    """Zeros like the Jacobian, at least float32: the average before the first call."""
     return tree_map(lambda leaf: torch.zeros_like(at_least_float32(leaf)), jacobian)
 
 
@@ -26,14 +26,14 @@ def next_average(rows: Tree, keep: Tensor, jacobian: Jacobian, factors: Tensor) 
         A pytree like `rows`.
     """
 
-    def move(old: Tensor, leaf: Tensor) -> Tensor:
+    def average(old: Tensor, leaf: Tensor) -> Tensor:
         return keep.to(old.dtype) * old + per_row(factors, leaf).to(old.dtype) * leaf
 
-    return tree_map(move, rows, jacobian)
+    return tree_map(average, rows, jacobian)
 
 
 def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tensor) -> Tree:
-    """The sum of moving averages `sum_i weights_i (keep rows_i + factors_i J_i)` as weights of the current rows J.
+    """The sum `sum_i weights_i (keep rows_i + factors_i J_i)` of averages, as weights of the current rows J.
 
     Args:
         rows: pytree with leaves `[m, *p]`: the average before the current rows.
@@ -42,17 +42,17 @@ def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tenso
         weights: float64 `[m]`, of the averaged rows.
 
     Returns:
-        A pytree like `rows` with a `AffineWeights` in place of every leaf.
+        A pytree like `rows` with `AffineWeights` in place of every leaf.
     """
 
-    def carry(leaf: Tensor) -> AffineWeights:
+    def affine(leaf: Tensor) -> AffineWeights:
         rest = ((weights * keep).to(leaf.dtype) @ as_matrix(leaf)).reshape(leaf.shape[1:])
         return AffineWeights(per_row(weights * factors, leaf), rest)
 
-    return tree_map(carry, rows)
+    return tree_map(affine, rows)
 
 
 def row_norms(jacobian: Jacobian) -> Tensor:
-    """The norms of the rows: float64 `[m]`, added up in float64. A row of zeros has derivative zero."""
+    """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero."""
     leaves = [torch.linalg.vector_norm(as_matrix(leaf), dim=1, dtype=torch.float64) for leaf in tree_leaves(jacobian)]
     return torch.linalg.vector_norm(torch.stack(leaves), dim=0)

@@ -1,4 +1,4 @@
-"""Numbers that the user gives, one per objective: preferences, weights, leaks. Checked where a rule is built."""
+"""Arguments with one number per objective, such as preferences, which are checked when a rule is built."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -13,20 +13,20 @@ Numbers: TypeAlias = Tensor | Sequence[float]
 
 
 class Domain(NamedTuple):
-    """Which numbers will do: a test, and the two halves of the error."""
+    """The valid numbers: a test, and two parts of the error message."""
 
     holds: Callable[[Tensor], Tensor]
     expected: str
-    cure: str
+    advice: str
 
 
-FINITE = Domain(lambda u: u.isfinite().all(), "finite", "Leave out what has no number.")
+FINITE = Domain(lambda u: u.isfinite().all(), "finite", "Replace NaN and infinity.")
 
 
 PREFERENCES = Domain(
     lambda u: u.isfinite().all() & (u.min() >= 0) & (u.max() > 0),
     "finite and non-negative, with a positive element",
-    "Give every objective its share, and 0 to those without one.",
+    "Use 0 for objectives without weight.",
 )
 
 
@@ -36,28 +36,28 @@ def per_objective(
     name: str,
     domain: Domain | None = FINITE,
     *,
-    otherwise: Callable[[int], float] | None = None,
+    default: Callable[[int], float] | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """Check numbers, one per objective, and make them a function of what a rule looks at.
+    """Check one number per objective and return them as a function of the view.
 
     Args:
-        given: `[m]`, floating-point. Copied: what happens to the tensor afterwards is not seen.
+        given: `[m]`, floating-point. Copied: later changes to the tensor have no effect.
         where: the rule's name, for its errors.
         name: the argument's name, for its errors.
-        domain: which numbers will do; `None`: all.
-        otherwise: what `given=None` means for each of m objectives; `None` where numbers must be given.
+        domain: the valid numbers; `None` for all.
+        default: the number per objective for `given=None`, as a function of m; `None` if numbers are required.
 
     Returns:
-        A function of a tensor with m entries along its first dimension, losses `[m]` for instance, that gives the
-        numbers, float64 `[m]`, on its device. Differentiable with respect to those given.
+        A function of a tensor with first dimension m, such as losses `[m]`, that returns the numbers, float64 `[m]`, on
+        its device. Differentiable with respect to `given`.
 
     Raises:
         TypeError: a tensor that is not floating-point.
         ValueError: not one-dimensional, empty, or outside the domain (not checked under a transform, where values are
-            not known); at the call, not one per row.
+            not known); when called, not one per row.
     """
-    if given is None and otherwise is not None:
-        value = otherwise
+    if given is None and default is not None:
+        value = default
         return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=torch.float64, device=rows.device)
     if isinstance(given, Tensor) and not given.is_floating_point():
         raise TypeError(
@@ -67,25 +67,25 @@ def per_objective(
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
             f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
-            "Flatten them in the order of the losses."
+            "Pass a flat sequence in the order of the losses."
         )
     if domain is not None and _values_are_known(numbers) and not domain.holds(numbers):
-        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.cure}")
+        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
-    def of(rows: Tensor) -> Tensor:
+    def numbers_for(rows: Tensor) -> Tensor:
         if len(rows) != len(numbers):
             raise ValueError(
                 f"{where}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
-                "Give as many as there are losses."
+                "Pass one number per loss."
             )
         return numbers.to(rows.device)
 
-    return of
+    return numbers_for
 
 
 def preferences(given: Numbers | None, where: str, name: str = "preference") -> Callable[[Tensor], Tensor]:
-    """How much each objective matters: `one_each` of non-negative numbers, `None` meaning `1 / m`."""
-    return per_objective(given, where, name, PREFERENCES, otherwise=lambda m: 1 / m)
+    """The importance of each objective: `per_objective` for non-negative numbers, where `None` means `1 / m`."""
+    return per_objective(given, where, name, PREFERENCES, default=lambda m: 1 / m)
 
 
 def _values_are_known(x: Tensor) -> bool:

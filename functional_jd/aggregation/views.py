@@ -1,4 +1,4 @@
-"""Views: what a rule looks at, which tells the engines what a step costs."""
+"""Views: the inputs of rules, which tell the engines what a step costs."""
 
 from functools import reduce
 from typing import Any
@@ -13,16 +13,16 @@ from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
 View = Any
-"""What a rule looks at: a tensor, or for `full_jacobian` the Jacobian itself."""
+"""The input of a rule: a tensor, or for `full_jacobian` the Jacobian itself."""
 
 
 def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The view of a rule that looks at nothing but the number of rows: float64 zeros `[m]`.
+    """The view of a rule that needs the number of rows only: float64 zeros `[m]`.
 
     Args:
-        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
-        others: not looked at.
-        losses: not looked at.
+        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
+        others: ignored.
+        losses: ignored.
 
     Returns:
         float64 `[m]`.
@@ -32,18 +32,18 @@ def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -
 
 
 def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The view of a rule that looks at the losses: float64 `[m]`, in leaf order.
+    """The view of a rule that needs the losses: float64 `[m]`, in leaf order.
 
     Args:
-        jacobian: not looked at.
-        others: not looked at.
+        jacobian: ignored.
+        others: ignored.
         losses: the m values: a tensor, or a pytree of tensors.
 
     Returns:
         float64 `[m]`.
 
     Raises:
-        ValueError: there are no losses.
+        ValueError: `losses` is `None`.
     """
     return loss_vector(losses)
 
@@ -51,19 +51,19 @@ def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tens
 def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gramian:
     """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
 
-    Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are exact there,
-    and neither rows of norm 1e-30 nor of norm 1e30 leave the range.
+    Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are then exact,
+    and rows of norm 1e-30 or 1e30 neither underflow nor overflow.
 
     Args:
-        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
-        others: not looked at.
-        losses: not looked at.
+        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
+        others: ignored.
+        losses: ignored.
 
     Returns:
         float64 `[m, m]`.
 
     Raises:
-        TypeError, ValueError: leaves that are no rows, or disagree on m.
+        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
     row_count(rows_of(jacobian), "gramian")
     with autocast_disabled(jacobian):
@@ -74,19 +74,19 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
 
     Args:
-        jacobian: pytree with leaves `[m, *p]`; of a `MultitaskJacobian`, `shared` counts.
-        others: the first of them is the same for the other batch.
-        losses: not looked at.
+        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
+        others: the first is the Jacobian of the same objectives on the other batch.
+        losses: ignored.
 
     Returns:
         float64 `[m, m]`; row i belongs to `jacobian`, column j to the other.
 
     Raises:
-        TypeError, ValueError: no other; leaves that are no rows, or disagree on m.
+        TypeError, ValueError: no other Jacobian; leaves that are not tensors of rows, or disagree on m.
     """
     if not others:
         raise ValueError(
-            "aggregate: this rule compares Jacobians on independent batches, found only one. Hand over another: "
+            "aggregate: this rule needs Jacobians on two independent batches, found only one. Pass another: "
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
     row_count(rows_of(jacobian), "cross_gramian")
@@ -96,12 +96,12 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
 
 
 def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
-    """The view of a rule that looks at the Jacobian itself: the pytree with leaves `[m, *p]`.
+    """The view of a rule that needs the Jacobian itself: the pytree with leaves `[m, *p]`.
 
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        others: not looked at.
-        losses: not looked at.
+        others: ignored.
+        losses: ignored.
 
     Returns:
         The Jacobian; of a `MultitaskJacobian`, `shared`.
@@ -110,15 +110,14 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
 
 
 def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
-    """The view of a rule that looks at `full_jacobian` and at `losses`."""
+    """The view of a rule that needs both `full_jacobian` and `losses`."""
     return full_jacobian(jacobian), loss_vector(losses)
 
 
 def loss_vector(losses: Losses) -> Tensor:
     if losses is None:
         raise ValueError(
-            "aggregate: this rule looks at the losses, found none. "
-            "Hand them over: aggregate(rule, jacobian, losses=losses)."
+            "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
     return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
 

@@ -1,4 +1,4 @@
-"""Random orders in which the rows of a Jacobian meet each other."""
+"""Random orders in which a rule visits the rows of a Jacobian."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from functional_jd.random import uniform
 
 
 def random_visit_orders(key: Tensor, m: int) -> Tensor:
-    """For every row a random order of all other rows, independent of the other orders.
+    """For every row, an independent random order of all other rows.
 
     Args:
         key: int64 `[2]`; do not use it again.
-        m: how many rows.
+        m: number of rows.
 
     Returns:
         int64 `[m, m - 1]`, on the key's device: row i holds all indices but i.
 
     Laws:
-        Every order is equally likely, up to ties of 53-bit numbers, which are broken by index.
+        All orders are equally likely, up to ties of 53-bit numbers, which are broken by index.
     """
-    chances = uniform(key, (m, m), dtype=torch.float64)
-    # Chances lie below one, so that every row comes last in its own order.
-    return (chances + torch.eye(m, dtype=chances.dtype, device=chances.device)).argsort(dim=1, stable=True)[:, :-1]
+    numbers = uniform(key, (m, m), dtype=torch.float64)
+    # The numbers are below one, so that every row comes last in its own order.
+    return (numbers + torch.eye(m, dtype=numbers.dtype, device=numbers.device)).argsort(dim=1, stable=True)[:, :-1]

@@ -1,4 +1,4 @@
-"""ConFIG: the same cosine with every row, and as long as the rows agree with it."""
+"""ConFIG: equal cosines with all rows, and the length of the rows' summed projections."""
 
 import torch
 
@@ -10,53 +10,53 @@ from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.spectral import pseudo_inverse
 
-# Below this part of the preference, what the unit rows can reach is rounding.
+# Attainable cosines below this fraction of the preference are rounding.
 _VANISHING = 1e-10
 
 
 def config(preference: Numbers | None = None) -> Aggregator:
-    """Go where the cosines with all rows are as preferred, as far as the rows together project on that direction.
+    """The direction with cosines proportional to the preference, as long as the sum of the rows' projections on it.
 
     `direction = (sum_i <g_i, b>) b` with `b = N^+ u / |N^+ u|`, N the unit rows n_i. In terms of their cosines C:
     `a = C^+ u`, `N^+ u = sum_i a_i n_i`, `<n_i, N^+ u> = (C a)_i`, so `weights = a / norms (norms'C a) / (a'C a)`.
 
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; only ratios matter; `None`
-            means all equal. Copied: what happens to the tensor afterwards is not seen.
+            means all equal. Copied: later changes to the tensor have no effect.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian while the
-        rank of its cosines stays what it is.
+        A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
+        of its cosines is constant.
 
     Raises:
         TypeError: a preference that is not floating-point.
         ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); at the call, not one per row.
+            values are not known); when called, not one per row.
 
     Laws:
-        Linearly independent rows: the cosines of direction and rows are in the proportions of u, so that nobody is
-        conflicted with. Dependent rows: as nearly so as least squares can; then it may conflict. Scaling one row
-        changes the length only; scales as the Jacobian does. Rows of zeros get weight 0. Where the preference is
-        orthogonal to all cosines that a direction can have (opposite rows, equally preferred; zeros): weights 0. A
-        Gramian that is not finite gives weights NaN. The eigenvalues wait for the device.
+        Linearly independent rows: the cosines of direction and rows are proportional to u, so that the direction
+        conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict. Scaling
+        one row changes the length only; homogeneous in the Jacobian. Rows of zeros get weight 0. All weights are 0
+        where the preference is orthogonal to all attainable cosines (opposite rows with equal preference; zeros). A
+        non-finite Gramian gives NaN weights. The eigenvalue decomposition synchronizes with the device.
 
     Source:
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,
         equations 2 and 3.
 
     Differs:
-        The pseudo-inverse is taken of the cosines, where eigenvalues below `8 m eps` of the largest count as zero: unit
-        rows whose condition number is above 1e7 count as dependent.
+        The pseudo-inverse is that of the cosines, with eigenvalues below `8 m eps` of the largest treated as zero: unit
+        rows with a condition number above 1e7 are treated as dependent.
     """
-    u = preferences(preference, "config")
+    preference_of = preferences(preference, "config")
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
-        wanted = u(G)
-        a = pseudo_inverse(C) @ wanted
-        reached = C @ a
-        vanishing = reached.abs().amax() <= _VANISHING * wanted.amax()
-        length = (norms @ reached) / torch.where(vanishing, 1, a @ reached)
+        u = preference_of(G)
+        a = pseudo_inverse(C) @ u
+        attained = C @ a
+        vanishing = attained.abs().amax() <= _VANISHING * u.amax()
+        length = (norms @ attained) / torch.where(vanishing, 1, a @ attained)
         return torch.where(vanishing, 0, length * a / norms)
 
     return stateless(gramian, weigh)

@@ -1,4 +1,4 @@
-"""Constant: the rows count what the user says."""
+"""Constant: weights given by the user."""
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
@@ -7,21 +7,21 @@ from functional_jd.aggregation.views import no_gradients
 
 
 def constant(weights: Numbers) -> Aggregator:
-    """The sum of the rows with weights that are given: the direction of ordinary training on weighted losses.
+    """The sum of the rows with given weights: the direction of ordinary training on weighted losses.
 
     `weights_i = given_i`
 
     Args:
-        weights: `[m]`, one per objective, floating-point; any sign, not normalised. Copied: what happens to the tensor
-            afterwards is not seen. Keep it on the Jacobian's device, else every call copies it there.
+        weights: `[m]`, one per objective, floating-point; any sign, not normalised. Copied: later changes to the tensor
+            have no effect. Keep it on the Jacobian's device, else every call copies it there.
 
     Returns:
-        A rule that looks at nothing: one weighted backward pass is all it costs. Its weights are float64 and
-        differentiable with respect to those given.
+        A rule that needs no gradients: a step costs one weighted backward pass. Its weights are float64 and
+        differentiable with respect to `weights`.
 
     Raises:
         TypeError: a tensor that is not floating-point.
-        ValueError: not one-dimensional, or empty; at the call, not one weight per row.
+        ValueError: not one-dimensional, or empty; when called, not one weight per row.
 
     Laws:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.

@@ -1,4 +1,4 @@
-"""COSMOS: a weighted sum of the losses that asks them to keep the proportions of the weights."""
+"""COSMOS: a weighted sum of the losses, with a reward for losses proportional to the weights."""
 
 import torch
 from torch import Tensor
@@ -9,36 +9,36 @@ from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_ob
 
 
 def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
-    """Descend the weighted sum of the losses less a reward for the cosine between losses and weights.
+    """Minimise the weighted sum of the losses minus a reward for the cosine between losses and weights.
 
     `s = u'L - lambda_ u'L / (|u| |L|)`
 
     Args:
-        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. The paper takes 0.01
+        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. The paper uses 0.01
             to 8.
-        weights: u `[m]`, how much each objective matters. For a whole front of solutions, draw them anew for each step
-            and build the rule in the step.
+        weights: u `[m]`, the importance of each objective. For a whole front of solutions, draw new weights and build
+            the rule in every step.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, of any sign;
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign;
         differentiable with respect to the losses and to `weights`.
 
     Raises:
         TypeError: `weights` not floating-point.
-        ValueError: `lambda_` negative or not finite, `weights` negative, all zero, not finite or of another shape; at
-            the call, not one per loss.
+        ValueError: `lambda_` negative or not finite, `weights` negative, all zero, not finite or of another shape; when
+            called, not one per loss.
 
     Laws:
-        `cosmos(0, u)` is `constant(u)`, and any `cosmos` is so where the losses are a multiple of the weights. What the
-        reward adds is orthogonal to the losses: `weights'L = u'L`. Losses that are all zero have no cosine: weights
+        `cosmos(0, u)` is `constant(u)`, as is every `cosmos` where the losses are a multiple of the weights. The
+        gradient of the reward is orthogonal to the losses: `weights'L = u'L`. If all losses are zero, the weights are
         NaN.
 
     Source:
-        Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021, arXiv
-        2103.13392: the loss with the cosine penalty.
+        Ruchte & Grabocka, Scalable Pareto front approximation for deep multi-objective learning, ICDM 2021,
+        arXiv 2103.13392: the loss with the cosine penalty.
 
     Differs:
-        The paper also feeds the weights to the model, which is the model's own affair.
+        The paper also passes the weights to the model; here that is left to the losses.
     """
     if not 0 <= lambda_ < float("inf"):
         raise ValueError(f"cosmos: lambda_ must be finite and not negative, found {lambda_}. Use 0 for no reward.")
@@ -47,6 +47,6 @@ def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
 
 
 def value(losses: Tensor, lambda_: float, weights: Tensor) -> Tensor:
-    """The number that is descended."""
+    """The scalarization of the losses."""
     total, norm = weights @ losses, torch.linalg.vector_norm
     return total - lambda_ * total / (norm(weights) * norm(losses))

@@ -1,4 +1,4 @@
-"""CR-MOGM: another rule's weights, averaged over the steps."""
+"""CR-MOGM: a moving average of another rule's weights."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from functional_jd.core.types import Tree, Weights
 
 
 class CrMogmState(NamedTuple):
-    """What CR-MOGM remembers.
+    """The state of CR-MOGM.
 
     Attributes:
         weights: like the inner rule's: float64 `[m]`, or a pytree like the Jacobian.
         inner: the inner rule's state.
-        started: bool `[]`: whether there are weights to average with.
+        started: bool `[]`: whether `weights` holds those of an earlier call.
     """
 
     weights: Weights
@@ -26,27 +26,27 @@ class CrMogmState(NamedTuple):
 
 
 def cr_mogm(rule: Aggregator, momentum: float = 0.9) -> Aggregator:
-    """Average a rule's weights over the steps, so that the noise of one batch moves them little.
+    """Average a rule's weights over the steps, to reduce the noise of single batches.
 
     `w <- momentum w + (1 - momentum) v`, with v the weights of the rule; in the first call `w = v`.
 
     Args:
         rule: any rule, `grouped(...)` and stateful ones included.
-        momentum: how much of the past stays, in [0, 1).
+        momentum: weight of the previous average, in [0, 1).
 
     Returns:
-        A rule that looks at what `rule` looks at, and costs what it costs. Weights in the shape and dtype of the
-        rule's, differentiable as those are, and with respect to the state.
+        A rule with the view and the cost of `rule`. Weights in the shape and dtype of the rule's, differentiable as
+        those are, and with respect to the state.
 
     Raises:
-        TypeError: `rule` is no rule.
+        TypeError: `rule` is not an `Aggregator`.
         ValueError: `momentum` out of range.
 
     Laws:
-        With momentum 0, and in the first call, it is the rule, bit for bit. Weights that never change stay what they
-        are, bit for bit. Weights stay in every convex set that the rule's lie in: the simplex stays the simplex. What
-        is degenerate for the rule is so here. Where the rule's weights are not finite, the state is so too: carry on
-        with the old one, as `step` does.
+        With momentum 0, and in the first call, equal to the rule, bit for bit. Constant weights stay the same, bit for
+        bit. The weights lie in every convex set that the rule's lie in, such as the simplex. Degenerate Jacobians are
+        those of the rule. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step`
+        does.
 
     Source:
         Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:

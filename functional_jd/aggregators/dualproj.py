@@ -1,4 +1,4 @@
-"""DualProj: the preferred combination of the rows, changed as little as it takes to conflict with none."""
+"""DualProj: the preferred combination of the rows, projected on their dual cone."""
 
 import torch
 
@@ -12,7 +12,7 @@ from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
 
 
 def dualproj(preference: Numbers | None = None) -> Aggregator:
-    """Combine the rows as preferred, then project the combination on the dual cone of all rows.
+    """Combine the rows with the preference as weights, then project the combination on the dual cone of all rows.
 
     `direction = argmin { |y - x| : <y, g_j> >= 0 for all j }` with `x = sum_i u_i g_i` for rows g_i. In terms of unit
     rows n_j with cosines C, it is `x + sum_j s_j n_j` with s the multipliers of x, whose inner products with the unit
@@ -20,39 +20,39 @@ def dualproj(preference: Numbers | None = None) -> Aggregator:
 
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
-            what happens to the tensor afterwards is not seen.
+            later changes to the tensor have no effect.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64, at least u where the rows are independent; where they
-        are not, several weights give the one direction. Differentiable twice with respect to the Gramian, where the set
-        of active constraints does not change, and to the preference.
+        A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
+        where they are dependent. Twice differentiable with respect to the Gramian, where the set of active constraints
+        does not change, and to the preference.
 
     Raises:
         TypeError: a preference that is not floating-point.
         ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); at the call, not one per row.
+            values are not known); when called, not one per row.
 
     Laws:
-        Never conflicts: `J direction >= 0`. Equal to `constant(u)` where that conflicts with no row. Scales as the
-        Jacobian does, and as the preference does. Rows of zeros change nothing. Rows of which a positive combination
-        is zero (a stationary Jacobian) give zero, also where u itself does not. A Gramian that is not finite gives
-        weights NaN.
+        Never conflicts: `J direction >= 0`. Equal to `constant(u)` where that conflicts with no row. Homogeneous in the
+        Jacobian and in the preference. Rows of zeros have no effect. A stationary Jacobian (a positive combination of
+        its rows is zero) gives zero, also where the combination with u is not zero. A non-finite Gramian gives NaN
+        weights.
 
     Source:
         Lopez-Paz & Ranzato, Gradient episodic memory for continual learning, NeurIPS 2017, equation 11; with all rows
-        as constraints and their mean to be projected: Quinton & Rey, arXiv 2406.16232, appendix on existing
-        aggregators.
+        as constraints and their mean projected: Quinton & Rey, arXiv 2406.16232, appendix on existing aggregators.
 
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
-    u = preferences(preference, "dualproj")
+    preference_of = preferences(preference, "dualproj")
 
     def weigh(G: Gramian) -> Weights:
+        u = preference_of(G)
         C, norms = cosines(G)
-        lengths = torch.where(G.diagonal() == 0, 0, norms) * u(G)
-        # Multipliers are as long as what they are for: brought to order one, derivatives go round this factor.
-        reach = nonzero(lengths.detach().sum())
-        return u(G) + reach * dual_cone_multipliers(C, (C @ (lengths / reach)).unsqueeze(-1)).squeeze(-1) / norms
+        lengths = torch.where(G.diagonal() == 0, 0, norms) * u
+        # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
+        size = nonzero(lengths.detach().sum())
+        return u + size * dual_cone_multipliers(C, (C @ (lengths / size)).unsqueeze(-1)).squeeze(-1) / norms
 
     return stateless(gramian, weigh)

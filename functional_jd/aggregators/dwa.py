@@ -1,4 +1,4 @@
-"""DWA: objectives whose losses fall slowly from epoch to epoch count more."""
+"""DWA: larger weights for losses that decrease slowly from epoch to epoch."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from functional_jd.core.safe import divide, nonzero
 
 
 class DwaState(NamedTuple):
-    """What DWA remembers.
+    """The state of DWA.
 
     Attributes:
         total: float64 `[m]`: the sum of the losses of this epoch.
-        calls: int64 `[]`: how many there were in this epoch.
-        average: float64 `[m]`: the mean losses of the epoch before.
-        ratio: float64 `[m]`: those in proportion to the epoch before that; ones as long as there are not two.
-        epochs: int64 `[]`: how many have ended.
+        calls: int64 `[]`: the number of calls in this epoch.
+        average: float64 `[m]`: the mean losses of the previous epoch.
+        ratio: float64 `[m]`: these divided by those of the epoch before; 1 until two epochs have ended.
+        epochs: int64 `[]`: the number of epochs that have ended.
     """
 
     total: Tensor
@@ -29,25 +29,25 @@ class DwaState(NamedTuple):
 
 
 def dwa(temperature: float = 2.0) -> Aggregator:
-    """Weigh each loss by what was left of it from one epoch to the next.
+    """Weight each loss by its ratio between the last two epochs.
 
-    `weights = m softmax(r / temperature)`, with `r_i = A_i(e - 1) / A_i(e - 2)` and A(e) the mean losses of epoch e;
-    in the first two epochs `r = 1`. Every call adds its losses to the mean of its epoch; `end_epoch` ends it.
+    `weights = m softmax(r / temperature)`, with `r_i = A_i(e - 1) / A_i(e - 2)` and A(e) the mean losses of epoch e; in
+    the first two epochs `r = 1`. Every call adds its losses to the mean of the current epoch, which `end_epoch` ends.
 
     Args:
-        temperature: the larger, the more uniform the weights; positive. The paper takes 2.
+        temperature: larger values give more uniform weights; positive. The paper uses 2.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, positive,
-        adding up to m; constant in the losses of the call itself, differentiable with respect to the state.
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive,
+        with sum m; constant in the losses of the call itself, differentiable with respect to the state.
 
     Raises:
         ValueError: `temperature` out of range.
 
     Laws:
-        In the first two epochs it is `total()`, and where all losses fall by the same share. The unit of a loss does
-        not matter. Losses should keep a sign; a mean of zero counts as one that did not change. Losses that are not
-        finite give a state that is not: carry on with the old one.
+        Equal to `total()` in the first two epochs, and where all losses decrease by the same factor. Invariant to the
+        unit of a loss. Losses should keep their sign; a mean of zero is treated as unchanged. Non-finite losses give a
+        non-finite state: keep the previous one.
 
     Source:
         Liu, Johns & Davison, End-to-end multi-task learning with attention, CVPR 2019, equation 7.
@@ -59,7 +59,7 @@ def dwa(temperature: float = 2.0) -> Aggregator:
         raise ValueError(f"dwa: temperature must be positive and finite, found {temperature}. The default is 2.")
 
     def init(losses: Tensor) -> DwaState:
-        # One tensor each: a tensor that stands twice in a state makes torch.compile start again in the second step.
+        # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
         total, average = torch.zeros_like(losses), torch.zeros_like(losses)
         calls, epochs = (losses.new_zeros((), dtype=torch.int64) for _ in range(2))
         return DwaState(total, calls, average, torch.ones_like(losses), epochs)
@@ -72,18 +72,18 @@ def dwa(temperature: float = 2.0) -> Aggregator:
 
 
 def end_epoch(state: DwaState) -> DwaState:
-    """End an epoch of `dwa`: its mean losses become those of the epoch before.
+    """End an epoch of `dwa`: its mean losses become those of the previous epoch.
 
     `ratio <- average' / average`, `average' = total / calls`
 
     Args:
-        state: what the rule remembers after the last call of the epoch.
+        state: the rule's state after the last call of the epoch.
 
     Returns:
-        What it starts the next epoch with.
+        The state for the next epoch.
 
     Laws:
-        Pure. An epoch without a call is none: the state stays, bit for bit.
+        Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
     empty = state.calls == 0
     average = state.total / nonzero(state.calls)

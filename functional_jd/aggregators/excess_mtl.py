@@ -1,4 +1,4 @@
-"""ExcessMTL: the rows of objectives that are far from their best gain weight."""
+"""ExcessMTL: larger weights for objectives that are far from their optimum."""
 
 import math
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from functional_jd.core.types import Jacobian, Tree
 
 
 class ExcessMtlState(NamedTuple):
-    """What ExcessMTL remembers: as much memory as the Jacobian takes.
+    """The state of ExcessMTL, which takes as much memory as the Jacobian.
 
     Attributes:
         roots: pytree like the Jacobian, at least float32: root of the sum of squares of every entry so far.
-        baseline: float64 `[m]`: the excess risk that counts as one, 0 where there was none yet.
+        baseline: float64 `[m]`: the excess risk that is normalised to one; 0 where there was none yet.
         log_weights: float64 `[m]`.
         calls: int64 `[]`.
     """
@@ -31,28 +31,28 @@ class ExcessMtlState(NamedTuple):
 
 
 def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
-    """Multiply each weight by the exponential of its objective's excess risk, as its gradients tell.
+    """Multiply each weight by the exponential of its objective's excess risk, estimated from gradients.
 
     `w_i <- w_i exp(rate E_i / B_i)`, normalised to sum 1, with `E_i = sum_p J_ip^2 / H_ip`, where H is the root of the
     sum of all squares so far (Adagrad's diagonal), and the baseline B is the mean E of the warm-up.
 
     Args:
-        rate: of the weights, without unit; positive.
-        n_warmup: how many calls only collect; the weights stay uniform. The paper takes three epochs. Without any, the
-            first call is the baseline of the others, and moves the weights by `rate E_i` itself.
+        rate: step size of the log-weights, dimensionless; positive.
+        n_warmup: number of initial calls that only set the baseline; the weights stay uniform. The paper uses three
+            epochs. For 0, the first call sets the baseline, and its own exponent is `rate E_i`.
 
     Returns:
-        A rule that looks at the whole Jacobian. Its weights, float64 `[m]`, lie in the simplex; differentiable with
-        respect to Jacobian and state (entries that were always zero have derivative zero, where `|J_ip|` has a kink).
+        A rule that needs the full Jacobian. Its weights, float64 `[m]`, lie in the simplex; differentiable with respect
+        to Jacobian and state (the derivative is zero for entries that were always zero, where `|J_ip|` has a kink).
 
     Raises:
         ValueError: `rate` or `n_warmup` out of range.
 
     Laws:
-        With a warm-up, the weights do not change when rows are scaled, each by its factor in all calls; squares are
-        never formed, so no norm is too small or large. A row of zeros has risk 0; the first risk that is not zero
-        becomes its baseline. Equal or opposite rows get equal weights; one row gets weight 1. A Jacobian that is not
-        finite gives a state that is not: carry on with the old one, as `step` does.
+        With a warm-up, the weights are invariant to scaling each row by a factor that is the same in all calls; no
+        squares are formed, so norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes
+        its baseline. Equal or opposite rows get equal weights; a single row gets weight 1. A non-finite Jacobian gives
+        a non-finite state: keep the previous one, as `step` does.
 
     Source:
         He et al., Robust multi-task learning with excess risks, ICML 2024: equations 6 and 7 (the risk), 9 (the
@@ -60,12 +60,12 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
 
     Differs:
         The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
-        As in the reference code, and not in the paper, the first call without a warm-up is not scaled.
+        As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
     """
     if not 0 < rate < math.inf:
         raise ValueError(f"excess_mtl: rate must be positive and finite, found {rate}. The default is 1.")
     if n_warmup < 0:
-        raise ValueError(f"excess_mtl: n_warmup must not be negative, found {n_warmup}. Take 0 for no warm-up.")
+        raise ValueError(f"excess_mtl: n_warmup must not be negative, found {n_warmup}. Use 0 for no warm-up.")
 
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]
@@ -75,22 +75,22 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
 
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
         leaves, structure = tree_flatten(jacobian)
-        pairs = [_grow(leaf, root) for leaf, root in zip(leaves, tree_leaves(state.roots), strict=True)]
+        pairs = [_accumulate(leaf, root) for leaf, root in zip(leaves, tree_leaves(state.roots), strict=True)]
         roots = tree_unflatten(structure, [root for root, _ in pairs])
         risk = torch.stack([risk for _, risk in pairs]).sum(0)
         mean = (state.calls * state.baseline + risk) / (state.calls + 1)
-        late = nonzero(state.baseline, risk)
-        baseline = torch.where(state.calls < max(n_warmup, 1), mean, late)
-        gain = torch.where(state.calls == 0, risk, risk / nonzero(baseline))
-        moved = torch.log_softmax(state.log_weights + rate * gain, dim=0)
-        log_weights = torch.where(state.calls < n_warmup, state.log_weights, moved)
+        first_nonzero = nonzero(state.baseline, risk)
+        baseline = torch.where(state.calls < max(n_warmup, 1), mean, first_nonzero)
+        excess = torch.where(state.calls == 0, risk, risk / nonzero(baseline))
+        updated = torch.log_softmax(state.log_weights + rate * excess, dim=0)
+        log_weights = torch.where(state.calls < n_warmup, state.log_weights, updated)
         return log_weights.exp(), ExcessMtlState(roots, baseline, log_weights, state.calls + 1)
 
     return Aggregator(full_jacobian, init, update)
 
 
-def _grow(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, both with a derivative at zero."""
+def _accumulate(leaf: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """The new root `h = sqrt(root^2 + x^2)` and the risk `sum x^2 / h` by rows, with finite derivatives at zero."""
     x = at_least_float32(leaf)
     h = torch.hypot(root, nonzero(x))
     risk = x * (x / h)

@@ -1,4 +1,4 @@
-"""FAMO: all losses fall by the same share, as far as the losses after each step tell."""
+"""FAMO: an equal relative decrease of all losses, measured after each step."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import losses as look_at_losses
+from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
 
 _BETAS = (0.9, 0.999)
-# Adam's, without unit here: a change of a loss by this share of itself is next to none.
-_STILL = 1e-8
+# Adam's epsilon; gradients are dimensionless here, of the order of relative changes of the losses.
+_EPSILON = 1e-8
 
 
 class FamoState(NamedTuple):
-    """What FAMO remembers.
+    """The state of FAMO.
 
     Attributes:
         logits: float64 `[m]`.
-        first: float64 `[m]`: Adam's running mean of the slopes of the logits.
-        second: float64 `[m]`: and of their squares.
-        calls: int64 `[]`: how many there were.
+        first: float64 `[m]`: Adam's running mean of the gradients of the logits.
+        second: float64 `[m]`: Adam's running mean of their squares.
+        calls: int64 `[]`: the number of calls.
         before: float64 `[m]`: the losses of the last call.
-        after: float64 `[m]`: those after its step, if measured.
-        measured: bool `[]`: whether they were.
+        after: float64 `[m]`: the losses after its step, if measured.
+        measured: bool `[]`: whether `after` was measured.
     """
 
     logits: Tensor
@@ -38,29 +38,28 @@ class FamoState(NamedTuple):
 
 
 def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
-    """Weigh the logarithms of the losses, and lower the logits of those that fell more than the others.
+    """Weight the log losses, and lower the logits of those that decreased more than the others.
 
-    `s = c sum_i z_i log L_i`, with `z = softmax(logits)` and c, a constant, such that the weights add up to one:
-    `weights = softmax(logits - log L)`. The logits start at 0 and take a step of Adam along
+    `s = c sum_i z_i log L_i`, with `z = softmax(logits)` and c, a constant, such that the weights sum to one:
+    `weights = softmax(logits - log L)`. The logits start at 0 and take an Adam step along
     `(dz/dlogits)' (log L_before - log L_after) + decay logits`.
 
     Args:
-        rate: of the logits, not negative. The paper takes 0.025.
-        decay: how strongly the logits are held near 0; not negative.
+        rate: learning rate of the logits, not negative. The paper uses 0.025.
+        decay: weight decay of the logits; not negative.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Its weights, float64 `[m]`, lie in
+        A rule that needs the losses only: a step costs one weighted backward pass. Its weights, float64 `[m]`, lie in
         the simplex; differentiable with respect to losses and state, c included.
 
     Raises:
         ValueError: `rate` or `decay` out of range.
 
     Laws:
-        What the last step did to the losses is learned at the beginning of the next call. Hand over the losses after
-        the step, on the same batch, with `after_step`, as the paper does; without it those of the next call stand for
-        them: on another batch, hence noisier, and without a further forward pass. The unit of the losses does not
-        matter, but for the rounding of their logarithms. Losses must be positive: at zero and below, weights and state
-        are not finite; carry on with the old state.
+        The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
+        `after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence
+        noisier, but without a further forward pass. Invariant to the unit of the losses, up to the rounding of their
+        logarithms. Losses must be positive: otherwise weights and state are not finite; keep the previous state.
 
     Source:
         Liu, Feng, Stone & Liu, FAMO: fast adaptive multitask optimization, NeurIPS 2023, arXiv 2306.03792, algorithm 1;
@@ -79,7 +78,7 @@ def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
         raise ValueError(f"famo: decay must be finite and not negative, found {decay}. The default is 0.001.")
 
     def init(losses: Tensor) -> FamoState:
-        # One tensor each: a tensor that stands twice in a state makes torch.compile start again in the second step.
+        # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
         logits, first, second = (torch.zeros_like(losses) for _ in range(3))
         calls = losses.new_zeros((), dtype=torch.int64)
         measured = losses.new_zeros((), dtype=torch.bool)
@@ -87,22 +86,22 @@ def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
 
     def update(losses: Tensor, state: FamoState) -> tuple[Tensor, FamoState]:
         after = torch.where(state.measured, state.after, losses)
-        fall = torch.where(state.calls == 0, 0, state.before.log() - after.log())
+        decrease = torch.where(state.calls == 0, 0, state.before.log() - after.log())
         z = torch.softmax(state.logits, dim=0)
-        slope = z * (fall - z @ fall) + decay * state.logits
-        logits, first, second = _adam(state, slope, rate)
+        gradient = z * (decrease - z @ decrease) + decay * state.logits
+        logits, first, second = _adam(state, gradient, rate)
         new = FamoState(logits, first, second, state.calls + 1, losses, after, torch.zeros_like(state.measured))
         return torch.softmax(logits - losses.log(), dim=0), new
 
-    return Aggregator(look_at_losses, init, update)
+    return Aggregator(losses_view, init, update)
 
 
 def after_step(state: FamoState, losses: Losses) -> FamoState:
-    """Tell `famo` the losses after the step, on the batch of the step.
+    """Pass `famo` the losses after the step, on the batch of the step.
 
     Args:
-        state: what the rule remembers after the step.
-        losses: the losses there: a tensor or pytree with m elements in leaf order.
+        state: the rule's state after the step.
+        losses: the losses after the step: a tensor or pytree with m elements in leaf order.
 
     Returns:
         The state for the next call.
@@ -111,25 +110,25 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
         ValueError: not m losses.
 
     Laws:
-        Pure. Only the first measurement after a call counts: after a step that was skipped, whose losses belong to
-        another batch, the state stays as it is.
+        Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
+        batch, the state does not change.
     """
-    values = look_at_losses((), losses=losses)
+    values = losses_view((), losses=losses)
     if len(values) != len(state.logits):
         raise ValueError(
             f"after_step: expected {len(state.logits)} losses, as in the step, found {len(values)}. "
-            "Hand over what the losses return, unreduced."
+            "Pass what the loss function returns, unreduced."
         )
     after = torch.where(state.measured, state.after, values)
     return state._replace(after=after, measured=torch.ones_like(state.measured))
 
 
-def _adam(state: FamoState, slope: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A step of Adam, from the second call on: in the first one there is nothing to learn from."""
-    number = state.calls.clamp(min=1).double()  # a float32 power would cost half of the digits
+def _adam(state: FamoState, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    """An Adam step, counted from the second call on, as the first one has gradient zero."""
+    step = state.calls.clamp(min=1).double()  # a float32 power would lose half of the digits
     first, second = (
         beta * old + (1 - beta) * new
-        for beta, old, new in zip(_BETAS, (state.first, state.second), (slope, slope * slope), strict=True)
+        for beta, old, new in zip(_BETAS, (state.first, state.second), (gradient, gradient * gradient), strict=True)
     )
-    mean, square = first / (1 - _BETAS[0] ** number), second / (1 - _BETAS[1] ** number)
-    return state.logits - rate * mean / (sqrt_or_zero(square, square == 0) + _STILL), first, second
+    mean, square = first / (1 - _BETAS[0] ** step), second / (1 - _BETAS[1] ** step)
+    return state.logits - rate * mean / (sqrt_or_zero(square, square == 0) + _EPSILON), first, second

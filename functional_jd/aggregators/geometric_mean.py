@@ -1,4 +1,4 @@
-"""Geometric mean: every objective falls by the same share."""
+"""Geometric mean: equal weights for the relative decreases of the losses."""
 
 from torch import Tensor
 
@@ -7,18 +7,17 @@ from functional_jd.aggregation.lifts import scalarized
 
 
 def geometric_mean() -> Aggregator:
-    """Descend the geometric mean of the losses.
+    """Minimise the geometric mean of the losses.
 
     `s = (prod_i L_i)^(1/m)`, so `weights_i = s / (m L_i)`
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, positive;
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to the losses.
 
     Laws:
-        The unit of a loss does not matter but for the length of the direction: `L_i` times c gives the direction of
-        before times `c^(1/m)`. One loss alone has weight 1. Losses must be positive: at zero and below, weights are not
-        finite.
+        The unit of a loss affects only the length of the direction: multiplying `L_i` by c multiplies the direction by
+        `c^(1/m)`. A single loss has weight 1. Losses must be positive: otherwise weights are not finite.
 
     Source:
         Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019: the geometric loss strategy.
@@ -27,5 +26,5 @@ def geometric_mean() -> Aggregator:
 
 
 def value(losses: Tensor) -> Tensor:
-    """The number that is descended; the sum of logarithms neither overflows nor underflows as the product does."""
+    """The geometric mean by logarithms, as the product may overflow or underflow."""
     return losses.log().mean().exp()

@@ -1,4 +1,4 @@
-"""GradNorm: weights that learn, until objectives that lag behind have the longer weighted rows."""
+"""GradNorm: learned weights that give slowly training objectives larger weighted gradient norms."""
 
 import math
 from typing import NamedTuple
@@ -9,21 +9,21 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.views import full_jacobian
-from functional_jd.aggregation.views import losses as values_of
+from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
 from functional_jd.core.types import Jacobian, Losses
 
-# How near to its target a norm counts as there: relative, well above what a mean of float64 numbers rounds off.
+# Relative distance at which a norm has reached its target, well above the rounding of a mean in float64.
 _BALANCED = 2.0**-40
 
-_Seen = tuple[Tensor, Tensor]
+_View = tuple[Tensor, Tensor]
 
 
 class GradNormState(NamedTuple):
-    """What GradNorm remembers.
+    """The state of GradNorm.
 
     Attributes:
-        initial: float64 `[m]`: the losses at the start, with which progress is compared.
+        initial: float64 `[m]`: the losses at the start, the reference for progress.
         logits: float64 `[m]`: `weights = m softmax(logits)`.
     """
 
@@ -32,67 +32,67 @@ class GradNormState(NamedTuple):
 
 
 def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
-    """Give the objectives that train slowly the longer weighted rows, by one gradient step per call on the weights.
+    """Give slowly training objectives larger weighted gradient norms, by one gradient step on the weights per call.
 
     `L = sum_i | N_i - mean(N) r_i^alpha |` with the weighted norms `N_i = w_i |g_i|` and the relative inverse training
     rates `r_i = q_i / mean(q)`, `q_i = loss_i / loss_i(0)`, the target constant to derivatives; `w = m softmax(s)`,
-    `s <- s - rate / mean(N) dL/ds` after the weights were used, from s = 0.
+    `s <- s - rate / mean(N) dL/ds` after the weights are used; s starts at 0.
 
     Args:
-        alpha: how strongly objectives are pulled to a common rate of training; not negative, 0 for equal norms.
-        rate: of the logits, without unit; positive.
+        alpha: strength of the pull to a common rate of training; not negative, 0 for equal norms.
+        rate: learning rate of the logits, dimensionless; positive.
 
     Returns:
-        A rule that looks at the norms of the rows and at the losses: `aggregate(rule, jacobian, state, losses=losses)`.
-        Its weights, float64 `[m]`, are positive and add up to m; differentiable with respect to Jacobian, losses and
-        state where no norm hits its target.
+        A rule that needs the norms of the rows and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
+        weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses and state where
+        no norm equals its target.
 
     Raises:
-        ValueError: `alpha` or `rate` out of range; at the call, no losses.
+        ValueError: `alpha` or `rate` out of range; when called, no losses.
 
     Laws:
-        The first direction is `total()`. Scaling the Jacobian does not change the weights, nor does the unit of a loss
-        that was the same from the start. Norms that hit their targets stay (the sign fades out within 2^-40, to hold
-        against rounding); one row keeps weight 1. A row of zeros is too short, but does not pull: its weight changes
-        only as the others' do. Losses must be positive at the start and not negative later: otherwise the direction is
-        NaN. What is not finite gives a state that is not: carry on with the old one, as `step` does.
+        The first direction is `total()`. The weights are invariant to scaling the Jacobian, and to the unit of a loss
+        that is the same in all calls. Norms at their targets stay there (the sign is linear within 2^-40, against
+        rounding); a single row keeps weight 1. A row of zeros contributes no gradient: its weight changes only through
+        the softmax. Losses must be positive at the start and not negative later: otherwise the direction is NaN.
+        Non-finite input gives a non-finite state: keep the previous one, as `step` does.
 
     Source:
         Chen, Badrinarayanan, Lee & Rabinovich, GradNorm, ICML 2018, arXiv 1711.02257: equations 1 and 2, algorithm 1.
 
     Differs:
         A softmax keeps the weights positive and their sum m, as in LibMTL, where the paper renormalises weights that a
-        step may have made negative. L is divided by mean(N), so that the rate has no unit. The norms are those of all
-        parameters that the Jacobian has, not of the last shared layer: `grouped` gives that layer alone a rule.
+        step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
+        all parameters in the Jacobian, not of the last shared layer: `grouped` applies a rule to that layer alone.
     """
     if not 0 <= alpha < math.inf:
         raise ValueError(f"gradnorm: alpha must be finite and not negative, found {alpha}. The default is 1.5.")
     if not 0 < rate < math.inf:
         raise ValueError(f"gradnorm: rate must be positive and finite, found {rate}. The default is 0.025.")
 
-    def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _Seen:  # noqa: ARG001
-        return row_norms(full_jacobian(jacobian)), values_of(jacobian, losses=losses)
+    def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _View:  # noqa: ARG001
+        return row_norms(full_jacobian(jacobian)), losses_view(jacobian, losses=losses)
 
-    def init(seen: _Seen) -> GradNormState:
-        _, losses = seen
+    def init(view: _View) -> GradNormState:
+        _, losses = view
         return GradNormState(losses, torch.zeros_like(losses))
 
-    def update(seen: _Seen, state: GradNormState) -> tuple[Tensor, GradNormState]:
-        norms, losses = seen
+    def update(view: _View, state: GradNormState) -> tuple[Tensor, GradNormState]:
+        norms, losses = view
         w = len(losses) * torch.softmax(state.logits, dim=0)
         weighted = w * norms
         mean = weighted.mean()
-        shares = weighted / nonzero(mean)
+        relative = weighted / nonzero(mean)
         target = _inverse_rates(losses, state.initial) ** alpha
-        off = shares - target
-        pulls = (off.detach() / _BALANCED).clamp(-1, 1) * shares  # a sign that is nothing at zero, and NaN at NaN
-        logits = state.logits - rate * (pulls - w / len(w) * pulls.sum())
+        error = relative - target
+        slopes = (error.detach() / _BALANCED).clamp(-1, 1) * relative  # the sign, linear near 0, NaN at NaN
+        logits = state.logits - rate * (slopes - w / len(w) * slopes.sum())
         return with_nan_of(w, logits), GradNormState(state.initial, logits)
 
     return Aggregator(norms_and_losses, init, update)
 
 
 def _inverse_rates(losses: Tensor, initial: Tensor) -> Tensor:
-    """How little every loss has sunk, beside the mean; all equal where all have reached zero."""
-    left = nan_unless(losses >= 0, losses) / nan_unless(initial > 0, initial)
-    return divide(left, left.mean(), otherwise=1)
+    """The relative inverse training rates; all 1 where all losses are zero."""
+    ratios = nan_unless(losses >= 0, losses) / nan_unless(initial > 0, initial)
+    return divide(ratios, ratios.mean(), otherwise=1)

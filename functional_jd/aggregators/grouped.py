@@ -1,4 +1,4 @@
-"""Grouped: one rule for every top-level group of parameters, partial Jacobian descent."""
+"""Grouped: one rule per top-level group of parameters (partial Jacobian descent)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from functional_jd.core.types import Jacobian, Losses, Tree, Weights
 
 
 class GroupView(NamedTuple):
-    """What `grouped` looks at, for one group.
+    """The view of `grouped` for one group.
 
     Attributes:
         seen: the view of the group's rule.
-        ones: pytree like the group, leaves `[1, ..., 1]` with as many dimensions, in the dtype to add rows up in.
+        ones: pytree like the group, leaves `[1, ..., 1]` with as many dimensions, in the dtype of the sum.
     """
 
     seen: View
@@ -27,7 +27,7 @@ class GroupView(NamedTuple):
 
 
 def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
-    """Give every top-level group of parameters a rule of its own, which sees that group only.
+    """Give every top-level group of parameters a rule of its own, which receives that group only.
 
     `direction[key] = aggregate(rules[key], jacobian[key]).direction`
 
@@ -36,18 +36,18 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
             `MultitaskJacobian`, the groups are those of `shared`.
 
     Returns:
-        A rule that looks, in every group, at what the group's rule looks at. Its weights are a pytree like the Jacobian
-        that broadcasts to it, leaves `[m, 1, ..., 1]` (or what the group's rule counts entry by entry), at least
-        float32. Its state is the dict of the groups' states.
+        A rule whose view is, for every group, that of the group's rule. Its weights are a pytree like the Jacobian that
+        broadcasts to it, leaves `[m, 1, ..., 1]` (or entrywise, as the group's rule returns them), at least float32.
+        Its state is the dict of the groups' states.
 
     Raises:
-        TypeError: a value of `rules` is no rule; at the call, params that are no dict.
-        ValueError: no rules; at the call, a group without a rule or a rule without a group.
+        TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
+        ValueError: no rules; when called, a group without a rule or a rule without a group.
 
     Laws:
-        The direction of one group does not depend on the others' rows. With one group it is the group's rule. What
-        holds for the rules (not conflicting, scale-equivariance) holds group by group. `cr_mogm(grouped(...))` averages
-        all weights, `grouped({key: cr_mogm(...)})` those of one group.
+        The direction of one group does not depend on the others' rows. With one group it is the group's rule. The laws
+        of the rules (non-conflicting, scale-equivariant) hold group by group. `cr_mogm(grouped(...))` averages all
+        weights, `grouped({key: cr_mogm(...)})` those of one group.
 
     Source:
         The granularities of Wang et al., Gradient vaccine, ICLR 2021 (encoder and decoder, layers, matrices), for any
@@ -64,10 +64,11 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
     chosen = dict(rules)
 
     def view(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> dict[str, GroupView]:
-        mine, *theirs = (_groups(rows, chosen) for rows in (jacobian, *others))
+        groups, *other_groups = (_groups(rows, chosen) for rows in (jacobian, *others))
         return {
             key: GroupView(
-                rule.view(mine[key], *(other[key] for other in theirs), losses=losses), tree_map(_ones, mine[key])
+                rule.view(groups[key], *(other[key] for other in other_groups), losses=losses),
+                tree_map(_ones, groups[key]),
             )
             for key, rule in chosen.items()
         }
@@ -77,7 +78,7 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
 
     def update(views: dict[str, GroupView], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
         updated = {key: rule.update(views[key].seen, state[key]) for key, rule in chosen.items()}
-        weights = {key: _spread(weights, views[key].ones) for key, (weights, _) in updated.items()}
+        weights = {key: _broadcastable(weights, views[key].ones) for key, (weights, _) in updated.items()}
         return weights, {key: state for key, (_, state) in updated.items()}
 
     return Aggregator(view, init, update)
@@ -90,15 +91,15 @@ def _groups(jacobian: Jacobian, rules: Mapping[str, Aggregator]) -> Mapping[str,
             f"grouped: expected parameters in a dict, one key per group, found {type(rows).__name__}. "
             "Put them in a dict: {'backbone': ..., 'decoder': ...}."
         )
-    if lonely := [key for key in rows if key not in rules]:
+    if missing := [key for key in rows if key not in rules]:
         raise ValueError(
-            f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, lonely))}. "
-            "Give it one, mean() for instance."
+            f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
+            "Add one, mean() for instance."
         )
-    if idle := [key for key in rules if key not in rows]:
+    if unused := [key for key in rules if key not in rows]:
         raise ValueError(
-            f"grouped: expected a group of parameters for every rule, found none for {', '.join(map(repr, idle))}; "
-            f"the groups are {', '.join(map(repr, rows))}. Is it misspelt?"
+            f"grouped: expected a group of parameters for every rule, found none for {', '.join(map(repr, unused))}; "
+            f"the groups are {', '.join(map(repr, rows))}. Check its spelling."
         )
     return rows
 
@@ -108,8 +109,8 @@ def _ones(leaf: Tensor) -> Tensor:
     return torch.ones([1] * leaf.ndim, dtype=wide, device=leaf.device)
 
 
-def _spread(weights: Weights, ones: Tree) -> Tree:
-    """Weights `[m]` as a pytree that broadcasts to the group; others are one already."""
+def _broadcastable(weights: Weights, ones: Tree) -> Tree:
+    """Weights `[m]` as a pytree that broadcasts to the group; entrywise weights are returned as they are."""
     if not (isinstance(weights, Tensor) and weights.ndim == 1):
         return weights
     return tree_map(lambda one: one * per_row(weights, one).to(one.dtype), ones)

@@ -1,4 +1,4 @@
-"""IMTL-G: the same projection on every row."""
+"""IMTL-G: equal projections on all rows."""
 
 import torch
 
@@ -9,48 +9,48 @@ from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.spectral import pseudo_inverse
 
-# Below these parts of what they are sums of, projections and the sum of the weights are rounding.
+# Projections and sums of weights below these fractions of their terms are rounding.
 _VANISHING, _CANCELLED = 1e-10, 1e-13
 
 
 def imtl_g() -> Aggregator:
-    """Weights that sum to one, for a direction that projects equally on every row.
+    """Weights that sum to one, for a direction with equal projections on all rows.
 
-    `weights = v / sum(v)` with `v = G^+ norms`. Where no row depends on others that is `v = C^-1 1 / norms`, C the
-    cosines: solved so, it is right however different the norms are.
+    `weights = v / sum(v)` with `v = G^+ norms`. For independent rows that is `v = C^-1 1 / norms`, C the cosines, which
+    is accurate however different the norms are.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the
-        Gramian while its rank stays what it is.
+        A rule that needs the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the Gramian
+        where its rank is constant.
 
     Laws:
-        Linearly independent rows: `<direction, g_i> / |g_i|` is the same for all i; scaling one row changes the length
-        only. It is `1 / sum(v)`, and negative if that is: then all rows are conflicted with. Scales as the Jacobian
-        does. Rows of zeros get weight 0. Dependent rows: as nearly so as least squares can, the norms being comparable.
-        Where nothing projects on them equally (opposite rows, zeros), or v sums to zero: weights 0. A Gramian that is
-        not finite gives weights NaN. The eigenvalues wait for the device.
+        Linearly independent rows: `<direction, g_i> / |g_i|` is `1 / sum(v)` for all i; if that is negative, the
+        direction conflicts with all rows. Scaling one row changes the length only. Homogeneous in the Jacobian. Rows of
+        zeros get weight 0. Dependent rows: equal in the least-squares sense, for comparable norms. All weights are 0
+        where no direction has equal projections (opposite rows, zeros), or v sums to zero. A non-finite Gramian gives
+        NaN weights. The eigenvalue decomposition synchronizes with the device.
 
     Source:
         Liu et al., Towards impartial multi-task learning, ICLR 2021, section 3.1, the closed form of gradient balance;
         with the pseudo-inverse, for dependent rows: Quinton & Rey, arXiv 2406.16232, appendix on existing aggregators.
 
     Differs:
-        What counts as zero is relative to what was summed, where the reference code has the sum of v below 1e-12: it
-        gives up on rows longer than 1e12.
+        The threshold for a zero sum is relative to its terms; in the reference code it is 1e-12, which excludes rows
+        longer than 1e12.
     """
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
-        blank = G.diagonal() == 0
-        inverse = pseudo_inverse(C + torch.diag(blank.to(C.dtype)))
+        is_zero = G.diagonal() == 0
+        inverse = pseudo_inverse(C + torch.diag(is_zero.to(C.dtype)))
         # C times its pseudo-inverse projects on the range: its trace is the rank.
-        independent = (C * inverse).sum() > (~blank).sum() - 0.5
-        nearly = pseudo_inverse(G) @ torch.where(blank, 0, norms)
-        longest = torch.where(blank, 0, norms).amax()
-        reachable = independent | ((G @ nearly).abs().amax() > _VANISHING * longest)
-        v = torch.where(independent, torch.where(blank, 0, inverse.sum(-1)) / norms, nearly)
+        independent = (C * inverse).sum() > (~is_zero).sum() - 0.5
+        least_squares = pseudo_inverse(G) @ torch.where(is_zero, 0, norms)
+        longest = torch.where(is_zero, 0, norms).amax()
+        attainable = independent | ((G @ least_squares).abs().amax() > _VANISHING * longest)
+        v = torch.where(independent, torch.where(is_zero, 0, inverse.sum(-1)) / norms, least_squares)
         total = v.sum()
-        given = reachable & (total.abs() > _CANCELLED * v.abs().sum())
-        return torch.where(given, v / torch.where(given, total, 1), 0 * v)
+        exists = attainable & (total.abs() > _CANCELLED * v.abs().sum())
+        return torch.where(exists, v / torch.where(exists, total, 1), 0 * v)
 
     return stateless(gramian, weigh)

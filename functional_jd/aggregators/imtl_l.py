@@ -1,4 +1,4 @@
-"""IMTL-L: each loss has a scale, which is learned, so that all scaled losses are alike."""
+"""IMTL-L: learned scales that make all scaled losses equal."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from functional_jd.aggregation.views import losses
 
 
 class ImtlLState(NamedTuple):
-    """What IMTL-L remembers.
+    """The state of IMTL-L.
 
     Attributes:
         log_scales: float64 `[m]`.
@@ -25,29 +25,29 @@ def imtl_l(rate: float = 0.1) -> Aggregator:
     `s = sum_i (exp(v_i) L_i - v_i)`, so `weights_i = exp(v_i)`; then `v <- v - rate ds/dv`; v starts at 0.
 
     Args:
-        rate: of the log-scales, positive. The rule learns them itself, by gradient descent, in the call that uses them:
-            the optimizer need not know of them.
+        rate: learning rate of the log-scales, positive. The rule itself updates them, by gradient descent in every
+            call; they are not parameters of the optimizer.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, positive;
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to losses and state.
 
     Raises:
         ValueError: `rate` out of range.
 
     Laws:
-        The direction and the step of v are what gradient descent on s in both gives, from the same point. Losses that
-        never change end at `exp(v) = 1 / L`, all scaled losses 1: so losses must be positive, else v grows for ever.
-        `uw(2 rate)` has half the weights. Losses far above `1 / rate` throw v beyond its goal in the first call, from
-        where it comes back by `rate` per call: divide them by what they start at. Losses that are not finite give a
-        state that is not: carry on with the old one.
+        The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
+        losses converge to `exp(v) = 1 / L`, with all scaled losses 1: so losses must be positive, else v diverges.
+        `uw(2 rate)` has half the weights. Losses far above `1 / rate` make v overshoot in the first call, and return by
+        `rate` per call: divide losses by their initial values. Non-finite losses give a non-finite state: keep the
+        previous one.
 
     Source:
         Liu, Li, Kuang, Xue, Chen, Yang, Liao & Zhang, Towards impartial multi-task learning, ICLR 2021: loss balance,
         with the exponential for the scaling function.
 
     Differs:
-        The paper learns v with the optimizer of the parameters; here it is plain descent, with its own rate.
+        The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
     if not 0 < rate < float("inf"):
         raise ValueError(f"imtl_l: rate must be positive and finite, found {rate}. The default is 0.1.")
@@ -60,5 +60,5 @@ def imtl_l(rate: float = 0.1) -> Aggregator:
 
 
 def value(losses: Tensor, log_scales: Tensor) -> Tensor:
-    """The number that is descended."""
+    """The scalarization of the losses."""
     return (torch.exp(log_scales) * losses - log_scales).sum()

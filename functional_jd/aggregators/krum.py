@@ -1,4 +1,4 @@
-"""Krum: the rows that lie closest to their neighbours count, the others do not."""
+"""Krum: the mean of the rows that are closest to their neighbours."""
 
 import torch
 
@@ -10,26 +10,27 @@ from functional_jd.core.types import Gramian, Weights
 
 
 def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
-    """The mean of the rows that are closest to their neighbours: it resists some rows that are arbitrarily wrong.
+    """The mean of the rows that are closest to their neighbours, robust to some arbitrarily wrong rows.
 
     `score_i = sum |g_i - g_j|^2` over the `m - n_byzantine - 2` rows g_j, j != i, that are closest to g_i;
     `weights_i = 1 / n_selected` for the `n_selected` lowest scores, else 0.
 
     Args:
-        n_byzantine: how many rows may be wrong, at least 0.
-        n_selected: how many rows count, at least 1; 1 is Krum, more is Multi-Krum.
+        n_byzantine: number of rows that may be wrong, at least 0.
+        n_selected: number of rows to average, at least 1; 1 is Krum, more is Multi-Krum.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64; their derivatives are 0, which is right wherever no
-        two scores tie.
+        A rule that needs the Gramian. Weights `[m]`, float64; their derivatives are 0, which is correct where no two
+        scores are equal.
 
     Raises:
-        ValueError: no such numbers of rows; at the call, fewer than `n_byzantine + 3` rows, or than `n_selected`.
+        ValueError: `n_byzantine` or `n_selected` out of range; when called, fewer than `n_byzantine + 3` rows, or than
+            `n_selected`.
 
     Laws:
-        Equivariant under translation, rotation and scaling of all rows. Equal to `mean()` for `n_selected = m`. Equal
-        scores: the first rows win. A Gramian that is not finite gives weights NaN. The paper's guarantee holds
-        for `m > 2 n_byzantine + 2`.
+        Equivariant under translation, rotation and scaling of all rows. Equal to `mean()` for `n_selected = m`. Of
+        equal scores, those of the first rows are selected. A non-finite Gramian gives NaN weights. The paper's
+        guarantee holds for `m > 2 n_byzantine + 2`.
 
     Source:
         Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4.
@@ -48,11 +49,11 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         if m < n_byzantine + 3 or m < n_selected:
             raise ValueError(
                 f"krum: expected at least {max(n_byzantine + 3, n_selected)} rows, with n_byzantine={n_byzantine} and "
-                f"n_selected={n_selected}, found {m}. Have more objectives, or lower these."
+                f"n_selected={n_selected}, found {m}. Use more objectives, or lower these numbers."
             )
-        squares, own = G.detach().diagonal(), torch.eye(m, dtype=torch.bool, device=G.device)
+        squares, eye = G.detach().diagonal(), torch.eye(m, dtype=torch.bool, device=G.device)
         distances = squares + squares.unsqueeze(1) - 2 * G.detach()
-        closest = torch.where(own, torch.inf, distances).sort(dim=1).values[:, : m - n_byzantine - 2]
+        closest = torch.where(eye, torch.inf, distances).sort(dim=1).values[:, : m - n_byzantine - 2]
         selected = closest.sum(1).argsort(stable=True)[:n_selected]
         return with_nan_of(torch.zeros_like(squares).scatter(0, selected, 1 / n_selected), G.sum())
 

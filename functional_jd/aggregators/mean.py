@@ -1,4 +1,4 @@
-"""Mean: every row counts the same, and all together count one."""
+"""Mean: equal weights that sum to one."""
 
 import torch
 
@@ -13,9 +13,9 @@ def mean() -> Aggregator:
     `weights_i = 1 / m`
 
     Returns:
-        A rule that looks at nothing: one weighted backward pass is all it costs.
+        A rule that needs no gradients: a step costs one weighted backward pass.
 
     Laws:
-        Linear in the Jacobian; `mean() = total() / m`. It conflicts with a row whenever the others outweigh it.
+        Linear in the Jacobian; `mean() = total() / m`. It conflicts with a row that the others outweigh.
     """
-    return stateless(no_gradients, lambda seen: torch.full_like(seen, 1 / len(seen)))
+    return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))

@@ -1,4 +1,4 @@
-"""MoDo: weights that learn, by one projected step per call, from Jacobians on two independent batches."""
+"""MoDo: one projected step of the weights per call, from Jacobians on two independent batches."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from functional_jd.solvers.simplex import simplex_projection
 
 
 class ModoState(NamedTuple):
-    """What MoDo remembers.
+    """The state of MoDo.
 
     Attributes:
         weights: float64 `[m]`, of the last call.
@@ -21,39 +21,38 @@ class ModoState(NamedTuple):
 
 
 def modo(rate: float = 0.1, ridge: float = 0.1) -> Aggregator:
-    """Walk towards the min-norm point of the simplex, with gradients that two batches make unbiased.
+    """Approach the min-norm weights in the simplex by steps that two independent batches make unbiased.
 
     `w <- P(w - rate (A w + ridge w))`, with `A = J1 J2'` and P the projection on the simplex; w starts uniform.
 
     Args:
-        rate: length of the step, in units of one over a squared gradient; positive.
-        ridge: how strongly the weights are held together, in units of a squared gradient; not negative.
+        rate: step size, in units of one over a squared gradient; positive.
+        ridge: regularisation towards uniform weights, in units of a squared gradient; not negative.
 
     Returns:
-        A rule that looks at `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Its weights, float64
+        A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Its weights, float64
         `[m]`, lie in the simplex; they are differentiable with respect to the state and to both Jacobians.
 
     Raises:
-        ValueError: `rate` or `ridge` out of range; at the call, no second Jacobian.
+        ValueError: `rate` or `ridge` out of range; when called, no second Jacobian.
 
     Laws:
-        The step is linear in each of the two batches, hence without bias before it is projected. On the same batch
-        again and again, with a rate below `2 / max eigenvalue`, the weights converge to the min-norm point of
-        `A + ridge I`. Zero, equal or opposite rows are nothing special; one row gets weight 1. A Jacobian that is not
-        finite gives weights and a state that are NaN: carry on with the old state. Not
-        scale-equivariant, as in the paper: `rate` has a unit.
+        The step is linear in each of the two batches, hence unbiased before its projection. On a constant batch, with a
+        rate below `2 / max eigenvalue`, the weights converge to the min-norm point of `A + ridge I`. Zero, equal and
+        opposite rows are no special cases; a single row gets weight 1. A non-finite Jacobian gives NaN weights and a
+        NaN state: keep the previous state. Not scale-equivariant, as in the paper: `rate` has a unit.
 
     Source:
         Chen, Fernando, Ying & Chen, Three-way trade-off in multi-objective learning, JMLR 25, 2024, equation 2.9a.
 
     Differs:
-        The paper steps along the mean of both batches' gradients or along a third one; here the direction is that of
-        the Jacobian handed over first. Take a third for `combine(jacobian, weights)` to follow it.
+        The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
+        Jacobian. For a third batch, use `combine(third_jacobian, weights)`.
     """
     if not 0 < rate < float("inf"):
         raise ValueError(f"modo: rate must be positive and finite, found {rate}. The default is 0.1.")
     if not 0 <= ridge < float("inf"):
-        raise ValueError(f"modo: ridge must be finite and not negative, found {ridge}. Take 0 for none.")
+        raise ValueError(f"modo: ridge must be finite and not negative, found {ridge}. Use 0 for none.")
 
     def init(A: Tensor) -> ModoState:
         return ModoState(torch.full_like(A[0], 1 / len(A)))

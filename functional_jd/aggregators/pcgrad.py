@@ -1,4 +1,4 @@
-"""PCGrad: every row gives up what opposes the other rows, one after the other, in random order."""
+"""PCGrad: remove from every row its conflicts with the other rows, in random order."""
 
 import torch
 from torch import Tensor
@@ -12,44 +12,44 @@ from functional_jd.random import split
 
 
 def pcgrad(key: Tensor) -> Aggregator:
-    """Project every row on the normal plane of each row that it conflicts with, then add the projections up.
+    """Project every row on the normal plane of each row that it conflicts with, then sum the projections.
 
-    `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order of i's own,
+    `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i,
     `p_i <- p_i + max(0, -<p_i, g_j>) / |g_j|^2 g_j`.
 
     Args:
-        key: int64 `[2]`, as `functional_jd.random.key` makes it; do not use it again.
+        key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
-        wherever no projected row is orthogonal to the next. Its state is the key of the next call, int64 `[2]`, on the
+        A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
+        where no projected row is orthogonal to the next. Its state is the key of the next call, int64 `[2]`, on the
         Jacobian's device.
 
     Raises:
-        TypeError, ValueError: `key` is none.
+        TypeError, ValueError: `key` is not a key.
 
     Laws:
-        The same state, the same random orders, on every device and under every transform; the key advances at every
-        call. Equal to `total()` where no two rows conflict. Scale-equivariant. Two rows are never conflicted with, and
-        leave nothing to chance; more may be, as each projection may undo an earlier one. Rows of zeros change nothing;
-        one row gets weight 1; two opposite rows give zero. A Gramian that is not finite gives weights NaN.
+        The same state gives the same random orders on every device and under every transform; the key advances at every
+        call. Equal to `total()` where no two rows conflict. Scale-equivariant. With two rows it never conflicts and
+        does not depend on the key; with more it may conflict, as a projection may undo an earlier one. Rows of zeros
+        have no effect; a single row gets weight 1; two opposite rows give zero. A non-finite Gramian gives NaN weights.
 
     Source:
         Yu et al., Gradient surgery for multi-task learning, NeurIPS 2020, arXiv 2001.06782, algorithm 1.
     """
-    split(key, 1)  # what is no key is refused here, not at the first call
+    split(key, 1)  # so that a wrong key raises here, not in the first call
 
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
-        drawn, carried = split(state)
+        subkey, next_key = split(state)
         eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
         squares = nonzero(G.diagonal())
         coefficients, products = eye, G  # of each p_i in terms of the rows, and with the rows
-        for j in random_visit_orders(drawn, len(G)).unbind(1):
-            visited = eye[j]
-            conflict = (visited * products).sum(1).clamp(max=0)
+        for j in random_visit_orders(subkey, len(G)).unbind(1):
+            one_hot = eye[j]
+            conflict = (one_hot * products).sum(1).clamp(max=0)
             steps = (-conflict / squares[j]).unsqueeze(1)
-            coefficients = coefficients + steps * visited
+            coefficients = coefficients + steps * one_hot
             products = products + steps * G[j]
-        return with_nan_of(coefficients.sum(0), G.sum()), carried
+        return with_nan_of(coefficients.sum(0), G.sum()), next_key
 
     return Aggregator(gramian, lambda G: key.to(G.device), update)

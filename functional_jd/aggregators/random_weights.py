@@ -1,4 +1,4 @@
-"""Random weights: the rows count what chance says, anew at every call."""
+"""Random weights: drawn independently in every call."""
 
 import torch
 from torch import Tensor
@@ -9,31 +9,31 @@ from functional_jd.random import normal, split
 
 
 def random_weights(key: Tensor) -> Aggregator:
-    """The sum of the rows with random weights that add up to one.
+    """The sum of the rows with random weights that sum to one.
 
-    `weights = softmax(z)`, with z standard normal, drawn anew at every call.
+    `weights = softmax(z)`, with z standard normal, drawn in every call.
 
     Args:
-        key: int64 `[2]`, as `functional_jd.random.key` makes it; do not use it again.
+        key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
 
     Returns:
-        A rule that looks at nothing: one weighted backward pass is all it costs. Its state is the key of the next call,
+        A rule that needs no gradients: a step costs one weighted backward pass. Its state is the key of the next call,
         int64 `[2]`, on the Jacobian's device.
 
     Raises:
-        TypeError, ValueError: `key` is none.
+        TypeError, ValueError: `key` is not a key.
 
     Laws:
-        The same state, the same random numbers, on every device and under every transform; the key advances at every
-        call. Weights are positive and add up to one; on average `mean()`.
+        The same state gives the same random numbers on every device and under every transform; the key advances at
+        every call. Weights are positive and sum to one; the expected direction is that of `mean()`.
 
     Source:
         Lin, Ye, Zhang & Tsang, Reasonable effectiveness of random weighting, TMLR 2022, arXiv 2111.10603, algorithm 2.
     """
-    split(key, 1)  # what is no key is refused here, not at the first call
+    split(key, 1)  # so that a wrong key raises here, not in the first call
 
-    def update(seen: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        drawn, carried = split(state)
-        return torch.softmax(normal(drawn, seen.shape, dtype=seen.dtype), dim=0), carried
+    def update(zeros: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        subkey, next_key = split(state)
+        return torch.softmax(normal(subkey, zeros.shape, dtype=zeros.dtype), dim=0), next_key
 
-    return Aggregator(no_gradients, lambda seen: key.to(seen.device), update)
+    return Aggregator(no_gradients, lambda zeros: key.to(zeros.device), update)

@@ -1,4 +1,4 @@
-"""Smooth Tchebycheff: the worst objective counts most, and the others count as far as they are near."""
+"""Smooth Tchebycheff: a smooth maximum of the weighted losses."""
 
 import torch
 from torch import Tensor
@@ -9,40 +9,40 @@ from functional_jd.aggregation.per_objective import Numbers, per_objective, pref
 
 
 def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
-    """Descend a smooth maximum of the weighted losses.
+    """Minimise a smooth maximum of the weighted losses.
 
     `s = mu log sum_i exp(u_i (L_i - z_i) / mu)`, so `weights = u softmax(u (L - z) / mu)`
 
     Args:
-        mu: how smooth, in the unit of the weighted losses; positive. The smaller, the nearer to the maximum.
-        weights: u `[m]`, how much each objective matters; `None` means `1 / m`.
-        reference: z `[m]`, the best that each loss could be; `None` means 0.
+        mu: smoothing, in the unit of the weighted losses; positive. Smaller values are closer to the maximum.
+        weights: u `[m]`, the importance of each objective; `None` means `1 / m`.
+        reference: z `[m]`, the best value of each loss; `None` means 0.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`;
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
         differentiable with respect to the losses, to `weights` and to `reference`.
 
     Raises:
         TypeError: `weights` or `reference` not floating-point.
-        ValueError: `mu` not positive, `weights` negative or all zero, either not finite or of another shape; at the
-            call, not one per loss.
+        ValueError: `mu` not positive, `weights` negative or all zero, either not finite or of another shape; when
+            called, not one per loss.
 
     Laws:
         s lies between the largest weighted loss and that plus `mu log m`; for mu to 0 it is `tchebycheff`, for mu to
-        infinity the direction is that of the weighted mean, `u / m`. Losses, reference and mu times c give the same
-        weights. Any finite losses will do; an infinite one gives weights that are NaN.
+        infinity the direction is that of the weighted mean, `u / m`. Invariant to multiplying losses, reference and mu
+        by c. Any finite losses are valid; an infinite one gives NaN weights.
 
     Source:
         Lin, Zhang, Yang, Liu, Wang & Zhang, Smooth Tchebycheff scalarization for multi-objective optimization, ICML
         2024, arXiv 2402.19078: the smooth Tchebycheff scalarization.
     """
     if not 0 < mu < float("inf"):
-        raise ValueError(f"stch: mu must be positive and finite, found {mu}. For mu = 0 take tchebycheff.")
+        raise ValueError(f"stch: mu must be positive and finite, found {mu}. For mu = 0 use tchebycheff.")
     u = preferences(weights, "stch", "weights")
-    z = per_objective(reference, "stch", "reference", otherwise=lambda _: 0.0)
+    z = per_objective(reference, "stch", "reference", default=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, mu, u(losses), z(losses)))
 
 
 def value(losses: Tensor, mu: float, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:
-    """The number that is descended."""
+    """The scalarization of the losses."""
     return mu * torch.logsumexp(weights * (losses - reference) / mu, dim=0)

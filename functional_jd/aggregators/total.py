@@ -1,4 +1,4 @@
-"""Total: every row counts one."""
+"""Total: all weights are one."""
 
 import torch
 
@@ -13,9 +13,9 @@ def total() -> Aggregator:
     `weights_i = 1`
 
     Returns:
-        A rule that looks at nothing: one weighted backward pass is all it costs.
+        A rule that needs no gradients: a step costs one weighted backward pass.
 
     Laws:
-        Linear in the Jacobian; `total() = m mean()`. It conflicts with a row whenever the others outweigh it.
+        Linear in the Jacobian; `total() = m mean()`. It conflicts with a row that the others outweigh.
     """
     return stateless(no_gradients, torch.ones_like)

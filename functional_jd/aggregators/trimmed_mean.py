@@ -1,4 +1,4 @@
-"""Trimmed mean: entry by entry, the mean of what is left without the largest and the smallest."""
+"""Trimmed mean: the entrywise mean of the rows without the largest and the smallest."""
 
 import torch
 from torch import Tensor
@@ -16,20 +16,20 @@ def trimmed_mean(trim: int) -> Aggregator:
     among the last `trim`, else 0.
 
     Args:
-        trim: how many to drop on either side, at least 0.
+        trim: number of rows to drop on either side, at least 0.
 
     Returns:
-        A rule that looks at the whole Jacobian. Weights: a pytree like the Jacobian, at least float32; constant to
-        derivatives, which is right wherever no two rows are equal.
+        A rule that needs the full Jacobian. Weights: a pytree like the Jacobian, at least float32; their derivative is
+        0, which is correct where no two entries are equal.
 
     Raises:
-        ValueError: no such number of rows; at the call, fewer than `2 trim + 1` rows.
+        ValueError: `trim` out of range; when called, fewer than `2 trim + 1` rows.
 
     Laws:
-        Equivariant under scaling, and under adding a vector to every row. The direction does not depend on the order
-        of the rows, up to rounding; of equal entries the first count as smaller. `trimmed_mean(0) = mean()`; for
-        `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry lies between entries of right
-        ones. An entry with a row that is not finite is not finite, whether that row was dropped or not.
+        Equivariant under scaling, and under adding a vector to every row. The direction does not depend on the order of
+        the rows, up to rounding; of equal entries the first is treated as smaller. `trimmed_mean(0) = mean()`; for
+        `m = 2 trim + 1` it is the median. With at most `trim` wrong rows, every entry lies between entries of correct
+        rows. An entry with a non-finite row is not finite, whether that row is dropped or not.
 
     Source:
         Yin, Chen, Ramchandran & Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498,
@@ -43,14 +43,14 @@ def trimmed_mean(trim: int) -> Aggregator:
 
     def weigh(leaf: Tensor) -> Tensor:
         m = leaf.shape[0]
-        left = m - 2 * trim
-        if left < 1:
+        n_kept = m - 2 * trim
+        if n_kept < 1:
             raise ValueError(
                 f"trimmed_mean: expected at least {2 * trim + 1} rows, with trim={trim}, found {m}. "
-                "Have more objectives, or trim less."
+                "Use more objectives, or a smaller trim."
             )
         kept = leaf.detach().sort(dim=0, stable=True).indices[trim : m - trim]
-        nothing = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
-        return nothing.scatter(0, kept, 1 / left)
+        zeros = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
+        return zeros.scatter(0, kept, 1 / n_kept)
 
     return stateless(full_jacobian, lambda J: tree_map(weigh, J))

@@ -1,4 +1,4 @@
-"""UPGrad: no row is conflicted with, and every row pulls with its full length."""
+"""UPGrad: the mean of the projections of all rows on their dual cone."""
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
@@ -9,7 +9,7 @@ from functional_jd.solvers.dual_cone import cosines, row_multipliers
 
 
 def upgrad(preference: Numbers | None = None) -> Aggregator:
-    """Project every row on the dual cone of all rows, then combine the projections as preferred.
+    """Project every row on the dual cone of all rows, then combine the projections with the preference as weights.
 
     `direction = sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }` for rows g_i. In terms of
     unit rows n_j with cosines C, `p_i = g_i + |g_i| sum_j S_ji n_j`, where column i of S holds the multipliers of n_i:
@@ -17,30 +17,30 @@ def upgrad(preference: Numbers | None = None) -> Aggregator:
 
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
-            what happens to the tensor afterwards is not seen.
+            later changes to the tensor have no effect.
 
     Returns:
-        A rule that looks at the Gramian. Weights `[m]`, float64, at least u where the rows are independent; where they
-        are not, several weights give the one direction. Differentiable twice with respect to the Gramian, where the set
-        of active constraints does not change, and to the preference.
+        A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
+        where they are dependent. Twice differentiable with respect to the Gramian, where the set of active constraints
+        does not change, and to the preference.
 
     Raises:
         TypeError: a preference that is not floating-point.
         ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); at the call, not one per row.
+            values are not known); when called, not one per row.
 
     Laws:
         Never conflicts: `J direction >= 0`. Equal to `constant(u)` where no two rows conflict. Linear under scaling of
-        rows: the direction for `diag(c) J` is linear in `c >= 0`; so it scales as the Jacobian does. Rows of zeros
-        change nothing. Rows of which a positive combination is zero (a stationary Jacobian) give zero. A Gramian
-        that is not finite gives weights NaN.
+        rows: the direction for `diag(c) J` is linear in `c >= 0`; so it is homogeneous in the Jacobian. Rows of zeros
+        have no effect. A stationary Jacobian (a positive combination of its rows is zero) gives zero. A non-finite
+        Gramian gives NaN weights.
 
     Source:
         Quinton & Rey, arXiv 2406.16232, equations 4 and 5, proposition 1.
 
     Differs:
-        Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: rows of very
-        different norms, or all very small, are not conflicted with either.
+        Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: no conflict remains
+        for rows of very different or very small norms.
     """
     preference_of = preferences(preference, "upgrad")
 

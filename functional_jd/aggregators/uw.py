@@ -1,4 +1,4 @@
-"""Uncertainty weighting: each objective has a noise, which is learned, and counts as far as it is certain."""
+"""Uncertainty weighting: weights inverse to learned noise variances."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from functional_jd.aggregation.views import losses
 
 
 class UwState(NamedTuple):
-    """What uncertainty weighting remembers.
+    """The state of uncertainty weighting.
 
     Attributes:
         log_variances: float64 `[m]`.
@@ -25,29 +25,28 @@ def uw(rate: float = 0.1) -> Aggregator:
     `s = sum_i (exp(-v_i) L_i + v_i) / 2`, so `weights_i = exp(-v_i) / 2`; then `v <- v - rate ds/dv`; v starts at 0.
 
     Args:
-        rate: of the log-variances, positive. The rule learns them itself, by gradient descent, in the call that uses
-            them: the optimizer need not know of them.
+        rate: learning rate of the log-variances, positive. The rule itself updates them, by gradient descent in every
+            call; they are not parameters of the optimizer.
 
     Returns:
-        A rule that looks at the losses: one weighted backward pass is all it costs. Weights float64 `[m]`, positive;
+        A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to losses and state.
 
     Raises:
         ValueError: `rate` out of range.
 
     Laws:
-        The direction and the step of v are what gradient descent on s in both gives, from the same point. Losses that
-        never change end at `exp(v) = L`, all weighted losses 1/2: so losses must be positive, else v falls for ever.
-        Losses far above `2 / rate` throw v beyond its goal in the first call, from where it comes back by `rate / 2`
-        per call: divide them by what they start at. Losses that are not finite give a state that is not: carry on with
-        the old one.
+        The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
+        losses converge to `exp(v) = L`, with all weighted losses 1/2: so losses must be positive, else v diverges.
+        Losses far above `2 / rate` make v overshoot in the first call, and return by `rate / 2` per call: divide losses
+        by their initial values. Non-finite losses give a non-finite state: keep the previous one.
 
     Source:
         Kendall, Gal & Cipolla, Multi-task learning using uncertainty to weigh losses for scene geometry and semantics,
         CVPR 2018, section 3.
 
     Differs:
-        The paper learns v with the optimizer of the parameters; here it is plain descent, with its own rate.
+        The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
     if not 0 < rate < float("inf"):
         raise ValueError(f"uw: rate must be positive and finite, found {rate}. The default is 0.1.")
@@ -60,5 +59,5 @@ def uw(rate: float = 0.1) -> Aggregator:
 
 
 def value(losses: Tensor, log_variances: Tensor) -> Tensor:
-    """The number that is descended."""
+    """The scalarization of the losses."""
     return (torch.exp(-log_variances) * losses + log_variances).sum() / 2

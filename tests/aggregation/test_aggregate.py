@@ -252,12 +252,12 @@ MISTAKES = {
     "integers": (lambda: aggregate(counting(), {"n": ONES.int()}), TypeError, "found torch.int32 .* in 'n'"),
     "others": (lambda: aggregate(counting(), ONES, None, ONES[:1]), ValueError, "same number of rows, found 2 and 1"),
     "no other": (lambda: aggregate(stateless(cross_gramian, torch.diag), ONES), ValueError, "found only one"),
-    "no losses": (lambda: aggregate(geometric(), ONES), ValueError, "looks at the losses, found none"),
+    "no losses": (lambda: aggregate(geometric(), ONES), ValueError, "needs the losses, found none. Pass them"),
     "no function": (lambda: scalarized(ONES), TypeError, "scalarized: s must be a function, found Tensor"),
     "no scalar": (
         lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
         ValueError,
-        r"scalarized: s must give one scalar tensor, found shape \[2\]. Reduce it",
+        r"scalarized: s must return one scalar tensor, found shape \[2\]. Reduce it",
     ),
     "a number": (
         lambda: aggregate(scalarized(lambda v: 1.0), ONES, losses=torch.ones(2)),
@@ -276,13 +276,15 @@ def test_mistakes_are_named_with_their_cure(mistake):
 
 def test_weights_and_losses_of_another_m_are_named():
     jacobian = random_tree(m=3)
-    with pytest.raises(ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Does the rule"):
+    with pytest.raises(
+        ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Check the number"
+    ):
         combine(jacobian, torch.ones(2))
     with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[4\]"):
         aggregate(stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
     with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[\]"):
         combine(jacobian, torch.ones(()))
-    with pytest.raises(ValueError, match=r"aggregate: expected one loss per row, 3 in all, found 2\. Hand over"):
+    with pytest.raises(ValueError, match=r"aggregate: expected one loss per row, 3 in all, found 2\. Pass the losses"):
         aggregate(stateless(losses, torch.ones_like), jacobian, losses=[torch.ones(()), torch.ones(1)])
 
 

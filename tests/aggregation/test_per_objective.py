@@ -33,7 +33,7 @@ def test_a_tensor_is_copied_and_widened():
 
 def test_none_is_one_share_each_or_what_the_rule_says():
     assert preferences(None, "rule")(torch.eye(4)).tolist() == [0.25] * 4
-    assert per_objective(None, "rule", "numbers", otherwise=lambda m: m + 0.5)(LOSSES).tolist() == [3.5] * 3
+    assert per_objective(None, "rule", "numbers", default=lambda m: m + 0.5)(LOSSES).tolist() == [3.5] * 3
     assert preferences(None, "rule")(LOSSES).dtype == torch.float64
 
 

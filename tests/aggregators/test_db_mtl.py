@@ -155,5 +155,5 @@ def test_hyper_parameters_are_checked(wrong):
 
 
 def test_losses_are_asked_for():
-    with pytest.raises(ValueError, match="this rule looks at the losses, found none"):
+    with pytest.raises(ValueError, match="this rule needs the losses, found none"):
         aggregate(db_mtl(), number(0))

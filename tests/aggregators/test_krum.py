@@ -106,7 +106,7 @@ def test_numbers_of_rows_that_do_not_fit_are_refused():
     for numbers, name in (((-1,), "n_byzantine"), ((1.5,), "n_byzantine"), ((1, 0), "n_selected")):
         with pytest.raises(ValueError, match=rf"krum: expected {name} to be an integer of at least"):
             krum(*numbers)
-    with pytest.raises(ValueError, match=r"krum: expected at least 7 rows, with n_byzantine=4 .* found 6. Have more"):
+    with pytest.raises(ValueError, match=r"krum: expected at least 7 rows, with n_byzantine=4 .* found 6. Use more"):
         aggregate(krum(4), SIX)
-    with pytest.raises(ValueError, match=r"krum: expected at least 8 rows, .* n_selected=8, found 6. Have more"):
+    with pytest.raises(ValueError, match=r"krum: expected at least 8 rows, .* n_selected=8, found 6. Use more"):
         aggregate(krum(0, 8), SIX)

@@ -111,5 +111,5 @@ def test_numbers_of_rows_that_do_not_fit_are_refused():
     for trim in (-1, 0.5):
         with pytest.raises(ValueError, match=r"trimmed_mean: expected trim to be an integer of at least 0"):
             trimmed_mean(trim)
-    with pytest.raises(ValueError, match=r"trimmed_mean: expected at least 7 rows, with trim=3, found 5. Have more"):
+    with pytest.raises(ValueError, match=r"trimmed_mean: expected at least 7 rows, with trim=3, found 5. Use more"):
         aggregate(trimmed_mean(3), FIVE)
