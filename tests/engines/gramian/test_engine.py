@@ -17,7 +17,6 @@ from gramian_by_hand import (
     expectation_by_finite_differences,
     found,
     gramian_fn,
-    is_tapped,
     model_of,
     network,
     priced,
