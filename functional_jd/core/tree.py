@@ -1,7 +1,7 @@
-"""Pytrees: the one module that flattens, and the only one that imports optree.
+"""Flattening and mapping of pytrees. The only module that imports optree.
 
-Dict keys come in sorted order, whatever order they were inserted in: two dicts with the same keys are the same tree.
-A class is a container when it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
+Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. A class
+is a container if it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
 """
 
 from collections.abc import Callable
@@ -21,40 +21,40 @@ _TENSORS = {Tensor}
 
 
 Structure = Any
-"""What `tree_flatten` took off, and `tree_unflatten` puts on again."""
+"""The structure that `tree_flatten` returns and `tree_unflatten` takes."""
 
 
 def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """The leaves of a pytree, and its structure."""
+    """Return the leaves of a pytree and its structure."""
     if torch.compiler.is_compiling():
         return _traced_flatten(tree)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
-    if kinds == _TENSORS or not (strangers := kinds & pytree_nodes.keys()):
+    if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
         return leaves, (structure, None)  # pyright: ignore[reportReturnType]
-    for container in strangers:
-        _adopt(container)
+    for container in unregistered:
+        _register_with_optree(container)
     return tree_flatten(tree)
 
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
-    """The pytree of this structure with these leaves."""
+    """Build the pytree with this structure and these leaves."""
     spec, empty = structure
     if empty is not None:
         rest = iter(leaves)
-        leaves = [{} if hole else next(rest) for hole in empty]
+        leaves = [{} if is_empty else next(rest) for is_empty in empty]
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
-    """The leaves of a pytree that must have this structure (dicts match by key)."""
+    """Return the leaves of a pytree that must have this structure (dicts match by key)."""
     spec, empty = structure
     leaves = spec.flatten_up_to(tree)
-    return leaves if empty is None else [leaf for leaf, hole in zip(leaves, empty, strict=True) if not hole]
+    return leaves if empty is None else [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
-    """The leaves of a pytree."""
+    """Return the leaves of a pytree."""
     return tree_flatten(tree)[0]
 
 
@@ -72,27 +72,27 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def tree_names(tree: Tree) -> list[str]:
-    """The leaves' names, such as `"layers.0.weight"`; one bare leaf is called `"value"`."""
+    """Return the names of the leaves, such as `"layers.0.weight"`; a single tensor is named `"value"`."""
     tree_flatten(tree)
     paths = optree.tree_paths(tree, namespace=NAMESPACE)
     return [".".join(str(part) for part in path) or "value" for path in paths]
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether every value of a pytree of floating-point tensors is finite: bool `[]`.
+    """Return whether every value of a pytree of floating-point tensors is finite: bool `[]`.
 
-    By the largest and the smallest value, which keep NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
+    Tests the minimum and the maximum, which propagate NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
     """
-    ends = [end for leaf in tree_leaves(tree) if leaf.numel() for end in torch.aminmax(leaf.detach())]
-    return (torch.stack(ends).abs() < torch.inf).all() if ends else torch.ones((), dtype=torch.bool)
+    extrema = [value for leaf in tree_leaves(tree) if leaf.numel() for value in torch.aminmax(leaf.detach())]
+    return (torch.stack(extrema).abs() < torch.inf).all() if extrema else torch.ones((), dtype=torch.bool)
 
 
 def row_count(jacobian: Tree, where: str) -> int:
-    """The number m of rows that all leaves `[m, *p]` share.
+    """Return m, the number of rows of all leaves `[m, *p]`.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor.
-        ValueError: no leaves, no rows, or leaves that disagree.
+        TypeError: a leaf is not a floating-point tensor.
+        ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
     """
     rows: dict[int, int] = {}
     leaves = tree_leaves(jacobian)
@@ -100,7 +100,7 @@ def row_count(jacobian: Tree, where: str) -> int:
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
-                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or hand over its "
+                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
                 "tensors."
             )
         if not leaf.is_floating_point() or leaf.ndim == 0:
@@ -114,21 +114,21 @@ def row_count(jacobian: Tree, where: str) -> int:
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[index]!r}" for m, index in rows.items())
         raise ValueError(
-            f"{where}: every leaf needs the same number of rows, found {found}. "
+            f"{where}: every leaf must have the same number of rows, found {found}. "
             "Did you mix Jacobians of different losses?"
         )
     if not rows or 0 in rows:
         raise ValueError(
-            f"{where}: needs at least one row (one objective), found none. Is the tree of losses or parameters empty?"
+            f"{where}: needs at least one row (one objective), found none. Is the pytree of losses or parameters empty?"
         )
     return next(iter(rows))
 
 
 def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
-    """The leaves and structure of a pytree that must hold floating-point tensors only.
+    """Return the leaves and the structure of a pytree of floating-point tensors.
 
     Raises:
-        TypeError: a leaf is something else.
+        TypeError: a leaf is not a floating-point tensor.
         ValueError: there are no leaves.
     """
     leaves, structure = tree_flatten(params)
@@ -137,7 +137,7 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
             found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
-                "Buffers and settings do not belong here: they are further arguments of the losses."
+                "Pass buffers and settings as further arguments of the losses."
             )
     if not leaves:
         raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")
@@ -145,18 +145,18 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
 
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """While torch.compile traces, which trips over empty dicts: there they are leaves, left out and put back."""
+    """Flatten under torch.compile, which fails on empty dicts: they become leaves, which are left out of the result."""
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is_empty_dict, namespace=NAMESPACE)
     empty = [_is_empty_dict(leaf) for leaf in leaves]
-    return [leaf for leaf, hole in zip(leaves, empty, strict=True) if not hole], (spec, empty)  # pyright: ignore[reportReturnType]
+    return [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty], (spec, empty)  # pyright: ignore[reportReturnType]
 
 
 def _is_empty_dict(value: Any) -> bool:
     return isinstance(value, dict) and not value
 
 
-def _adopt(container: type) -> None:
-    """Make optree see through a class that is registered with torch's own pytree, just as torch does."""
+def _register_with_optree(container: type) -> None:
+    """Register a container of `torch.utils._pytree` with optree."""
     node = pytree_nodes[container]
 
     def unflatten(context: Any, children: Any) -> Any:
