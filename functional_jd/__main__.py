@@ -21,22 +21,23 @@ import functional_jd as jd
 from functional_jd.random import key, normal, permutation, split, uniform
 
 TRAIN_IMAGES, TEST_IMAGES = 2048, 1000
-WIDTH = 32  # of what the heads see
+WIDTH = 32  # the number of features
 LEARNING_RATE = 5e-3
-TINY = 1e-9  # the unit of the reconstruction loss: in float16 its gradients are zeros unless they are scaled
-LOOK = 8  # every how many steps the rows are compared
-GREY_LEVELS = 16  # of the scanned digits
+RECONSTRUCTION_FACTOR = 1e-9  # so small that in float16 the gradients underflow to zero unless they are scaled
+CONFLICT_INTERVAL = 8  # the number of steps between two tests for conflicts
+GREY_LEVELS = 16  # the range of pixel values in the data set
 
 DESCRIPTION = f"""\
-Two handwritten digits overlap in one small image. One convolutional trunk serves three tasks: name the left digit, name
-the right digit, and reconstruct the image; the reconstruction loss is multiplied by {TINY:g}. Training is in mixed
-precision, with one loss scale per task. Every rule starts from the same parameters and sees the same batches.
+Two handwritten digits overlap in one small image. One convolutional trunk serves three tasks: classify the left digit,
+classify the right digit, and reconstruct the image. The reconstruction loss is multiplied by {RECONSTRUCTION_FACTOR:g}.
+Training is in mixed precision, with one loss scale per task. Every rule starts from the same parameters and uses the
+same batches.
 
-On the trunk the reconstruction weighs nothing in a mean: the digits may spoil what it needs. Nor does it pull much
-under upgrad, but there the digits may not push against it (as far as AdamW follows the direction it is given).
+Under mean, the reconstruction has almost no influence on the trunk, and steps for the digits may increase its loss.
+Under upgrad its influence is small too, but the direction never conflicts with it (AdamW then rescales the direction).
 
-You will see a progress bar for each rule (in a terminal), then a table with one column per rule: test accuracies and
-errors, skipped steps, how often tasks conflicted on the trunk, the loss scales, and what they saved."""
+The demo shows a progress bar for each rule (in a terminal), then a table with one column per rule: test accuracies and
+errors, skipped steps, how often tasks conflicted on the trunk, the loss scales, and the rounding errors they avoid."""
 
 
 class Tasks(NamedTuple):
@@ -48,7 +49,7 @@ class Tasks(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a test says: accuracies, cross entropies in nats, root mean square error in grey levels."""
+    """Test results: accuracies, cross entropies in nats, root mean square error in grey levels."""
 
     accuracy: list[float]
     entropy: list[float]
@@ -56,21 +57,21 @@ class Score(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What training under one rule gave, for the table and the picture."""
+    """The results of training under one rule, for the table and the figure."""
 
     scores: list[Score]  # after every epoch
     steps: int
     skipped: int
     conflicts: float
     scales: list[float]
-    lost: list[float]  # of the reconstruction's gradient: without scale, with one for all tasks, with its own
+    errors: list[float]  # of the reconstruction gradient: without a scale, with a shared scale, with its own scale
     seconds: float
 
 
 Images: TypeAlias = tuple[Tensor, Tensor]
 """Images of two digits `[n, 1, 8, 12]` from 0 to 1, and the digits `[n, 2]`."""
 
-# The module knows the shapes only: all values are drawn from keys.
+# On the meta device, as the module only defines the shapes: all values are drawn from keys.
 TRUNK = nn.Sequential(
     *(nn.Conv2d(1, 8, 3, padding=1, device="meta"), nn.GroupNorm(4, 8, device="meta"), nn.ReLU()),
     *(nn.Conv2d(8, 16, 3, padding=1, stride=2, device="meta"), nn.GroupNorm(4, 16, device="meta"), nn.ReLU()),
@@ -79,19 +80,19 @@ TRUNK = nn.Sequential(
 
 
 def features(shared: dict[str, Tensor], x: Tensor, _: Tensor) -> Tensor:
-    """The trunk."""
+    """Compute the features with the trunk."""
     return functional_call(TRUNK, shared, (x,))
 
 
 def predictions(heads: dict[str, Any], z: Tensor) -> Tasks:
-    """Logits of the left digit, logits of the right digit, the image."""
+    """Compute the logits of the left digit, the logits of the right digit, and the image."""
     return Tasks(*(linear(z, **heads[task]) for task in Tasks._fields))
 
 
 def task_losses(heads: dict[str, Any], z: Tensor, x: Tensor, y: Tensor) -> Tasks:
-    """The three losses."""
+    """Compute the three losses."""
     left, right, image = predictions(heads, z)
-    reconstruction = TINY * mse_loss(image, x.flatten(1))
+    reconstruction = RECONSTRUCTION_FACTOR * mse_loss(image, x.flatten(1))
     return Tasks(cross_entropy(left, y[:, 0]), cross_entropy(right, y[:, 1]), reconstruction)
 
 
@@ -99,12 +100,12 @@ EXACT = jd.multitask(features, task_losses)
 
 
 def initial_params(key: Tensor) -> dict[str, Any]:
-    """Weights of variance 2 / inputs for the trunk, whose layers end in ReLU; heads that start at zero."""
+    """Draw the weights of the trunk with variance 2 / fan-in (for ReLU); the heads start at zero."""
     shared: dict[str, Tensor] = {}
     parameters = dict(TRUNK.named_parameters())
-    for one, (name, p) in zip(split(key, len(parameters)), parameters.items(), strict=True):
+    for weight_key, (name, p) in zip(split(key, len(parameters)), parameters.items(), strict=True):
         if p.ndim > 1:
-            shared[name] = normal(one, p.shape) * math.sqrt(2 / p[0].numel())
+            shared[name] = normal(weight_key, p.shape) * math.sqrt(2 / p[0].numel())
         else:
             shared[name] = torch.full(p.shape, float("weight" in name), device=key.device)
     outputs = zip(Tasks._fields, (10, 10, 8 * 12), strict=True)
@@ -113,41 +114,41 @@ def initial_params(key: Tensor) -> dict[str, Any]:
     return {"shared": shared, "heads": heads}
 
 
-def two_digits(key: Tensor, digits: Tensor, names: Tensor, n: int) -> Images:
-    """Images of two digits drawn at random, which overlap in four columns of eight."""
-    left, right = ((uniform(one, (n,)) * len(digits)).long() for one in split(key))
+def two_digits(key: Tensor, digits: Tensor, labels: Tensor, n: int) -> Images:
+    """Create images of two random digits, which overlap in four of their eight columns."""
+    left, right = ((uniform(side_key, (n,)) * len(digits)).long() for side_key in split(key))
     x = torch.maximum(pad(digits[left], (0, 4)), pad(digits[right], (4, 0)))
-    return x[:, None], torch.stack([names[left], names[right]], dim=1)
+    return x[:, None], torch.stack([labels[left], labels[right]], dim=1)
 
 
 def train_and_test_images(key: Tensor) -> tuple[Images, Images]:
-    """Two sets of images that have no handwritten digit in common."""
+    """Create a training and a test set from disjoint sets of handwritten digits."""
     from sklearn.datasets import load_digits
 
-    bundle: Any = load_digits()
-    digits = torch.tensor(bundle.images / GREY_LEVELS, dtype=torch.float32, device=key.device)
-    names = torch.tensor(bundle.target, device=key.device)
-    of_order, of_train, of_test = split(key, 3)
-    test, train = permutation(of_order, len(digits)).split([len(digits) // 5, len(digits) - len(digits) // 5])
-    train_images = two_digits(of_train, digits[train], names[train], TRAIN_IMAGES)
-    return train_images, two_digits(of_test, digits[test], names[test], TEST_IMAGES)
+    dataset: Any = load_digits()
+    digits = torch.tensor(dataset.images / GREY_LEVELS, dtype=torch.float32, device=key.device)
+    labels = torch.tensor(dataset.target, device=key.device)
+    order_key, train_key, test_key = split(key, 3)
+    test, train = permutation(order_key, len(digits)).split([len(digits) // 5, len(digits) - len(digits) // 5])
+    train_images = two_digits(train_key, digits[train], labels[train], TRAIN_IMAGES)
+    return train_images, two_digits(test_key, digits[test], labels[test], TEST_IMAGES)
 
 
 def train(rule: str, settings: Namespace) -> Report:
-    """Train under one rule. Same settings, same numbers (but for the time)."""
+    """Train under one rule. The same settings give the same results, except for the time."""
     from tqdm import tqdm
 
-    of_images, of_params, of_order = split(key(settings.seed, device=settings.device), 3)
-    (x, y), test = train_and_test_images(of_images)
+    image_key, param_key, order_key = split(key(settings.seed, device=settings.device), 3)
+    (x, y), test = train_and_test_images(image_key)
     losses = EXACT
     if settings.dtype != "float32":
         losses = jd.multitask(*(jd.autocast(f, getattr(torch, settings.dtype)) for f in (features, task_losses)))
     aggregator = RULES[rule]()
-    optimizer = jd.adamw(LEARNING_RATE, eps=1e-20)  # eps has the unit of the direction: tiny for one of the heads
+    optimizer = jd.adamw(LEARNING_RATE, eps=1e-20)  # far below the direction, whose entries are tiny for one head
     scale = jd.scale_state(2.0**24, shape=(3,), growth_interval=32, device=settings.device)
-    some = x[: settings.batch_size], y[: settings.batch_size]
+    first_batch = x[: settings.batch_size], y[: settings.batch_size]
     state = jd.train_state(
-        initial_params(of_params), *some, losses=losses, aggregator=aggregator, optimizer=optimizer, scale=scale
+        initial_params(param_key), *first_batch, losses=losses, aggregator=aggregator, optimizer=optimizer, scale=scale
     )
 
     skipped = torch.zeros((), dtype=torch.int64, device=settings.device)
@@ -155,18 +156,18 @@ def train(rule: str, settings: Namespace) -> Report:
     scores: list[Score] = []
     seconds: list[float] = []
     steps = settings.epochs * math.ceil(len(x) / settings.batch_size)
-    with tqdm(total=steps, desc=rule, unit="step", disable=None) as bar:  # only there when a person looks
-        for of_epoch in split(of_order, settings.epochs):
-            for rows in permutation(of_epoch, len(x)).split(settings.batch_size):
+    with tqdm(total=steps, desc=rule, unit="step", disable=None) as bar:  # None: shown in a terminal only
+        for epoch_key in split(order_key, settings.epochs):
+            for rows in permutation(epoch_key, len(x)).split(settings.batch_size):
                 batch = x[rows], y[rows]
-                if len(seconds) % LOOK == 0:
+                if len(seconds) % CONFLICT_INTERVAL == 0:
                     conflicts.append(conflicted(losses, state, batch))
-                start = now(settings.device)
+                start = synchronized_time(settings.device)
                 state, info = jd.step(state, *batch, losses=losses, aggregator=aggregator, optimizer=optimizer)
-                seconds.append(now(settings.device) - start)
+                seconds.append(synchronized_time(settings.device) - start)
                 skipped += ~info.finite.all()
                 bar.update()
-                if not bar.disable and len(seconds) % LOOK == 0:
+                if not bar.disable and len(seconds) % CONFLICT_INTERVAL == 0:
                     bar.set_postfix({task: f"{loss.item():.2g}" for task, loss in info.losses._asdict().items()})
             scores.append(score(state.params, test))
 
@@ -176,13 +177,13 @@ def train(rule: str, settings: Namespace) -> Report:
         skipped=int(skipped.item()),
         conflicts=torch.stack(conflicts).double().mean().item(),
         scales=state.scale.scale.tolist(),
-        lost=lost(losses, state, some),
+        errors=reconstruction_errors(losses, state, first_batch),
         seconds=statistics.median(seconds),
     )
 
 
 def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images) -> Tensor:
-    """Whether two tasks pull the trunk in opposite directions: a negative inner product of unscaled rows."""
+    """Return whether two tasks conflict on the trunk: a negative inner product of unscaled rows."""
     jacobian, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, _ = jd.unscale(state.scale, jacobian)
     return (jd.gramian(jacobian) < 0).any()
@@ -190,16 +191,16 @@ def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images
 
 @torch.no_grad()
 def score(params: dict[str, Any], test: Images) -> Score:
-    """What the parameters achieve on a set of images, in float32."""
+    """Evaluate the parameters on a set of images, in float32."""
     losses = EXACT(params, *test)
     left, right, _ = predictions(params["heads"], features(params["shared"], *test))
     hits = torch.stack([left.argmax(1), right.argmax(1)], dim=1) == test[1]
-    error = GREY_LEVELS * math.sqrt(losses.reconstruction.item() / TINY)
+    error = GREY_LEVELS * math.sqrt(losses.reconstruction.item() / RECONSTRUCTION_FACTOR)
     return Score(hits.double().mean(0).tolist(), [losses.left.item(), losses.right.item()], error)
 
 
-def lost(losses: Callable[..., Tasks], state: jd.TrainState, images: Images) -> list[float]:
-    """The relative error of the reconstruction's row, without a scale, with one for all tasks, and with its own."""
+def reconstruction_errors(losses: Callable[..., Tasks], state: jd.TrainState, images: Images) -> list[float]:
+    """Compute the relative errors of the reconstruction row: without a scale, with a shared scale, with its own."""
 
     def row(function: Callable[..., Tasks], scale: Tensor) -> Tensor:
         jacobian, _ = jd.jacobian_fn(function, scale=scale)(state.params, *images)
@@ -208,13 +209,13 @@ def lost(losses: Callable[..., Tasks], state: jd.TrainState, images: Images) -> 
 
     scales = state.scale.scale
     exact = row(EXACT, torch.ones_like(scales))
-    shared_scale = scales.min().expand(3)  # one scale for all is as small as the largest gradients demand
-    found = [row(losses, scale) for scale in (torch.ones_like(scales), shared_scale, scales)]
-    return [((one - exact).norm() / exact.norm()).item() for one in found]
+    shared_scale = scales.min().expand(3)  # limited by the largest gradients of all tasks
+    rows = [row(losses, scale) for scale in (torch.ones_like(scales), shared_scale, scales)]
+    return [((rounded - exact).norm() / exact.norm()).item() for rounded in rows]
 
 
-def now(device: torch.device) -> float:
-    """The time, when the device has done all that was asked of it."""
+def synchronized_time(device: torch.device) -> float:
+    """Return the time after all work queued on the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -227,7 +228,7 @@ LABELS = (
     "test cross entropy, left digit (nats)",
     "test cross entropy, right digit (nats)",
     f"test reconstruction, rms error (of {GREY_LEVELS} grey levels)",
-    f"conflicting tasks, share of every {LOOK}th step",
+    f"conflicting tasks, share of every {CONFLICT_INTERVAL}th step",
     "skipped steps",
     "median time per step",
     "final scale, left digit",
@@ -240,7 +241,7 @@ LABELS = (
 
 
 def column(rule: str, report: Report) -> list[str]:
-    """What the table says of one rule."""
+    """Return the column of the table for one rule."""
     last = report.scores[-1]
     return [
         rule,
@@ -251,12 +252,12 @@ def column(rule: str, report: Report) -> list[str]:
         f"{report.skipped} of {report.steps}",
         f"{1000 * report.seconds:.1f} ms",
         *(f"2^{math.log2(scale):.0f}" for scale in report.scales),
-        *(f"{error:.1%}" for error in report.lost),
+        *(f"{error:.1%}" for error in report.errors),
     ]
 
 
 def table(reports: dict[str, Report]) -> str:
-    """The results, one column per rule."""
+    """Return the results as a text table, one column per rule."""
     columns = [column(rule, report) for rule, report in reports.items()]
     width = max(len(cell) for cells in columns for cell in cells) + 2
     lines = [
@@ -267,7 +268,7 @@ def table(reports: dict[str, Report]) -> str:
 
 
 def draw(reports: dict[str, Report], file: Path) -> None:
-    """The learning curves: a colour per rule, a line style per task."""
+    """Draw the learning curves: one colour per rule, one line style per task."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -275,45 +276,45 @@ def draw(reports: dict[str, Report], file: Path) -> None:
     axes: Any = figure.subplots(1, 3)
     for color, (rule, report) in enumerate(reports.items()):
         epochs = range(1, len(report.scores) + 1)
-        for task, (name, style) in enumerate((("left", "-"), ("right", "--"))):
-            look = {"color": f"C{color}", "linestyle": style, "label": f"{rule}, {name} digit"}
-            axes[0].plot(epochs, [100 * score.accuracy[task] for score in report.scores], **look)
-            axes[1].plot(epochs, [score.entropy[task] for score in report.scores], **look)
+        for task, (name, linestyle) in enumerate((("left", "-"), ("right", "--"))):
+            style = {"color": f"C{color}", "linestyle": linestyle, "label": f"{rule}, {name} digit"}
+            axes[0].plot(epochs, [100 * score.accuracy[task] for score in report.scores], **style)
+            axes[1].plot(epochs, [score.entropy[task] for score in report.scores], **style)
         axes[2].plot(epochs, [score.error for score in report.scores], color=f"C{color}", label=rule)
     axes[1].set_yscale("log")
     axes[1].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
     labels = ("test accuracy (%)", "test cross entropy (nats)", f"rms test error (of {GREY_LEVELS} grey levels)")
-    for one, title, label in zip(axes, ("digits", "digits", "reconstruction"), labels, strict=True):
-        one.set(title=title, xlabel="epoch", ylabel=label)
-        one.xaxis.get_major_locator().set_params(integer=True)
-        one.grid(alpha=0.3)
-        one.legend(frameon=False)
-        one.spines[["top", "right"]].set_visible(False)
+    for ax, title, label in zip(axes, ("digits", "digits", "reconstruction"), labels, strict=True):
+        ax.set(title=title, xlabel="epoch", ylabel=label)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False)
+        ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Two overlapping digits: three tasks on one trunk")
     figure.savefig(file, dpi=150)
 
 
-def needs_nothing(build: Any) -> bool:
-    """Whether this builds a rule without arguments, one that is content with one batch a step."""
+def builds_without_arguments(build: Any) -> bool:
+    """Return whether this function builds a rule without arguments, for one batch per step."""
     signature = inspect.signature(build) if inspect.isfunction(build) else None
     if signature is None or signature.return_annotation is not jd.Aggregator:
         return False
     return all(p.default is not p.empty for p in signature.parameters.values()) and build().view is not jd.cross_gramian
 
 
-RULES = {name: getattr(jd, name) for name in jd.__all__ if needs_nothing(getattr(jd, name))}
+RULES = {name: getattr(jd, name) for name in jd.__all__ if builds_without_arguments(getattr(jd, name))}
 
 
 class Parser(ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with exit code 2."""
+        """Print the message and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def rule_names(text: str) -> list[str]:
-    """Names of rules, split at commas."""
+    """Parse names of rules, separated by commas."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in RULES:
@@ -322,14 +323,14 @@ def rule_names(text: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """What a key can be made of."""
+    """Parse the seed of a key."""
     try:
         key(int(text))
     except ValueError:
@@ -338,17 +339,17 @@ def seed(text: str) -> int:
 
 
 def usable_device(text: str) -> torch.device:
-    """A device that computes here, in float64 too: Gramians need it."""
+    """Parse an available device that supports float64, which Gramians need."""
     try:
         device = torch.device(text)
         torch.ones((), dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError, NotImplementedError):
-        raise ArgumentTypeError(f"expected a device that works here, with float64, found {text!r}") from None
+        raise ArgumentTypeError(f"expected an available device with float64, found {text!r}") from None
     return device
 
 
 def writable_file(text: str) -> Path:
-    """A path that a picture can be written to, of a kind that its suffix names."""
+    """Parse the path of a writable image file."""
     file = Path(text)
     target = file if file.exists() else file.parent
     if file.suffix not in {".png", ".pdf", ".svg", ".jpg"} or file.is_dir() or not os.access(target, os.W_OK):
@@ -357,29 +358,29 @@ def writable_file(text: str) -> Path:
 
 
 def settings_from(arguments: Sequence[str] | None) -> Namespace:
-    """Read the flags."""
+    """Parse the command line."""
     parser = Parser("python -m functional_jd", None, DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--rule", type=rule_names, action="extend", metavar="NAME[,NAME]",
-        help=f"a rule, or several; may be repeated (default: mean,upgrad). One of {', '.join(RULES)}")  # fmt: skip
+        help=f"one or more rules; may be repeated (default: mean,upgrad). One of {', '.join(RULES)}")  # fmt: skip
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16",
-        help="what autocast computes in; float32 is full precision (default: %(default)s)")  # fmt: skip
+        help="the dtype of autocast; float32 is full precision (default: %(default)s)")  # fmt: skip
     add("--epochs", type=positive, default=16, help="passes through the training images (default: %(default)s)")
     add("--batch-size", type=positive, default=64, help="images per step (default: %(default)s)")
-    add("--device", type=usable_device, default="cpu", help="where to compute (default: %(default)s)")
+    add("--device", type=usable_device, default="cpu", help="the device (default: %(default)s)")
     add("--seed", type=seed, default=0,
-        help="draws images, parameters and batches; same seed, same numbers (default: %(default)s)")  # fmt: skip
-    add("--plot", type=writable_file, metavar="FILE", help="draw the learning curves into FILE (default: no picture)")
+        help="the seed of images, parameters and batches (default: %(default)s)")  # fmt: skip
+    add("--plot", type=writable_file, metavar="FILE", help="save the learning curves to FILE (default: no figure)")
     given = parser.parse_args(arguments)
     given.rule = list(dict.fromkeys(given.rule or ["mean", "upgrad"]))
     for module, used in (("sklearn", True), ("tqdm", True), ("matplotlib", given.plot is not None)):
         if used and find_spec(module) is None:
-            parser.exit(1, f'{parser.prog}: {module} is missing. pip install "functional_jd[demo]"\n')
+            parser.exit(1, f'{parser.prog}: needs {module}. Install it: pip install "functional_jd[demo]"\n')
     return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train under every rule, and show what came of it; returns the exit code."""
+    """Train under every rule, and print the results; returns the exit code."""
     settings = settings_from(arguments)
     try:
         reports = {rule: train(rule, settings) for rule in settings.rule}
@@ -394,5 +395,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors this small keep one core busy, and a second one waiting
+    torch.set_num_threads(1)  # for tensors this small, one thread is faster than several
     sys.exit(main())

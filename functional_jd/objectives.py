@@ -1,4 +1,4 @@
-"""Objectives: the structure of the losses, declared once, where the losses are."""
+"""Losses with a declared structure: one objective per example, or several tasks on a shared trunk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from functional_jd.core.types import Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
 
 Dims = int | None | Sequence[int | None]
-"""Where the examples lie in each argument: one dimension for all arguments, or one per argument; `None` is shared."""
+"""The dimension of the examples: one for all arguments, or one per argument; `None` marks a shared argument."""
 
 
 @dataclass(frozen=True)
 class PerExample:
-    """What `per_example` returns: the losses of a batch, and the loss of one example for the engines to read."""
+    """The function that `per_example` returns. The engines read the loss of one example from it."""
 
     loss: Callable[..., Any]
     in_dims: Dims
@@ -40,7 +40,7 @@ class PerExample:
         return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
 
     def dims(self, batch: tuple[Tree, ...]) -> tuple[int | None, ...]:
-        """The dimension of the examples in each argument of the batch."""
+        """Return the dimension of the examples in each argument of the batch."""
         dims = self.in_dims if isinstance(self.in_dims, Sequence) else (self.in_dims,) * len(batch)
         if len(dims) != len(batch):
             raise ValueError(
@@ -55,7 +55,7 @@ class PerExample:
         return tuple(dims)
 
     def count(self, batch: tuple[Tree, ...]) -> int:
-        """The number of examples."""
+        """Return the number of examples."""
         pairs = zip(batch, self.dims(batch), strict=True)
         batched = [(leaf, dim) for argument, dim in pairs if dim is not None for leaf in tree_leaves(argument)]
         for leaf, dim in batched:
@@ -68,13 +68,13 @@ class PerExample:
         sizes = {leaf.shape[dim] for leaf, dim in batched}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(
-                "per_example: all batched arguments need the same number of examples, at least one, "
+                "per_example: all batched arguments must have the same number of examples, at least one, "
                 f"found {sorted(sizes)}. Mark what the examples share with None in in_dims."
             )
         return sizes.pop()
 
     def examples(self, batch: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
-        """The arguments of each example, one after the other."""
+        """Return the arguments of every example."""
         pairs = list(zip(batch, self.dims(batch), strict=True))
         return [
             tuple(argument if dim is None else _select(argument, dim, index) for argument, dim in pairs)
@@ -84,7 +84,7 @@ class PerExample:
 
 @dataclass(frozen=True)
 class Multitask:
-    """What `multitask` returns: the losses of all tasks, and trunk and heads apart for the engines to read."""
+    """The function that `multitask` returns. The engines read the trunk and the heads from it."""
 
     features: Callable[..., Tree]
     heads: Callable[..., Any]
@@ -94,7 +94,7 @@ class Multitask:
         return self.heads(heads, self.features(shared, *args), *args)
 
     def split(self, params: Params) -> tuple[Tree, Tree]:
-        """The parameters of the trunk and of the heads."""
+        """Return the parameters of the trunk and of the heads."""
         if not isinstance(params, dict) or params.keys() != {"shared", "heads"}:
             found = sorted(params) if isinstance(params, dict) else type(params).__name__
             raise ValueError(
@@ -105,24 +105,24 @@ class Multitask:
 
 
 def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
-    """Make every example of a batch an objective of its own.
+    """Make every example of a batch a separate objective.
 
     `losses_i = loss(params, *example_i)`
 
     Args:
-        loss: `loss(params, *example) -> scalar`. It sees one example, without the dimension of the batch.
+        loss: `loss(params, *example) -> scalar`, for one example without the batch dimension.
         in_dims: the dimension of the examples: one for all arguments after `params`, or one per argument; `None` marks
             an argument that all examples share.
 
     Returns:
-        A function `(params, *batch) -> losses [batch]`. Random layers draw anew for every example.
+        A function `(params, *batch) -> losses [batch]`. Random layers draw separately for every example.
 
     Raises:
         TypeError: `loss` is not callable.
-        ValueError: when called, `in_dims` that do not fit the arguments, or examples that disagree in number.
+        ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ.
 
     Laws:
-        The numbers are those of a loop over the examples. `jacobian_fn` takes the gradient of each example alone:
+        The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:
         m small backward passes at the price of one, not m passes through the batch. Where vmap refuses the loss it is
         evaluated again, example by example, with a `SlowPathWarning`; buffers then move once, as without vmap.
     """
@@ -136,20 +136,20 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
     `losses = heads(params["heads"], features(params["shared"], *args), *args)`: both receive the whole batch.
 
     Args:
-        features: `features(shared, *args) -> pytree`: the trunk.
-        heads: `heads(heads, features, *args) -> pytree` of m scalars. Tasks may share parameters of the heads: their
-            gradients add up.
+        features: the trunk, `features(shared, *args) -> pytree`.
+        heads: `heads(heads, features, *args) -> pytree` of m scalars. Tasks may share parameters of the heads; their
+            gradients are added.
 
     Returns:
         A function `(params, *args) -> losses`, with `params = {"shared": ..., "heads": ...}`.
 
     Raises:
         TypeError: `features` or `heads` is not callable.
-        ValueError: when called, params that are not such a dict.
+        ValueError: when called, `params` is not such a dict.
 
     Laws:
-        The trunk's rows are those of the plain function; the heads' gradient is the sum of its rows, unweighted, with
-        every rule and every engine. Who wants a rule's weights on the heads too passes a plain function.
+        The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of its
+        rows, with every rule and every engine. To apply the weights of a rule to the heads too, pass a plain function.
     """
     _check_callable("multitask", "features", features)
     _check_callable("multitask", "heads", heads)
@@ -157,8 +157,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
 
 def stacked(trees: Sequence[Tree]) -> Tree:
-    """Pytrees of the same structure, one per row, leaf by leaf; native autocast around it would refuse some dtypes."""
-    with autocast_disabled(trees[0]):
+    """Stack pytrees of the same structure, one per row, leaf by leaf."""
+    with autocast_disabled(trees[0]):  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 
 

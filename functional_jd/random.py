@@ -1,7 +1,7 @@
-"""Explicit keys: randomness as a pure function of a key, the same bits under every transform and on every device.
+"""Explicit keys: random numbers as a pure function of a key, bit-identical under every transform and on every device.
 
-A key is int64 `[2]`: its stream is SplitMix64 started at the first word, xor-ed with the second word, and mixed once
-more. Use a key once: `split` it, draw with one child, and carry the others on.
+A key is int64 `[2]`. Its stream is SplitMix64 seeded with the first word, xor-ed with the second word, and mixed once
+more. Use every key once: `split` it, draw with one of the new keys, and keep the others.
 """
 
 import math
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The draws count in ranges of their own, 2^60 apart: one key never gives two of them the same word.
+# Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
 _RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4}
 
-# Integers as wide as the number, of which the leading bits are kept: as many as the significand holds exactly.
+# For each dtype, the integer dtype of its width and the number of leading bits that its significand holds exactly.
 _UNIFORM_BITS = {
     torch.float64: (torch.int64, 53),
     torch.float32: (torch.int32, 24),
@@ -22,7 +22,7 @@ _UNIFORM_BITS = {
     torch.bfloat16: (torch.int16, 8),
 }
 
-# Numbers that are drawn at once: on a CPU they and their words stay in the cache; elsewhere every launch costs.
+# The number of elements drawn at once: on a CPU they fit in the cache; on other devices every kernel launch costs time.
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
 
 
@@ -33,33 +33,33 @@ def _signed(word: int) -> int:
 _STRIDE = _signed(0x9E3779B97F4A7C15)
 _SPLITMIX64 = (30, _signed(0xBF58476D1CE4E5B9), 27, _signed(0x94D049BB133111EB), 31)
 _FMIX64 = (33, _signed(0xFF51AFD7ED558CCD), 33, _signed(0xC4CEB9FE1A85EC53), 33)
-_ROOT = _signed(0x243F6A8885A308D3)  # the first bits of pi: nothing up the sleeve
+_ROOT = _signed(0x243F6A8885A308D3)  # the first bits of pi, a "nothing-up-my-sleeve" number
 
-# Taylor's coefficients of sin(x)/x in x^2 up to |x| = pi/4, and of artanh(z)/z in z^2 up to |z| = 0.172: what is left
-# off lies below 2^-53.
+# Taylor coefficients of sin(x)/x in x^2 for |x| <= pi/4, and of artanh(z)/z in z^2 for |z| <= 0.172. The truncation
+# error is below 2^-53.
 _SINE = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(9)]
 _ARTANH = [1 / (2 * k + 1) for k in range(11)]
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The key of an integer.
+    """Create a key from an integer seed.
 
     Args:
-        seed: from -2^63 to 2^64 - 1; negative ones count modulo 2^64, as `torch.manual_seed` takes them.
-        device: where the key, and all that is drawn with it, shall be; `None` is torch's default device.
+        seed: from -2^63 to 2^64 - 1; negative seeds are taken modulo 2^64, as in `torch.manual_seed`.
+        device: the device of the key and of all numbers drawn with it; `None` is torch's default device.
 
     Returns:
         int64 `[2]`.
 
     Raises:
-        TypeError: `seed` is no Python integer.
+        TypeError: `seed` is not a Python integer.
         ValueError: `seed` has more than 64 bits.
 
     Laws:
-        Different integers (modulo 2^64) give different keys. The same bits on every device.
+        Different seeds (modulo 2^64) give different keys. The same bits on every device.
 
     Source:
-        Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea); its
+        Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
     if not isinstance(seed, int):
@@ -71,17 +71,17 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
 
 
 def split(key: Tensor, n: int = 2) -> Tensor:
-    """Make n independent keys of one.
+    """Split a key into n independent keys.
 
     Args:
         key: int64 `[2]`; do not use it again.
-        n: how many.
+        n: the number of keys.
 
     Returns:
         int64 `[n, 2]`: one key per row.
 
     Raises:
-        TypeError, ValueError: `key` is none, or `n` is negative.
+        TypeError, ValueError: `key` is not a key, or `n` is negative.
 
     Laws:
         `split(key, n)[:k]` equals `split(key, k)`. The 2n words of one split are all different.
@@ -92,49 +92,49 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers drawn evenly from [0, 1).
+    """Draw numbers from the uniform distribution on [0, 1).
 
     `k / 2^b`, with k a uniform integer of b bits: 53 for float64, 24 for float32, 11 for float16, 8 for bfloat16.
 
     Args:
         key: int64 `[2]`.
-        shape: of the result; it may be empty.
+        shape: the shape of the result; may be empty.
         dtype: one of these four.
 
     Returns:
-        `[*shape]`, on the key's device. Zero occurs, with probability 2^-b, and one never: take the logarithm of
+        `[*shape]`, on the key's device. Zero occurs with probability 2^-b, one never: for logarithms use
         `1 - uniform(...)`.
 
     Raises:
-        TypeError, ValueError: `key` is none, `dtype` is not one of the four, or a size is negative.
+        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
 
     Laws:
-        In row-major order the first n numbers do not depend on how many follow. No derivative flows through.
+        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
     """
     _check_key(key, "uniform")
     return _draw(key, _count(shape, dtype, "uniform"), "uniform", dtype).reshape(tuple(shape))
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers drawn from the standard normal distribution.
+    """Draw numbers from the standard normal distribution.
 
     `+-sqrt(-2 log u) (cos t, sin t)`, with u uniform in (0, 1) and t in [-pi/2, pi/2), in float64, then rounded.
 
     Args:
         key: int64 `[2]`.
-        shape: of the result; it may be empty.
+        shape: the shape of the result; may be empty.
         dtype: float64, float32, float16 or bfloat16.
 
     Returns:
-        `[*shape]`, on the key's device; always finite, at most 8.6 in absolute value, which a true normal number
-        exceeds with probability 1e-17.
+        `[*shape]`, on the key's device; always finite, at most 8.6 in absolute value, which a normal variable exceeds
+        with probability 1e-17.
 
     Raises:
-        TypeError, ValueError: `key` is none, `dtype` is not one of the four, or a size is negative.
+        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
 
     Laws:
-        In row-major order the first n numbers do not depend on how many follow. No derivative flows through. Only
-        sums, products and quotients are taken, which round alike everywhere: the same bits on every device.
+        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. The same
+        bits on every device, since only sums, products and quotients are used, which are rounded identically.
 
     Source:
         Box and Muller, A note on the generation of random normal deviates, 1958, equation 1.
@@ -144,30 +144,30 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
 
 
 def permutation(key: Tensor, n: int) -> Tensor:
-    """A random order of 0, ..., n - 1: every one of the n! orders is equally likely.
+    """Draw a random permutation of 0, ..., n - 1; all n! permutations are equally likely.
 
     Args:
         key: int64 `[2]`.
-        n: how many; zero gives an empty order.
+        n: the length; may be zero.
 
     Returns:
         int64 `[n]`, on the key's device.
 
     Raises:
-        TypeError, ValueError: `key` is none, or `n` is negative.
+        TypeError, ValueError: `key` is not a key, or `n` is negative.
 
     Laws:
-        The words that are sorted are all different, so there are no ties to break.
+        The permutation sorts n random words that are all different, so there are no ties.
     """
     _check_key(key, "permutation")
     _check_size(n, "permutation")
     return torch.argsort(_draw(key, n, "permutation", torch.int64), stable=True)
 
 
-# One opaque operation: a compiler would fuse the floating-point steps, and does not promise how integers overflow.
+# A custom op, because a compiler may fuse floating-point operations and does not guarantee how integers overflow.
 @torch.library.custom_op("functional_jd::draw", mutates_args=())
 def _draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
-    """The first n words (int64) or numbers from keys `[*, 2]`: `[*, n]`."""
+    """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
     out = keys.new_empty((*keys.shape[:-1], n), dtype=dtype)
     chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
     width = max(1, min(n, chunk))
@@ -178,7 +178,7 @@ def _draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     for some_keys, some_rows in blocks:
         start = (_RANGES[what] << 60) + 1
         for piece in some_rows.split(width, dim=1):
-            count = 2 * -(-piece.shape[1] // (2 * per_word))  # even: normal numbers come in pairs
+            count = 2 * -(-piece.shape[1] // (2 * per_word))  # even, as normal numbers are made in pairs
             words = _words(some_keys, start, steps[:count])
             piece.copy_(_numbers(words, what, dtype)[:, : piece.shape[1]])
             start += count
@@ -205,7 +205,7 @@ def _words(keys: Tensor, start: int, steps: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor, scratch: Tensor, first: int, left: int, second: int, right: int, third: int) -> None:
-    """In place, and one to one."""
+    """Mix the words in place; a bijection of 64-bit words."""
     _xor_shifted(words, scratch, first).mul_(left)
     _xor_shifted(words, scratch, second).mul_(right)
     _xor_shifted(words, scratch, third)
@@ -213,7 +213,7 @@ def _mix(words: Tensor, scratch: Tensor, first: int, left: int, second: int, rig
 
 def _xor_shifted(words: Tensor, scratch: Tensor, shift: int) -> Tensor:
     torch.bitwise_right_shift(words, shift, out=scratch)
-    scratch.bitwise_and_((1 << (64 - shift)) - 1)  # torch shifts the sign in, the mixers want zeros
+    scratch.bitwise_and_((1 << (64 - shift)) - 1)  # torch shifts in copies of the sign bit; the mixers need zeros
     return words.bitwise_xor_(scratch)
 
 
@@ -224,14 +224,14 @@ def _numbers(words: Tensor, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def _uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The leading bits of signed integers, moved from [-1/2, 1/2) to [0, 1): every step is exact."""
+    """Convert the leading bits of signed integers, shifted from [-1/2, 1/2) to [0, 1); every step is exact."""
     integer, bits = _UNIFORM_BITS[dtype]
     signed = words.view(integer).bitwise_right_shift_(8 * integer.itemsize - bits)
     return signed.to(dtype).mul_(2.0**-bits).add_(0.5)
 
 
 def _normal(words: Tensor) -> Tensor:
-    """Box and Muller's pairs; by half of the angle, at most pi/4, one sine is enough."""
+    """Apply the Box-Muller transform; with half of the angle, at most pi/4, a single sine is enough."""
     u = (words[:, 0::2] >> 12).double().mul_(2.0**-52).add_(0.5 + 2.0**-53)
     angle = words[:, 1::2]
     radius = _sqrt(-2 * _log(u)) * (1 - 2 * (angle & 1))
@@ -251,7 +251,7 @@ def _log(u: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Heron's method, from half of the exponent, for normal x: libraries differ in the last bit of `torch.sqrt`."""
+    """Heron's method for normal x, started at half of the exponent; devices differ in the last bit of `torch.sqrt`."""
     root = ((x.view(torch.int64) >> 1) + (1023 << 51)).view(torch.float64)
     for _ in range(4):
         root = (x / root).add_(root).mul_(0.5)
@@ -259,7 +259,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def _series(x: Tensor, coefficients: list[float]) -> Tensor:
-    """`sum_k c_k x^k`; product and sum are rounded apart, so that no device fuses them."""
+    """`sum_k c_k x^k`; products and sums are separate in-place operations, so that no device fuses their rounding."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total.mul_(x).add_(coefficient)
@@ -279,16 +279,16 @@ def _check_key(key: Tensor, where: str) -> None:
 
 def _check_size(n: int, where: str) -> None:
     if n < 0:
-        raise ValueError(f"{where}: expected n of at least 0, found {n}. How many do you want?")
+        raise ValueError(f"{where}: expected n of at least 0, found {n}. Pass a non-negative integer.")
 
 
 def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
-    """The number of elements of a valid shape; refuses a dtype that cannot be drawn."""
+    """Return the number of elements of a shape, after checking the shape and the dtype."""
     if dtype not in _UNIFORM_BITS:
         expected = ", ".join(str(dtype) for dtype in _UNIFORM_BITS)
         raise TypeError(f"{where}: expected one of {expected}, found {dtype}. Draw in one of these, then convert.")
     if isinstance(shape, int):
         raise TypeError(f"{where}: expected a sequence of sizes, found the integer {shape}. Write ({shape},) instead.")
     if any(size < 0 for size in shape):
-        raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. Torch's -1 has no meaning here.")
+        raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. A size of -1 is not inferred.")
     return math.prod(shape)
