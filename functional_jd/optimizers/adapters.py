@@ -1,4 +1,4 @@
-"""Optimizers of others as pairs of pure functions: any class of `torch.optim`, any optax-style pair."""
+"""Adapters that turn optimizers of other libraries into an `Optimizer`: classes of `torch.optim`, optax-style pairs."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from functional_jd.optimizers.base import Optimizer, copy_with_strides, in_dtype
 
 @displayed_as(outline)
 class TorchState(NamedTuple):
-    """What `from_torch` remembers.
+    """The state of `from_torch`.
 
     Attributes:
         started: bool `[]`, whether a step was taken.
-        entries: one dict of tensors per leaf of params, as `torch.optim.Optimizer.state` holds it.
+        entries: one dict of tensors per leaf of params, as in `torch.optim.Optimizer.state`.
     """
 
     started: Tensor
@@ -27,26 +27,26 @@ class TorchState(NamedTuple):
 
 
 def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
-    """Any class of `torch.optim` as a pair of pure functions, step by step what the class does.
+    """Turn a class of `torch.optim` into a pair of pure functions; every step equals that of the class.
 
-    Torch makes the state in the first step, which may differ from all others (momentum with dampening). So that the
-    structure never changes and nothing is read back from the device, `update` takes both a first and a later step on
-    copies and picks one by `where`: it costs two steps of the class. `sgd` and `adamw` cost one.
+    A class of `torch.optim` creates its state in the first step, which may differ from later ones (momentum with
+    dampening). To keep the structure constant without reading values from the device, `update` computes both a first
+    and a later step on copies and selects one with `where`. It costs two steps; `sgd` and `adamw` cost one.
 
     Args:
-        cls: a class such as `torch.optim.Adam`; all its tensors that change must be in its `state`.
-        hyper: its keyword arguments, for all leaves alike. On an accelerator, `capturable=True` keeps the step count
-            there, for the classes that know the word.
+        cls: a class such as `torch.optim.Adam`; all tensors that it changes must be in its `state`.
+        hyper: its keyword arguments, the same for all leaves. On an accelerator, `capturable=True` keeps the step count
+            on the device, for classes that support it.
 
     Returns:
-        An `Optimizer` with `TorchState`. What it returns does not require grad.
+        An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: the class needs a closure (LBFGS), or it keeps something other than tensors, or changes its groups.
+        TypeError: the class needs a closure (LBFGS), keeps state that is not a tensor, or changes its param groups.
         ValueError: called under a `torch.func` transform.
 
     Laws:
-        Pure. Refuses vmap, grad and jvp, since `torch.optim` works in place; compiles with a graph break.
+        Pure. Refuses vmap, grad and jvp, because `torch.optim` works in place. Compiles with a graph break.
 
     Example:
         >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
@@ -55,53 +55,53 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"from_torch: expected a class that steps along a given direction, found {name}, which evaluates the "
-            "losses in its step. Take one without a closure, such as torch.optim.Adam."
+            f"from_torch: expected a class whose step needs no closure, found {name}, which evaluates the losses in "
+            "its step. Use a class such as torch.optim.Adam."
         )
 
     def init(params: Params) -> TorchState:
         leaves, _ = floating_leaves(params, "from_torch")
-        optimizer = _loaded(cls, hyper, leaves, [torch.zeros_like(leaf) for leaf in leaves], [{} for _ in leaves])
+        optimizer = _instance(cls, hyper, leaves, [torch.zeros_like(leaf) for leaf in leaves], [{} for _ in leaves])
         before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
         entries = _entries(optimizer)
-        strangers = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
+        unsupported = {key for entry in entries for key, value in entry.items() if not isinstance(value, Tensor)}
         if before != [_settings(group) for group in optimizer.param_groups]:
-            strangers.add("param_groups")
-        if strangers or len(optimizer.state) > len(leaves):
+            unsupported.add("param_groups")
+        if unsupported or len(optimizer.state) > len(leaves):
             raise TypeError(
-                f"from_torch: all that {name} remembers must be tensors in its state, one dict per parameter, found "
-                f"other things in {sorted(strangers) or 'its state'}. Take another class, or write init and update."
+                f"from_torch: the state of {name} must be one dict of tensors per parameter, found other values or "
+                f"changes in {sorted(unsupported) or 'its state'}. Use another class, or write init and update."
             )
         return TorchState(torch.zeros((), dtype=torch.bool, device=leaves[0].device), tuple(entries))
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
         leaves, structure = floating_leaves(params, "from_torch")
-        towards = tree_leaves(in_dtypes_of(direction, params))
-        outcomes: list[Any] = []
+        gradients = tree_leaves(in_dtypes_of(direction, params))
+        results: list[Any] = []
         for entries in ([{} for _ in leaves], state.entries):
-            optimizer = _loaded(cls, hyper, leaves, towards, entries)
+            optimizer = _instance(cls, hyper, leaves, gradients, entries)
             optimizer.step()
-            outcomes.append((optimizer.param_groups[0]["params"], tuple(_entries(optimizer))))
+            results.append((optimizer.param_groups[0]["params"], tuple(_entries(optimizer))))
 
-        def pick(first: Tensor, later: Tensor) -> Tensor:
+        def select(first: Tensor, later: Tensor) -> Tensor:
             return torch.where(state.started.to(later.device), later, first)
 
-        moved, entries = tree_map(pick, *outcomes)
-        return tree_unflatten(structure, moved), TorchState(torch.ones_like(state.started), entries)
+        new_leaves, entries = tree_map(select, *results)
+        return tree_unflatten(structure, new_leaves), TorchState(torch.ones_like(state.started), entries)
 
-    eager: Any = torch.compiler.disable(update, reason="torch.optim makes its state while it runs")
+    eager: Any = torch.compiler.disable(update, reason="torch.optim creates its state in its first step")
     return Optimizer(init, eager)
 
 
 def from_transformation(transformation: Any) -> Optimizer:
-    """Any optax-style pair of pure functions, such as TorchOpt's, as an `Optimizer`.
+    """Turn an optax-style pair of pure functions, such as one of TorchOpt, into an `Optimizer`.
 
     `updates, state = transformation.update(direction, state, params=params)`, `params + updates`.
 
     Args:
-        transformation: has `init(params) -> state` and `update(updates, state, params) -> (updates, state)`; where
-            `update` knows the word `inplace`, it is False. An update that is `None` leaves its parameter.
+        transformation: has `init(params) -> state` and `update(updates, state, params) -> (updates, state)`; if
+            `update` has an argument `inplace`, it is False. An update of `None` leaves its parameter unchanged.
 
     Returns:
         An `Optimizer` with the state of the transformation.
@@ -110,7 +110,7 @@ def from_transformation(transformation: Any) -> Optimizer:
         TypeError: there is no `init` or no `update`.
 
     Laws:
-        Pure, and composes with vmap, grad, jvp and compile, as far as the transformation does.
+        Pure, and composes with vmap, grad, jvp and compile, if the transformation does.
 
     Example:
         >>> optimizer = from_transformation(torchopt.adam(lr=1e-3))
@@ -118,7 +118,7 @@ def from_transformation(transformation: Any) -> Optimizer:
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         raise TypeError(
             "from_transformation: expected an object with functions init and update, found "
-            f"{type(transformation).__name__}. Classes of torch.optim go into from_torch."
+            f"{type(transformation).__name__}. Pass classes of torch.optim to from_torch."
         )
     keywords = inspect.signature(transformation.update).parameters
     options = {"inplace": False} if "inplace" in keywords else {}
@@ -130,17 +130,17 @@ def from_transformation(transformation: Any) -> Optimizer:
     return Optimizer(transformation.init, update)
 
 
-def _loaded(cls: Any, hyper: dict[str, Any], params: list[Tensor], direction: list[Tensor], entries: Any) -> Any:
-    """An instance of the class that holds copies of everything."""
+def _instance(cls: Any, hyper: dict[str, Any], params: list[Tensor], gradients: list[Tensor], entries: Any) -> Any:
+    """Return an instance of the class with copies of the parameters, gradients and state."""
     if under_functorch():
         raise ValueError(
             "from_torch: expected no transform, since torch.optim works in place, found one of torch.func (vmap, grad, "
-            "jvp, ...). Take sgd, adamw or from_transformation, which compose with all of them."
+            "jvp, ...). Use sgd, adamw or from_transformation, which compose with all of them."
         )
     copies = [leaf.detach().clone() for leaf in params]
     optimizer = cls(copies, **hyper)
-    for copy, towards, entry in zip(copies, direction, entries, strict=True):
-        copy.grad = copy_with_strides(towards.detach(), copy)
+    for copy, gradient, entry in zip(copies, gradients, entries, strict=True):
+        copy.grad = copy_with_strides(gradient.detach(), copy)
         optimizer.state[copy] = {key: copy_with_strides(value.detach(), copy) for key, value in entry.items()}
     return optimizer
 

@@ -1,4 +1,4 @@
-"""Gradient descent with momentum."""
+"""Stochastic gradient descent with momentum."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from functional_jd.optimizers.base import (
 
 @displayed_as(outline)
 class SgdState(NamedTuple):
-    """What `sgd` remembers.
+    """The state of `sgd`.
 
     Attributes:
         steps: int64 `[]`, the number of steps taken.
@@ -34,16 +34,16 @@ class SgdState(NamedTuple):
 
 
 def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
-    """Gradient descent with momentum, step by step what `torch.optim.SGD` does.
+    """Gradient descent with momentum; every step equals that of `torch.optim.SGD`.
 
     `d = direction + weight_decay params`, `v = momentum v + d`, `params - lr v`; with Nesterov
     `params - lr (d + momentum v)`.
 
     Args:
-        lr: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
-        momentum: how much of the last velocity stays.
-        nesterov: look ahead along the velocity.
-        weight_decay: weight of half the squared norm of params, added to the losses.
+        lr: the learning rate: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
+        momentum: the momentum factor.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: the factor of the L2 penalty, half the squared norm of params.
 
     Returns:
         An `Optimizer` with `SgdState`; params keep their dtypes.
@@ -52,18 +52,17 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         ValueError: a negative hyper-parameter, or `nesterov` without momentum.
 
     Laws:
-        Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule
-        where it was.
+        Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
 
     Source:
         Sutskever et al. (2013), On the importance of initialization and momentum in deep learning, in PyTorch's form.
 
     Differs:
-        From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the params' dtype.
+        From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
     """
     check_settings("sgd", momentum=momentum, weight_decay=weight_decay, lr=lr)
     if nesterov and not momentum:
-        raise ValueError("sgd: nesterov needs momentum > 0, found 0. Give a momentum such as 0.9, or no nesterov.")
+        raise ValueError("sgd: nesterov needs momentum > 0, found 0. Pass a momentum such as 0.9, or nesterov=False.")
 
     def init(params: Params) -> SgdState:
         return SgdState(no_steps(params, "sgd"), tree_map(torch.zeros_like, params) if momentum else ())
@@ -75,13 +74,14 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         if momentum:
             velocity = tree_map(lambda v, d: (v * momentum).add(d), velocity, direction)
             direction = tree_map(lambda d, v: d.add(v, alpha=momentum), direction, velocity) if nesterov else velocity
-        return tree_map(lambda p, d: _against(p, d, rate), params, direction), SgdState(state.steps + 1, velocity)
+        return tree_map(lambda p, d: _descended(p, d, rate), params, direction), SgdState(state.steps + 1, velocity)
 
     return Optimizer(init, update)
 
 
-def _against(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:
+def _descended(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:
+    """`leaf - rate direction`, in the dtype of the leaf."""
     if not isinstance(rate, Tensor):
         return leaf.add(direction, alpha=-rate)
-    start = at_least_float32(leaf)
-    return (start - in_dtype_of(rate, start) * at_least_float32(direction)).to(leaf.dtype)
+    wide = at_least_float32(leaf)
+    return (wide - in_dtype_of(rate, wide) * at_least_float32(direction)).to(leaf.dtype)
