@@ -15,37 +15,37 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
-    """Make a custom autograd function follow autocast: what `custom_fwd` and `custom_bwd` do, under every transform.
+    """Make a custom autograd function follow autocast, as `custom_fwd` and `custom_bwd` do, under every transform.
 
-    `y = function.apply(*inputs)`, its backward in the autocast state of its forward.
+    `y = function.apply(*inputs)`; the backward runs in the autocast state of the forward.
 
     Args:
-        function: a subclass of `torch.autograd.Function`, left as it is; any shapes and units. To be vmapped it needs
-            `generate_vmap_rule = True` or a `vmap` rule of its own; under torch.func `setup_context`, as ever.
-        cast_inputs: what the function needs its inputs in: under autocast they are cast to it, and autocast is off
-            inside, forward and backward. float64 and integers stay. Where autocast is off, nothing is cast.
+        function: a subclass of `torch.autograd.Function`, which is not modified; any shapes and units. As always, vmap
+            needs `generate_vmap_rule = True` or a `vmap` rule, and torch.func needs `setup_context`.
+        cast_inputs: the dtype of the inputs. Under autocast, floating-point inputs other than float64 are cast to it,
+            and autocast is off inside the function, forward and backward. Without autocast, nothing is cast.
 
     Returns:
-        A function that takes what `function.apply` takes; it is its own attribute `apply`, too. Without `function`, a
-            decorator.
+        A function with the arguments of `function.apply`, and an attribute `apply` that is the function itself. Without
+            `function`, a decorator.
 
     Raises:
-        TypeError: no subclass of `torch.autograd.Function`; a dtype other than float16, bfloat16, float32.
+        TypeError: not a subclass of `torch.autograd.Function`, or a dtype other than float16, bfloat16, float32.
 
     Laws:
-        Gradients come out in the inputs' dtypes, and can be differentiated as far as `backward` can. Ops inside follow
-        the op tables of `autocast`, forward and backward, vmapped or not. Composes with grad, jacrev, vmap, compile,
-        and, where the function has a `jvp`, with jvp and jacfwd.
+        Gradients have the dtypes of the inputs, and are differentiable if `backward` is. Ops inside follow the op
+        tables of `autocast`, forward and backward, also under vmap. Composes with grad, jacrev, vmap and compile, and
+        with jvp and jacfwd if the function has a `jvp`.
 
     Source:
         `torch.amp.custom_fwd`, `torch.amp.custom_bwd`; pytorch#132388.
 
     Differs:
-        Inputs are cast before the function, so that a second derivative sees what was saved. The inputs tell which
-        device. A forward that takes `ctx` works where torch.func does not come in, as ever. A `vmap` rule that calls
-        its own class should find the decorated one: `@custom` above the class. Compiled, derivatives are those that the
-        class gives; torch 2.13 differentiates `forward` instead, under torch.func, so that a gradient passed straight
-        through a rounding is zero there, and second derivatives can be.
+        Inputs are cast before the function, so that second derivatives use the saved tensors. The device is that of the
+        inputs. A forward that takes `ctx` works outside torch.func only, as always. A `vmap` rule that calls its own
+        class needs `@custom` on the class, to call the decorated one. Under compile, derivatives are those of the
+        class; torch 2.13 differentiates `forward` instead, under torch.func, so that a straight-through gradient of a
+        rounding is zero, and second derivatives can be.
 
     Example:
         >>> @custom(cast_inputs=torch.float32)
@@ -61,34 +61,34 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
     if cast_inputs is not None and cast_inputs not in _DTYPES:
         raise TypeError(
             f"custom: cast_inputs must be torch.float16, torch.bfloat16, torch.float32 or None, found {cast_inputs!r}. "
-            "float64 is left alone by autocast: cast such inputs yourself."
+            "Autocast does not cast to or from float64: cast such inputs yourself."
         )
     if function is None:
         return partial(custom, cast_inputs=cast_inputs)
     if not (isinstance(function, type) and issubclass(function, Function)):
         raise TypeError(
             f"custom: expected a subclass of torch.autograd.Function, found {function!r}. "
-            "Hand over the class, not its `apply`; what you cannot get hold of goes into float32_island."
+            "Pass the class, not its `apply`. If you only have `apply`, use float32_island(apply)."
         )
-    following = _following(function)
-    # The compiler must not take it apart: it would differentiate the forward instead (see Differs).
-    torch.compiler.allow_in_graph(following)
+    with_autocast = _autocast_subclass(function)
+    # Dynamo must not trace into it: it would differentiate the forward instead (see Differs).
+    torch.compiler.allow_in_graph(with_autocast)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def apply(*args: Any, **kwargs: Any) -> Any:
         if cast_inputs is None or _autocast_dtype([*args, *kwargs.values()]) is None:
-            return following.apply(*args, **kwargs)
-        inputs = [_cast(value, cast_inputs) for value in args]
-        named = {name: _cast(value, cast_inputs) for name, value in kwargs.items()}
+            return with_autocast.apply(*args, **kwargs)
+        cast_args = [_cast(value, cast_inputs) for value in args]
+        cast_kwargs = {name: _cast(value, cast_inputs) for name, value in kwargs.items()}
         with autocast_disabled((args, kwargs)):
-            return following.apply(*inputs, **named)
+            return with_autocast.apply(*cast_args, **cast_kwargs)
 
-    run.__name__, run.__qualname__, run.__doc__ = function.__name__, function.__qualname__, function.__doc__
-    run.apply = run  # pyright: ignore[reportFunctionMemberAccess]
-    return run
+    apply.__name__, apply.__qualname__, apply.__doc__ = function.__name__, function.__qualname__, function.__doc__
+    apply.apply = apply  # pyright: ignore[reportFunctionMemberAccess]
+    return apply
 
 
 def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function that cannot be changed in float32, whatever autocast or policy is around.
+    """Run a function in float32, under any autocast or policy; for functions that you cannot change.
 
     `y = f(x)`, with half-precision tensors in x cast to float32 and autocast off.
 
@@ -96,31 +96,31 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
         f: any function of pytrees of tensors: the `apply` of an imported autograd function, an extension's kernel.
 
     Returns:
-        A function with the signature of `f`. Its outputs keep the dtype that `f` gives them, mostly float32.
+        A function with the signature of `f`. Its outputs keep the dtype that `f` returns, usually float32.
 
     Raises:
-        TypeError: `f` cannot be called.
+        TypeError: `f` is not callable.
 
     Laws:
-        Gradients come out in the inputs' dtypes. Idempotent; the same bits with autocast and without. Composes with
+        Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast. Composes with
         every transform that `f` composes with.
 
     Source:
         PyTorch, "Automatic Mixed Precision examples": functions that need a particular dtype.
 
     Differs:
-        float64 stays. The `apply` of an autograd function is off autocast in its backward too, wherever that runs; for
-        the rest put autocast inside what is differentiated, `grad(autocast(f))`, as ever.
+        float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too, wherever that
+        runs; for other functions, apply autocast inside the differentiated function: `grad(autocast(f))`.
     """
     if not callable(f):
         raise TypeError(
             f"float32_island: expected a function, found {type(f).__name__}. "
-            "Hand over the function, not its value: float32_island(Imported.apply)."
+            "Pass the function, not its value: float32_island(Imported.apply)."
         )
 
     owner = getattr(f, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, Function) and f == owner.apply:
-        f = custom(owner)  # so that its backward finds autocast off wherever it runs
+        f = custom(owner)  # turns autocast off in its backward too
 
     def island(*args: Any, **kwargs: Any) -> Any:
         wide_args, wide_kwargs = tree_map(lambda x: _cast(x, torch.float32), (args, kwargs))
@@ -130,28 +130,31 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(f)(island) if hasattr(f, "__name__") else island
 
 
-def _following(function: type[Function]) -> Any:
-    """The same function; the op tables reach into its rules, and its backward takes the autocast state with it."""
-    split = function.setup_context is not Function.setup_context
+def _autocast_subclass(function: type[Function]) -> Any:
+    """Return a subclass that applies the op tables, and runs its backward in the autocast state of its forward."""
+    has_setup_context = function.setup_context is not Function.setup_context
     forward, setup_context = with_op_tables(function.forward), with_op_tables(function.setup_context)
-    # torch calls either name; under torch.func only the second.
+    # torch accepts `backward` or `vjp`; torch.func calls `vjp` only.
     backward = with_op_tables(function.backward if function.vjp is Function.vjp else function.vjp)
 
-    def whole(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_with_ctx(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         ctx.autocast_dtype = _autocast_dtype([*args, *kwargs.values()])
         return forward(ctx, *args, **kwargs)
 
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+    def new_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.autocast_dtype = _autocast_dtype(inputs)
         setup_context(ctx, inputs, output)
 
-    def back(ctx: Any, *cotangents: Any) -> Any:
-        dtype, device = ctx.autocast_dtype, _device(cotangents)
+    def new_backward(ctx: Any, *cotangents: Any) -> Any:
+        dtype, device = ctx.autocast_dtype, _device_type(cotangents)
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
             return backward(ctx, *cotangents)
 
-    rules: dict[str, Any] = {"backward": back, "vjp": Function.vjp}
-    rules |= {"forward": forward, "setup_context": setup} if split else {"forward": wraps(function.forward)(whole)}
+    rules: dict[str, Any] = {"backward": new_backward, "vjp": Function.vjp}
+    if has_setup_context:
+        rules |= {"forward": forward, "setup_context": new_setup_context}
+    else:
+        rules["forward"] = wraps(function.forward)(forward_with_ctx)
     for name in ("jvp", "vmap"):
         if getattr(function, name) is not getattr(Function, name):
             rules[name] = with_op_tables(getattr(function, name))
@@ -159,13 +162,13 @@ def _following(function: type[Function]) -> Any:
 
 
 def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:
-    """What autocast casts to where these tensors are, or `None`."""
-    device = _device(values)
+    """Return the autocast dtype on the device of these tensors, or `None` if autocast is off."""
+    device = _device_type(values)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _device(values: Sequence[Any]) -> str:
-    """Single numbers on the CPU may join an accelerator's tensors."""
+def _device_type(values: Sequence[Any]) -> str:
+    """Return the accelerator of these tensors, if any: 0-dimensional CPU tensors may be mixed with its tensors."""
     found = [value.device.type for value in values if isinstance(value, Tensor) and not value.is_cpu]
     return next((device for device in found if torch.amp.is_autocast_available(device)), "cpu")
 

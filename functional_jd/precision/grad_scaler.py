@@ -1,4 +1,4 @@
-"""Scale states as dicts, to and from what `torch.amp.GradScaler.state_dict()` writes."""
+"""Conversion of scale states to and from the dicts of `torch.amp.GradScaler.state_dict()`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.precision.loss_scale import ScaleState
 
-# The entries of GradScaler.state_dict(), in its order: our name and dtype for each.
+# The keys of GradScaler.state_dict(), in its order, with the field of ScaleState and its dtype.
 _ENTRIES = {
     "scale": ("scale", torch.float32),
     "growth_factor": ("growth_factor", torch.float64),
@@ -19,49 +19,51 @@ _ENTRIES = {
 
 
 def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
-    """The state as `torch.amp.GradScaler.state_dict()` gives it: plain numbers, or lists of m.
+    """Convert a state to the dict of `torch.amp.GradScaler.state_dict()`: plain numbers, or lists of m.
 
     Args:
-        state: the state; its values are fetched from the device.
+        state: the state; its values are copied from the device.
 
     Returns:
-        A dict with the keys of `GradScaler.state_dict()`, in its order, to write as JSON for instance.
+        A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON.
 
     Laws:
-        `scale_state_from_dict(scale_state_to_dict(state))` is the state, to the bit.
+        `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit.
     """
     return {key: getattr(state, field).tolist() for key, (field, _) in _ENTRIES.items()}
 
 
 def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | str | None = None) -> ScaleState:
-    """The state that `torch.amp.GradScaler.state_dict()` or `scale_state_to_dict` wrote.
+    """Convert the dict of `torch.amp.GradScaler.state_dict()` or `scale_state_to_dict` to a state.
 
     Args:
         entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
-            a list of m numbers for one scale per objective. A number beside lists serves all m.
-        device: where the five tensors lie.
+            a list of m numbers for one scale per objective. If some are lists, a number applies to all m.
+        device: the device of the five tensors.
 
     Returns:
-        `ScaleState`, its tensors `[]`, or `[m]` if there were lists.
+        `ScaleState` with tensors `[]`, or `[m]` if there are lists.
 
     Raises:
-        ValueError: a missing or unknown key, something that is no number, or lists of different lengths.
+        ValueError: a missing or unknown key, a value that is not a number, or lists of different lengths.
 
-    Differs: from `GradScaler.load_state_dict`, which has loaded half of the entries when it finds one missing.
+    Differs: from `GradScaler.load_state_dict`, which may load some entries before it finds that one is missing.
     """
     if not entries:
         raise ValueError(
-            "scale_state_from_dict: found an empty dict, as a disabled GradScaler writes it. Use no_scale() instead."
+            f"scale_state_from_dict: expected the keys {list(_ENTRIES)}, found an empty dict, as of a disabled "
+            "GradScaler. Use no_scale() instead."
         )
-    if odd := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
+    if wrong_keys := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
         raise ValueError(
-            f"scale_state_from_dict: expected the keys {list(_ENTRIES)}, found missing or unknown {odd}. "
-            "Hand over GradScaler.state_dict() as it is."
+            f"scale_state_from_dict: expected the keys {list(_ENTRIES)}, found missing or unknown {wrong_keys}. "
+            "Pass GradScaler.state_dict() unchanged."
         )
     lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
     if len(lengths) > 1 or 0 in lengths:
         raise ValueError(
-            f"scale_state_from_dict: every list needs m numbers, one per objective, found {dict(entries)}. Add them."
+            f"scale_state_from_dict: every list needs m numbers, one per objective, found {dict(entries)}. "
+            "Pass m numbers in each list."
         )
     tensors: dict[str, Tensor] = {}
     for key, (field, dtype) in _ENTRIES.items():
@@ -77,5 +79,5 @@ def _require_numbers(key: str, entry: Any, dtype: torch.dtype) -> None:
             expected = "a float" if dtype.is_floating_point else "an integer that fits int32"
             raise ValueError(
                 f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
-                "Write plain Python numbers, as GradScaler.state_dict() does."
+                "Pass plain Python numbers, as in GradScaler.state_dict()."
             )

@@ -1,12 +1,12 @@
-"""Loss scaling: what `torch.amp.GradScaler` does, as a value and five pure functions.
+"""Loss scaling: `torch.amp.GradScaler` as a record and pure functions.
 
     scaled = scale(state, losses)  ──▶ backward in float16 ──▶ jacobian
     jacobian, finite = unscale(state, jacobian)
-    params = select(finite, moved, params)
+    params = select(finite, new_params, params)
     state = update_scale(state, finite)
 
-A state holds one scale `[]` for all objectives, or one per objective `[m]`: gradients of 1e-9 and 1e3 share no power of
-two that serves both in float16.
+A state holds one scale `[]` for all objectives, or one per objective `[m]`: no single scale brings gradients of both
+1e-9 and 1e3 into the range of float16.
 """
 
 from functools import reduce
@@ -22,7 +22,7 @@ from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 
-# The smallest normal float32: its inverse is finite, also where subnormal numbers are flushed to zero.
+# The smallest normal float32. Its inverse is finite, also if subnormal numbers are flushed to zero.
 _FLOOR = 2.0**-126
 
 
@@ -34,11 +34,11 @@ class ScaleState(NamedTuple):
     """The five entries of `GradScaler.state_dict()`, each a tensor `[]`, or `[m]` for one scale per objective.
 
     Attributes:
-        scale: float32; what losses are multiplied by.
-        growth_tracker: int32; finite steps since the scale last changed.
+        scale: float32; the factor of the losses.
+        growth_tracker: int32; the number of finite steps since the scale last changed.
         growth_factor: float64; the scale is multiplied by it after `growth_interval` finite steps in a row.
-        backoff_factor: float64; the scale is multiplied by it after a step that was not finite.
-        growth_interval: int32; 0 or less: the scale never grows.
+        backoff_factor: float64; the scale is multiplied by it after a non-finite step.
+        growth_interval: int32; if 0 or negative, the scale never grows.
     """
 
     scale: Tensor
@@ -57,28 +57,28 @@ def scale_state(
     shape: int | tuple[int, ...] = (),
     device: torch.device | str | None = None,
 ) -> ScaleState:
-    """A fresh loss scale.
+    """Create a loss scale.
 
     Args:
-        init_scale: the first scale, positive and finite in float32.
+        init_scale: the initial scale, positive and finite in float32.
         growth_factor: finite and at least 1.
         backoff_factor: in (0, 1].
-        growth_interval: finite steps until the scale grows; 0 or less: never.
+        growth_interval: the number of finite steps until the scale grows; if 0 or negative, it never grows.
         shape: `()` for one scale, `(m,)` or `m` for one per objective.
-        device: where the five tensors lie.
+        device: the device of the five tensors.
 
     Returns:
-        `ScaleState`, its five tensors of the shape given.
+        `ScaleState` with five tensors of the given shape.
 
     Raises:
-        ValueError: a setting out of its range, or a shape other than `()` and `(m,)`.
+        ValueError: an argument out of its range, or a shape other than `()` and `(m,)`.
 
-    Differs: from GradScaler, as factors of 1 are allowed: a scale that does not grow, or does not back off.
+    Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
     checks = (
-        # Half of the smallest subnormal float32 would round to zero.
+        # Below half of the smallest subnormal float32, the scale would round to zero.
         ("init_scale", init_scale, 2.0**-149 <= init_scale <= _LARGEST, "positive and finite in float32"),
         ("growth_factor", growth_factor, 1.0 <= growth_factor < float("inf"), "finite and at least 1"),
         ("backoff_factor", backoff_factor, 0.0 < backoff_factor <= 1.0, "in (0, 1]"),
@@ -89,7 +89,7 @@ def scale_state(
         if not holds:
             raise ValueError(
                 f"scale_state: {name} must be {expected}, found {found!r}. "
-                "GradScaler's defaults are 2.0**16, 2.0, 0.5 and 2000; several replicas are a vmap over states."
+                "The defaults of GradScaler are 2.0**16, 2.0, 0.5 and 2000; for several models use vmap over states."
             )
     return ScaleState(
         scale=torch.full(sizes, init_scale, dtype=torch.float32, device=device),
@@ -101,65 +101,65 @@ def scale_state(
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
-    """Scale 1 that `update_scale` never changes, not even its tracker: a step without loss scaling.
+    """Create a scale of 1 that `update_scale` never changes, nor its tracker, for steps without loss scaling.
 
     Args:
-        device: where the five tensors lie.
+        device: the device of the five tensors.
 
     Returns:
-        `ScaleState`, five tensors `[]`.
+        `ScaleState` with five tensors `[]`.
     """
     return scale_state(1.0, 1.0, 1.0, 1, device=device)
 
 
 def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
-    """The factor that is really applied: the scale, but never so small that its inverse overflows.
+    """Return the factor that is applied: the scale, but at least 2**-126, so that its inverse is finite.
 
     `max(scale, 2**-126)`.
 
     Args:
         state: a `ScaleState`, or a floating-point tensor `[]` or `[m]`.
-        where: for the error.
+        where: the name of the calling function, for the error.
 
     Returns:
         float32, `[]` or `[m]`. NaN stays NaN.
 
-    Raises: TypeError: neither.
+    Raises: TypeError: `state` is neither.
 
-    Differs: from GradScaler, which goes on with a scale that backed off to 0, and multiplies by its inverse, inf.
+    Differs: from GradScaler, which after backing off to 0 multiplies by the inverse, inf.
     """
     factor: Any = state.scale if isinstance(state, ScaleState) else state
     if not (isinstance(factor, Tensor) and factor.is_floating_point() and factor.ndim < 2):
         raise TypeError(
-            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {_kind(factor)}. "
-            "Make one with scale_state(); several replicas are a vmap over states."
+            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {_description(factor)}. "
+            "Create one with scale_state(); for several models use vmap over states."
         )
     return factor.float().clamp(min=_FLOOR)
 
 
 def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
-    """Multiply losses, or rows, by the loss scale.
+    """Multiply losses or rows by the loss scale.
 
-    `scaled_i = multiplier_i * value_i`, computed in at least float32: 1 in float16 times 65536 is no infinity.
+    `scaled_i = multiplier_i * value_i`, computed in at least float32, so that 1 in float16 times 65536 is finite.
 
     Args:
         state: a `ScaleState`, or a tensor `[]` or `[m]`.
-        tree: for one scale any pytree of floating-point tensors. For `[m]` scales either losses, m elements in all, in
-            leaf order; or rows, every leaf `[m, *p]`. Of a `MultitaskJacobian`, `shared` is scaled.
+        tree: for one scale, any pytree of floating-point tensors. For `[m]` scales, either losses with m elements in
+            leaf order, or rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is scaled.
 
     Returns:
-        The same structure; float16 and bfloat16 leaves come out as float32.
+        The same structure; float16 and bfloat16 leaves become float32.
 
     Raises:
-        TypeError, ValueError: a leaf is no floating-point tensor; `[m]` scales and neither m losses nor m rows.
+        TypeError, ValueError: a leaf is not a floating-point tensor; `[m]` scales with neither m losses nor m rows.
 
     Laws:
-        Linear in the tree. `unscale(state, scale(state, tree))` is the tree for scales that are powers of two, while
-        nothing overflows or underflows.
+        Linear in the tree. For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree,
+        unless values overflow or underflow.
 
     Source: Micikevicius et al., Mixed precision training, ICLR 2018, section 3.2; `torch.amp.GradScaler.scale`.
 
-    Differs: from GradScaler, as a float16 vector comes out in float32, as there only a float16 scalar does.
+    Differs: from GradScaler, which returns float32 for float16 scalars only, not for float16 vectors.
     """
     rows, heads = split_heads(tree)
     if heads:
@@ -170,39 +170,39 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     if factor.ndim and sum(sizes) == len(factor):
         factors = [part.reshape(leaf.shape) for part, leaf in zip(factor.split(sizes), leaves, strict=True)]
     else:
-        factors = [_by_row(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
+        factors = [_broadcast(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
     return tree_unflatten(
         structure, [at_least_float32(leaf) * part for leaf, part in zip(leaves, factors, strict=True)]
     )
 
 
 def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
-    """Divide by the loss scale, and say what is finite; what is not comes back as zeros.
+    """Divide by the loss scale, and test for finiteness; non-finite rows are returned as zeros.
 
-    `value_i = scaled_i / multiplier_i`: times the inverse, which is taken in float64 and rounded to float32.
-    `finite_i` is true when every value of row i (for one scale: every value) is finite *after* dividing. Zeros keep
-    eigh, svd and cholesky downstream from ever seeing a NaN.
+    `value_i = scaled_i / multiplier_i`, computed with the inverse, taken in float64 and rounded to float32.
+    `finite_i` is true if every value of row i (for one scale: every value) is finite *after* dividing. With zeros,
+    eigh, svd and cholesky downstream never see a NaN.
 
     Args:
-        state: a `ScaleState`, or a tensor `[]` or `[m]`: the one that scaled, before `update_scale`.
-        tree: for one scale any pytree of floating-point tensors: a Jacobian, a direction. For `[m]` scales, rows: every
-            leaf `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already, and a value in
-            them that is not finite belongs to no row, so that it flags them all.
+        state: the `ScaleState`, or tensor `[]` or `[m]`, that was used for scaling, before `update_scale`.
+        tree: for one scale, any pytree of floating-point tensors, such as a Jacobian or a direction. For `[m]` scales,
+            rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already, and
+            belong to no row: a non-finite value in them makes every `finite_i` false.
 
     Returns:
-        `(tree, finite)`: the same structure, float16 and bfloat16 leaves as float32, where the small values that
-        scaling saved do not underflow; and bool of the scale's shape.
+        `(tree, finite)`: the same structure, with float16 and bfloat16 leaves as float32, where small values do not
+        underflow; and a bool tensor of the shape of the scale.
 
     Raises:
-        TypeError, ValueError: a leaf is no floating-point tensor; `[m]` scales and a leaf without m rows.
+        TypeError, ValueError: a leaf is not a floating-point tensor; `[m]` scales and a leaf without m rows.
 
     Laws:
-        Rows are independent: an overflow in one leaves the others' bits alone. The result is always finite. Derivatives
-        are those of the division where finite, and zero elsewhere.
+        Rows are independent: an overflow in one does not change the bits of the others. The result is always finite.
+        Derivatives are those of the division where finite, and zero elsewhere.
 
-    Source: `torch.amp.GradScaler.unscale_`, to the bit where finite.
+    Source: `torch.amp.GradScaler.unscale_`, bit for bit where finite.
 
-    Differs: from GradScaler, which checks the scaled values, so that tiny scales give infinite parameters, and refuses
+    Differs: from GradScaler, which tests the scaled values, so that tiny scales give infinite parameters, and refuses
         float16.
     """
     rows, heads = split_heads(tree)
@@ -211,36 +211,36 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     others, other_structure = _floating(heads, "unscale")
 
     one = inverse.new_ones(())
-    finite = _bounded(leaves, inverse)
+    finite = _products_are_finite(leaves, inverse)
     if others:
-        finite = finite & _bounded(others, one)
+        finite = finite & _products_are_finite(others, one)
     inverse = torch.where(finite, inverse, 0.0)
-    rows = tree_unflatten(structure, _times(leaves, inverse, finite))
+    rows = tree_unflatten(structure, _products_or_zeros(leaves, inverse, finite))
     if not heads:
         return rows, finite
     anywhere = finite.any()
-    heads = _times(others, anywhere.to(one.dtype), anywhere)
+    heads = _products_or_zeros(others, anywhere.to(one.dtype), anywhere)
     return with_heads(rows, tree_unflatten(other_structure, heads)), finite
 
 
 def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
-    """Grow the scale after enough finite steps, back off after one that was not.
+    """Increase the scale after `growth_interval` finite steps, and decrease it after a non-finite step.
 
     Not finite: `scale * backoff_factor`, tracker 0. Finite for the `growth_interval`-th time in a row:
-    `scale * growth_factor` unless that is infinite, tracker 0. Otherwise the tracker counts on.
+    `scale * growth_factor` unless that is infinite, tracker 0. Otherwise the tracker increases by 1.
 
     Args:
-        state: `[]`, or `[m]`, where every objective follows its own flag.
-        finite: bool `[]` or `[m]`, as `unscale` returns it; one flag `[]` serves all m scales.
+        state: `[]`, or `[m]`, in which every scale follows its own flag.
+        finite: bool `[]` or `[m]`, as `unscale` returns it; one flag `[]` applies to all m scales.
 
     Returns:
-        The next `ScaleState`. It has no floor: see `multiplier`.
+        The next `ScaleState`. It has no lower bound: see `multiplier`.
 
     Raises:
-        TypeError, ValueError: `finite` is no bool tensor, or has another shape.
+        TypeError, ValueError: `finite` is not a bool tensor, or has another shape.
 
     Laws:
-        Bit-equal to `torch._amp_update_scale_`, elementwise: products are taken in float64 and rounded once.
+        Bit-equal to `torch._amp_update_scale_`, elementwise: products are computed in float64 and rounded once.
 
     Source: `torch.amp.GradScaler.update`.
     """
@@ -248,7 +248,7 @@ def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
     if finite.shape not in {(), state.scale.shape}:
         raise ValueError(
             f"update_scale: expected one flag per scale {list(state.scale.shape)}, found {list(finite.shape)}. "
-            "One scale for all objectives needs finite.all()."
+            "For one scale, pass finite.all()."
         )
     successes = state.growth_tracker + 1
     due = successes == state.growth_interval
@@ -265,10 +265,10 @@ def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
-    """The new tree when everything was finite, the old one otherwise: a skipped step without an `if`.
+    """Return the new tree if everything is finite, else the old one; skips a step without an `if`.
 
     Args:
-        finite: bool, `[]` or `[m]`; one false is enough for the old tree.
+        finite: bool, `[]` or `[m]`; a single false selects the old tree.
         new: pytree of tensors of any dtype.
         old: pytree of the same structure, shapes and dtypes.
 
@@ -276,47 +276,49 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         A pytree like both.
 
     Raises:
-        TypeError, ValueError: `finite` is no bool tensor, a leaf is none; structures, shapes or dtypes differ.
+        TypeError, ValueError: `finite` is not a bool tensor, a leaf is not a tensor, or structures, shapes or dtypes
+            differ.
 
     Laws:
-        Nothing of the tree that was not selected leaks: no NaN, and a derivative of exactly zero towards it. (A zero
-        that goes on through an infinite derivative in *front* of `select` becomes NaN, as with every `where`.)
+        The tree that is not selected has no effect: a NaN in it does not propagate, and its derivative is exactly zero.
+        (This zero times an infinite derivative *before* `select` is NaN, as with every `where`.)
     """
     _require_flag(finite, "select")
     (leaves, structure), (others, other_structure) = tree_flatten(new), tree_flatten(old)
     if structure != other_structure:
         raise ValueError(
-            f"select: new and old need the same structure, found {structure} and {other_structure}. "
-            "A state that is None at first needs its init before the step."
+            f"select: new and old must have the same structure, found {structure} and {other_structure}. "
+            "If a state is None before the first step, initialise it first."
         )
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         if not (_is_tensor(leaf) and _is_tensor(other) and leaf.dtype == other.dtype and leaf.shape == other.shape):
             raise TypeError(
-                f"select: every leaf must be a tensor, of one shape and dtype in new and old, found {_kind(leaf)} and "
-                f"{_kind(other)} in {tree_names(new)[index]!r}. A step must keep the shapes and dtypes of its state."
+                "select: every leaf must be a tensor, with the same shape and dtype in new and old, found "
+                f"{_description(leaf)} and {_description(other)} in {tree_names(new)[index]!r}. "
+                "A step must keep the shapes and dtypes of its state."
             )
-    everywhere = finite.all() if finite.ndim else finite
-    return tree_unflatten(structure, [torch.where(everywhere, *pair) for pair in zip(leaves, others, strict=True)])
+    all_finite = finite.all() if finite.ndim else finite
+    return tree_unflatten(structure, [torch.where(all_finite, *pair) for pair in zip(leaves, others, strict=True)])
 
 
-def _kind(value: Any) -> str:
+def _description(value: Any) -> str:
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
-    """The leaves and structure of a pytree of floating-point tensors; a factor `[m]` asks for m rows in each."""
+    """Return the leaves and structure of a pytree of floating-point tensors; with factors `[m]`, leaves have m rows."""
     leaves, structure = tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if not (_is_tensor(leaf) and leaf.is_floating_point()):
             raise TypeError(
-                f"{where}: every leaf must be a floating-point tensor, found {_kind(leaf)} in "
-                f"{tree_names(tree)[index]!r}. Keep counters and settings out of what is scaled."
+                f"{where}: every leaf must be a floating-point tensor, found {_description(leaf)} in "
+                f"{tree_names(tree)[index]!r}. Remove counters and settings from the tree."
             )
         if factor is not None and factor.ndim and leaf.shape[:1] != factor.shape:
             raise ValueError(
-                f"{where}: m = {len(factor)} scales need rows [m, *p] or, to scale, m losses in all, found "
-                f"{_kind(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change, or should one "
-                "scale serve all?"
+                f"{where}: m = {len(factor)} scales need rows [m, *p] or, for scale, m losses in all, found "
+                f"{_description(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
+                "scale_state() creates one scale for all objectives."
             )
     return leaves, structure
 
@@ -324,7 +326,7 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
 def _require_flag(finite: Any, where: str) -> None:
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         raise TypeError(
-            f"{where}: finite must be a bool tensor, found {_kind(finite)}. Hand over what unscale returned."
+            f"{where}: finite must be a bool tensor, found {_description(finite)}. Pass the finite of unscale."
         )
 
 
@@ -332,36 +334,38 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _by_row(factor: Tensor, leaf: Tensor) -> Tensor:
-    """A factor `[m]` as it stands beside rows; a factor `[]` as it is."""
+def _broadcast(factor: Tensor, leaf: Tensor) -> Tensor:
+    """Reshape a factor `[m]` to broadcast over the rows of the leaf; a factor `[]` is returned as is."""
     return per_row(factor, leaf) if factor.ndim else factor
 
 
-def _bounded(leaves: list[Tensor], inverse: Tensor) -> Tensor:
-    """Whether the leaves (their rows, for `[m]`) times the inverse are finite, and the inverse is.
+def _products_are_finite(leaves: list[Tensor], inverse: Tensor) -> Tensor:
+    """Return whether all leaves (for `[m]`: their rows) times the inverse are finite, and the inverse is.
 
-    Rounding is monotone: a product overflows somewhere exactly when that of the largest magnitude does. And a maximum
-    keeps NaN. So one reduction by leaf, which writes nothing, says it all, ten times faster than `isfinite`.
+    Rounding is monotone, so a product overflows if and only if that of the largest magnitude does; and extrema
+    propagate NaN. One reduction per leaf, without temporaries, is ten times faster than `isfinite`.
     """
-    ends: dict[torch.dtype, list[Tensor]] = {}
+    extrema: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
         if leaf.numel():
-            fixed = leaf.detach()
-            found = fixed.reshape(len(fixed), -1).aminmax(dim=1) if inverse.ndim else fixed.aminmax()
-            ends.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).extend(found)
-    flags = [((torch.stack(found).to(dtype) * inverse).abs() < torch.inf).all(0) for dtype, found in ends.items()]
+            x = leaf.detach()
+            found = x.reshape(len(x), -1).aminmax(dim=1) if inverse.ndim else x.aminmax()
+            extrema.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).extend(found)
+    flags = [((torch.stack(found).to(dtype) * inverse).abs() < torch.inf).all(0) for dtype, found in extrema.items()]
     return reduce(torch.logical_and, flags, inverse.isfinite()) if len(flags) != 1 else flags[0]
 
 
-def _times(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> list[Tensor]:
-    """The leaves times a factor, and zeros where not finite; cleared first, so that no derivative is 0 * inf.
+def _products_or_zeros(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> list[Tensor]:
+    """Return the leaves times a factor, or zeros where not finite. Zeroed before the product: no derivative is 0 * inf.
 
-    In place on the cleared copies: a second buffer of a Jacobian's size costs more than all the arithmetic.
+    The product is in place on the zeroed copies: a second buffer of the size of a Jacobian costs more than the
+    arithmetic.
     """
     if under_transform() or (torch.is_grad_enabled() and any(x.requires_grad for x in (factor, *leaves))):
-        return [at_least_float32(torch.where(_by_row(finite, x), x, 0.0)).mul_(_by_row(factor, x)) for x in leaves]
-    # Where the values are all that is asked for, the factor zero clears the rest: six times faster on a CPU than
-    # `where`. Adding -0 changes no value, and adding 0 changes -0 only: to the bit, the same zeros.
-    signed = torch.where(finite, -0.0, 0.0)
+        zeroed = [at_least_float32(torch.where(_broadcast(finite, x), x, 0.0)) for x in leaves]
+        return [z.mul_(_broadcast(factor, x)) for z, x in zip(zeroed, leaves, strict=True)]
+    # Without derivatives, the factor 0 clears what is left: six times faster on a CPU than `where`. Adding -0.0 changes
+    # no value, and adding 0.0 only turns -0.0 into 0.0, so that the zeros are the same, bit for bit.
+    signed_zero = torch.where(finite, -0.0, 0.0)
     cleared = [at_least_float32(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for x in leaves]
-    return [x.mul_(_by_row(factor, x)).add_(_by_row(signed, x)) for x in cleared]
+    return [x.mul_(_broadcast(factor, x)).add_(_broadcast(signed_zero, x)) for x in cleared]

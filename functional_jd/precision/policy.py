@@ -1,4 +1,4 @@
-"""Policies: mixed precision by casting, for those who prefer it to autocasting."""
+"""Policies: mixed precision by casting arguments and results, an alternative to autocast."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -25,12 +25,12 @@ _ROLES = {"p": "params", "c": "compute", "o": "output"}
 
 
 class Policy(NamedTuple):
-    """Three casts, and a decorator made of them.
+    """Three casts, and a decorator that applies them.
 
     Attributes:
-        cast_to_param: casts the floating-point tensors of a pytree to the dtype that parameters are kept in.
-        cast_to_compute: to the one that is computed in.
-        cast_to_output: to the one that results are handed out in.
+        cast_to_param: casts the floating-point tensors of a pytree to the dtype of the parameters.
+        cast_to_compute: casts them to the dtype of the computation.
+        cast_to_output: casts them to the dtype of the results.
     """
 
     cast_to_param: Callable[[Tree], Tree]
@@ -49,56 +49,56 @@ class Policy(NamedTuple):
             A function with the signature of `f`.
 
         Raises:
-            TypeError: `f` cannot be called.
+            TypeError: `f` is not callable.
         """
         if not callable(f):
             raise TypeError(
                 f"policy: expected a function, found {type(f).__name__}. "
-                "Hand over the function, not its value: policy(...)(losses), not policy(...)(losses(params))."
+                "Pass the function, not its value: policy(...)(losses), not policy(...)(losses(params))."
             )
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def with_casts(*args: Any, **kwargs: Any) -> Any:
             cast_args, cast_kwargs = self.cast_to_compute((args, kwargs))
-            with _NormsAndLosses():
+            with _Float32NormsAndLosses():
                 result = f(*cast_args, **cast_kwargs)
             return self.cast_to_output(result)
 
-        return wraps(f)(run) if hasattr(f, "__name__") else run
+        return wraps(f)(with_casts) if hasattr(f, "__name__") else with_casts
 
 
 def policy(description: str) -> Policy:
-    """Say in which dtypes parameters are kept, functions compute and results come out.
+    """Create a policy: the dtypes of the parameters, of the computation and of the results.
 
     `policy("params=float32,compute=float16,output=float32")(losses)`
 
     Args:
-        description: `params=`, `compute=` and `output=` (`p`, `c`, `o`), separated by commas; params left out are
-            float32, compute left out is as params, output left out is as compute. Or one dtype for all three. Dtypes:
-            float16 (f16, half), bfloat16 (bf16), float32 (f32, full), float64 (f64).
+        description: `params=`, `compute=` and `output=` (`p`, `c`, `o`), separated by commas. Defaults: params are
+            float32, compute is params, output is compute. Or one dtype for all three. Dtypes: float16 (f16, half),
+            bfloat16 (bf16), float32 (f32, full), float64 (f64).
 
     Returns:
-        A `Policy`: call it on a function of params and batch, or use its three casts by themselves. Integers, booleans
-            and what is no tensor stay. Any shapes and units.
+        A `Policy`: call it on a function of params and batch, or use its three casts. Integers, booleans and objects
+            that are not tensors are not cast. Any shapes and units.
 
     Raises:
-        TypeError: the description is no string.
-        ValueError: an unknown role or dtype, a role twice, a part that is no `role=dtype`.
+        TypeError: the description is not a string.
+        ValueError: an unknown role or dtype, a repeated role, or a part that is not `role=dtype`.
 
     Laws:
-        Gradients come out in the dtype that the params came in, but forward mode's in the output's. Norm layers are
-        computed in float32 and return their input's dtype; the losses of `torch.nn.functional` are computed in float32
-        and stay there, so that a mean of huge losses does not overflow. Composes with every transform. A policy of one
-        dtype, the one that all comes in, changes nothing.
+        Gradients have the dtype of the params passed in; in forward mode, that of the output. Norm layers are computed
+        in float32 and return the dtype of their input. The losses of `torch.nn.functional` are computed in float32 and
+        returned in float32, so that a mean of huge losses does not overflow. Composes with every transform. A policy
+        with the dtype of all arguments changes nothing.
 
     Source:
         jmp, `get_policy`.
 
     Differs:
-        From jmp: norm layers and losses in float32 by themselves, a role twice is refused, half is float16 everywhere.
-        From `autocast`: nothing but norm layers and losses is looked at, so that a loss written by hand computes in
-        half, sums included (use `cast_to_output` before it); the whole batch is cast, targets too; a weight used twice
-        gets its gradients added in half; a norm's weight is rounded before it is widened. Running statistics stay in
-        the module, in float32: handed in as arguments they would be cast, and their update lost.
+        From jmp: norm layers and losses run in float32 by default, repeated roles are refused, half is always float16.
+        From `autocast`: only norm layers and losses are recognised, so a hand-written loss computes in half, sums
+        included (apply `cast_to_output` before it); the whole batch is cast, targets too; the gradients of a weight
+        used twice are added in half; the weight of a norm is rounded to half first. Keep running statistics in the
+        module: passed as arguments they would be cast, and their update lost.
     """
     if not isinstance(description, str):
         raise TypeError(
@@ -118,15 +118,15 @@ def policy(description: str) -> Policy:
 def _parse(description: str) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     for part in description.split(","):
-        word, equals, name = (piece.strip() for piece in part.partition("="))
-        role = _ROLES.get(word, word)
+        role, equals, name = (piece.strip() for piece in part.partition("="))
+        role = _ROLES.get(role, role)
         if not equals or role not in _ROLES.values():
             raise ValueError(
                 f"policy: expected params=, compute= or output= and a dtype, found {part!r} in {description!r}. "
                 "Write for instance 'params=float32,compute=float16,output=float32'."
             )
         if role in found:
-            raise ValueError(f"policy: expected {role} once, found it again in {description!r}. Leave one out.")
+            raise ValueError(f"policy: expected {role} once, found it twice in {description!r}. Leave one out.")
         found[role] = _dtype(name, description)
     return found
 
@@ -148,8 +148,8 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tree], Tree]:
     return cast
 
 
-class _NormsAndLosses(TorchFunctionMode):
-    """Sees them where Python calls them, before the transforms take them apart, as `autocast` does."""
+class _Float32NormsAndLosses(TorchFunctionMode):
+    """Run norm layers and losses in float32. A function mode sees them before the transforms decompose them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,10 +157,10 @@ class _NormsAndLosses(TorchFunctionMode):
         if name not in NORM_LAYERS and name not in LOSS_FUNCTIONS:
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        result = func(*map(_widened, args), **{key: _widened(value) for key, value in kwargs.items()})
+        result = func(*map(_half_to_float32, args), **{key: _half_to_float32(value) for key, value in kwargs.items()})
         return result.to(x.dtype) if name in NORM_LAYERS else result
 
 
-def _widened(value: Any) -> Any:
+def _half_to_float32(value: Any) -> Any:
     half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if half else value
