@@ -1,4 +1,4 @@
-"""Collectives as differentiable functions with vmap rules."""
+"""Collective operations as differentiable functions with vmap rules."""
 
 from typing import Any
 
@@ -22,28 +22,28 @@ def sum_over_group(tree: Tree, group: Group) -> Tree:
 
 
 def mean_over_group(tree: Tree, group: Group) -> Tree:
-    """Divided before it is added up, so that no sum of finite values overflows."""
+    """Average over the group. Divides before summing, so that finite values do not overflow."""
     replicas = known_group(group)[1]
     return tree_map(lambda leaf: sum_over_group(at_least_float32(leaf) / replicas, group).to(leaf.dtype), tree)
 
 
 def shard_columns(leaf: Tensor, group: Group) -> Tensor:
-    """One share of the columns of the mean, `[m, k]`, per replica: a leaf `[m, *p]` in R parts, padded at the end."""
+    """Average a leaf `[m, *p]` and return this replica's shard of the columns, `[m, k]`; the last one is padded."""
     replicas = known_group(group)[1]
     matrix = as_matrix(at_least_float32(leaf)) / replicas
-    if matrix.shape[1] % replicas:  # padding copies, with nothing to pad too
+    if matrix.shape[1] % replicas:  # pad copies, even by a width of zero
         matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % replicas))
     parts = matrix.reshape(len(matrix), replicas, matrix.shape[1] // replicas).transpose(0, 1)
     return collective("scatter", parts, group).to(leaf.dtype)
 
 
 def gather_columns(part: Tensor, like: Tensor, group: Group) -> Direction:
-    """The whole direction `[*p]`, from each replica's part `[k]`."""
+    """Gather the shards `[k]` of all replicas into the direction `[*p]`."""
     return collective("gather", part, group).reshape(-1)[: like.numel()].reshape(like.shape)
 
 
 def known_group(group: Group) -> tuple[str, int, int]:
-    """The group's name, its number of replicas, and which of them this is."""
+    """Return the name of the group, its number of replicas, and the rank of this process."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "distributed: expected a process group, found none. Call torch.distributed.init_process_group('gloo') "
@@ -53,7 +53,7 @@ def known_group(group: Group) -> tuple[str, int, int]:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"distributed: expected a process group that this process is in, found {group!r}. "
-            "Call this on members of the group only."
+            "Call this function on members of the group only."
         )
     return group.group_name, group.size(), group.rank()
 
@@ -68,9 +68,10 @@ _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter"}
 
 
 class _Collective(Function):
-    """A functional collective with the derivatives and the vmap rule of the linear map that it is.
+    """A functional collective with derivatives and a vmap rule.
 
-    `"sum"`, `"least"` and `"first"` keep the shape; `"scatter"` takes `[R, ...]` to `[...]`, `"gather"` back.
+    `"sum"`, `"least"` (minimum) and `"first"` (broadcast of rank 0) keep the shape; `"scatter"` (reduce-scatter) maps
+    `[R, ...]` to `[...]`, and `"gather"` maps `[...]` to `[R, ...]`.
     """
 
     @staticmethod
@@ -91,24 +92,24 @@ class _Collective(Function):
             found = str(error).partition("\n")[0]
             raise RuntimeError(
                 f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
-                "A replica stopped, fell out of step or hangs: see the first error of all processes, and start again "
-                "from the last checkpoint."
+                "A replica stopped, fell out of step or hangs: see the first error of all processes, and restart from "
+                "the last checkpoint."
             ) from error
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        _, *ctx.how = inputs
+        _, *ctx.collective_args = inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        kind, *where = ctx.how
-        return _Collective.apply(cotangents[0], _ADJOINT[kind], *where), None, None, None
+        kind, *group = ctx.collective_args
+        return _Collective.apply(cotangents[0], _ADJOINT[kind], *group), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Collective.apply(tangents[0], *ctx.how)
+        return _Collective.apply(tangents[0], *ctx.collective_args)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # noqa: ARG004
-        value, *how = args
-        return _Collective.apply(value.movedim(in_dims[0], -1), *how), -1
+        value, *collective_args = args
+        return _Collective.apply(value.movedim(in_dims[0], -1), *collective_args), -1
