@@ -1,1 +1,1 @@
-"""What the objectives do to one another."""
+"""Diagnostics: conflicts between the objectives, and the distance to Pareto stationarity."""

@@ -1,4 +1,4 @@
-"""Diagnostics: what the objectives do to one another, and why training stalls."""
+"""Diagnostics: conflicts between the objectives, and the distance to Pareto stationarity."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,34 +18,34 @@ from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
 
-# What counts as zero: so many roundings, in units of the dtype that the products came in.
+# Values below this multiple of the machine epsilon of the products count as zero.
 _ROUNDINGS = 16
 
 
-# A matrix whose cosines contradict each other by more is no Gramian, whatever it was computed in.
-_SUSPECT = 1e-2
+# The relative asymmetry, and the excess of a cosine over 1, from which a matrix is refused as a Gramian in any dtype.
+_NOT_A_GRAMIAN = 1e-2
 
 
-# As many columns of cosines fit on a line.
-_COLUMNS = 8
+# The maximum number of columns of cosines in a table.
+_MAX_COLUMNS = 8
 
 
 @displayed_as(lambda record: _table(record, None))
 class Diagnosis(NamedTuple):
-    """What `diagnose` finds: float64 tensors.
+    """The result of `diagnose`: float64 tensors.
 
     Attributes:
-        norms: `[m]`, the lengths of the rows.
-        cosines: `[m, m]`, of the angles between the rows; 0 with a row of zeros, itself included.
-        alignment: `[m]`, the cosines of the rows with the direction: below 0, a step makes that loss worse. 0 for a row
-            or a direction of zeros.
-        conflict: `[]`, the share of the pairs of rows whose cosine is negative: from 0 to 1; 0 for m = 1.
+        norms: `[m]`, the norms of the rows.
+        cosines: `[m, m]`, the cosine similarities of the rows; 0 if a row is zero, also on the diagonal.
+        alignment: `[m]`, the cosines of the rows with the direction; if negative, a step increases that loss. 0 for a
+            row or a direction of zeros.
+        conflict: `[]`, the share of the pairs of rows with a negative cosine, in [0, 1]; 0 for m = 1.
         stationarity: `[]`, the distance to Pareto stationarity: the norm of the shortest convex combination of the
-            rows. 0 where no direction improves all objectives.
-        rank: `[]`, the effective rank: from 1 (all rows parallel, or one so long that the others vanish beside it) to m
-            (orthogonal, of one length); 0 if all is zero.
-        condition: `[]`, the ratio of the largest singular value to the smallest; infinite where rows are dependent, as
-            they are if there are more objectives than parameters.
+            rows. 0 if no direction improves all objectives.
+        rank: `[]`, the effective rank: from 1 (all rows parallel, or all but one negligible) to m (orthogonal rows of
+            equal norm); 0 if all rows are zero.
+        condition: `[]`, the ratio of the largest to the smallest singular value; infinite if the rows are dependent,
+            for instance with more objectives than parameters.
     """
 
     norms: Tensor
@@ -63,10 +63,10 @@ def diagnose(
     *,
     gramian: bool | None = None,
 ) -> Diagnosis:
-    """How the objectives relate to each other, and to the direction taken.
+    """Measure how the objectives conflict with each other and with the direction of a step.
 
-    One bare square matrix is read as a Gramian. Of m objectives in one bare tensor of m parameters, two losses on the
-    plane for instance, the Jacobian is square: say so, `diagnose(J, direction, gramian=False)`.
+    A single square matrix is read as a Gramian. With m objectives and a single tensor of m parameters, the Jacobian is
+    square too: then call `diagnose(J, direction, gramian=False)`.
 
     With G = J J', d its diagonal and s the singular values of J, the roots of the eigenvalues of G:
     `cosines_ij = G_ij / sqrt(d_i d_j)`, `alignment_i = <g_i, x> / (|g_i| |x|)` for the direction x,
@@ -75,188 +75,186 @@ def diagnose(
 
     Args:
         jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it: a pytree with leaves `[m, *p]`, or a
-            `MultitaskJacobian`, of which `shared` counts. Or a Gramian, one bare matrix `[m, m]`.
-        direction_or_weights: a direction, a pytree like params (beside a Jacobian only). Or weights, one bare tensor
-            `[m]`. `None` is the mean of the rows, where ordinary training goes. Beside one bare square Jacobian, where
-            both are a bare tensor `[m]`, it is the direction: of weights, hand over `combine(J, weights)`.
-        gramian: whether it is a Gramian; `None` means if it is one bare square matrix.
+            `MultitaskJacobian`, of which `shared` is used. Or a Gramian, a single matrix `[m, m]`.
+        direction_or_weights: a direction, a pytree like params (with a Jacobian only). Or weights, a single tensor
+            `[m]`. `None` is the mean of the rows, the direction of ordinary training. With a single square Jacobian, a
+            tensor `[m]` is the direction; instead of weights, pass `combine(J, weights)`.
+        gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
         `Diagnosis(norms, cosines, alignment, conflict, stationarity, rank, condition)`.
 
     Raises:
-        TypeError: a Jacobian whose leaves are no floating-point tensors.
-        ValueError: no rows, or leaves that disagree on m; a direction of another structure, or weights of another
-            length; a Gramian that is no square matrix, or none by its values (not symmetric, a negative diagonal, a
-            cosine beyond 1), where they are known: on a CPU, outside transforms. Elsewhere, under vmap for instance,
-            its diagnosis is NaN: see `gramian`.
+        TypeError: a leaf of the Jacobian is not a floating-point tensor.
+        ValueError: no rows, or leaves with different numbers of rows; a direction of another structure, or weights of
+            another length; a Gramian that is not square, not symmetric, or has a negative diagonal or a cosine beyond
+            1. Values are checked on a CPU outside transforms; elsewhere, for instance under vmap, the diagnosis of such
+            a matrix is NaN.
 
     Laws:
-        Pure; composes with vmap, grad, jvp and compile; only the eigenvalues wait for a device. Norms and cosines are
-        differentiable, alignment and stationarity too where they are not 0, rank and condition where the rank stays
-        what it is; the share of conflicts is constant to derivatives. Second derivatives of rank and condition are NaN
-        where two singular values coincide, as those of orthogonal rows of one length do, and the less exact the closer
-        two of them are. Norms and stationarity scale as the Jacobian
-        does, all else stays; cosines, conflict, and the alignment with a given direction stay also when each row is
-        scaled by itself. A row that is not finite leaves norms and cosines of the others as they are, and makes what is
-        said of all rows NaN.
+        Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
+        cosines are differentiable, alignment and stationarity where they are not 0, rank and condition where the rank
+        is locally constant; conflict has no derivative. Second derivatives of rank and condition are NaN where two
+        singular values coincide, as for orthogonal rows of equal norm, and lose accuracy nearby.
+        Norms and stationarity are homogeneous in the Jacobian, the rest is invariant; cosines, conflict and the
+        alignment with a given direction are also invariant to scaling single rows. A non-finite row does not change
+        norms and cosines of the others; the values for all rows become NaN.
 
-        What the rounding of G does not tell from zero is zero: cosines within 16 eps are no conflict; singular values,
-        and lengths of combinations of rows, below about 1e-7 of what they are made of are 0 (of a float32 Gramian,
-        2e-3).
+        Values within the rounding error of G are zero: cosines within 16 eps are not counted as conflicts; singular
+        values and norms of combinations of rows are 0 below a relative size of about 1e-7 (2e-3 for a float32
+        Gramian).
 
     Source:
         Fliege & Svaiter, Steepest descent methods for multicriteria optimization, 2000 (stationarity); Roy & Vetterli,
         The effective rank, EUSIPCO 2007; Senushkin et al., Independent component alignment for multi-task learning,
         CVPR 2023 (condition).
     """
-    G, J, eps = _products(jacobian_or_gramian, gramian)
+    G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
     m = len(G)
     with autocast_disabled(G):
         C, lengths = cosines(G)
-        blank = G.diagonal() == 0
-        norms = torch.where(blank, 0, lengths)
-        opposed = (_ROUNDINGS * eps < -C).to(G.dtype).sum() / max(m * (m - 1), 1)
-        rank, condition = _spectral(G, m * _ROUNDINGS * eps)
+        norms = torch.where(G.diagonal() == 0, 0, lengths)
+        share = (_ROUNDINGS * eps < -C).to(G.dtype).sum() / max(m * (m - 1), 1)
+        rank, condition = _rank_and_condition(G, m * _ROUNDINGS * eps)
         return Diagnosis(
             norms=norms,
             cosines=C.clamp(-1, 1),
             alignment=_alignment(J, G, C, lengths, direction_or_weights, eps),
-            conflict=torch.where(G.isfinite().all(), opposed, torch.nan),
-            stationarity=_length(C, mgda().update(G, ())[0] * lengths, eps),
+            conflict=torch.where(G.isfinite().all(), share, torch.nan),
+            stationarity=_norm_of_combination(C, mgda().update(G, ())[0] * lengths, eps),
             rank=rank,
             condition=condition,
         )
 
 
 def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
-    """A diagnosis as a small table, to print.
+    """Format a diagnosis as a table, to print.
 
     Args:
-        diagnosis: from `diagnose`; of a batch of them, shapes are told.
-        names: m names, for instance `objective_names(losses)`; `None`: the numbers of the rows.
+        diagnosis: from `diagnose`; for a batch, the table has shapes instead of values.
+        names: m names, for instance `objective_names(losses)`; `None`: the row indices.
 
     Returns:
-        One line on all rows, and one per row: its norm, its cosine with the direction, its cosines with the others;
-        from 9 rows on, the lowest of these and with whom.
+        One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
+        rows; from 9 rows on, the lowest of these and the name of that row.
 
     Raises:
-        ValueError: more or fewer names than rows.
+        ValueError: the number of names is not that of the rows.
     """
     return as_text(_table(diagnosis, names))
 
 
-def _square(value: Any) -> bool:
+def _is_square_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
 
 
-def _products(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
-    """The Gramian in float64, the Jacobian if there is one, and the rounding of the products."""
-    if gramian and not _square(value):
+def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
+    """Return the Gramian in float64, the Jacobian if there is one, and the machine epsilon of the products."""
+    if gramian and not _is_square_matrix(value):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"diagnose: with gramian=True, expected one bare square matrix [m, m], found {found}. "
-            "Leave gramian out for a Jacobian."
+            f"diagnose: with gramian=True, expected a single square matrix [m, m], found {found}. "
+            "Omit gramian for a Jacobian."
         )
-    if not (_square(value) if gramian is None else gramian):
+    if not (_is_square_matrix(value) if gramian is None else gramian):
         rows = rows_of(value)
         row_count(rows, "diagnose")
         return gramian_of(rows), value, torch.finfo(torch.float64).eps
     row_count(value, "diagnose")
     G = value.double()
-    scale = G.detach().diagonal().clamp(min=0).sqrt()
-    bound = scale.unsqueeze(1) * scale
-    off = (G.detach() - G.detach().mT).abs() > _SUSPECT * bound
-    beyond = G.detach().abs() > (1 + _SUSPECT) * bound
-    strange = (off | beyond).any()
-    if not under_transform() and value.device.type == "cpu" and strange:
+    norms = G.detach().diagonal().clamp(min=0).sqrt()
+    bound = norms.unsqueeze(1) * norms
+    asymmetric = (G.detach() - G.detach().mT).abs() > _NOT_A_GRAMIAN * bound
+    too_large = G.detach().abs() > (1 + _NOT_A_GRAMIAN) * bound
+    invalid = (asymmetric | too_large).any()
+    if not under_transform() and value.device.type == "cpu" and invalid:
         raise ValueError(
-            f"diagnose: one bare square matrix is read as a Gramian, found {list(value.shape)} that is none (not "
-            "symmetric, or longer products than rows). Is it a Jacobian? Say so: diagnose(J, direction, gramian=False)."
+            f"diagnose: a single square matrix is read as a Gramian, found {list(value.shape)} that is not one (not "
+            "symmetric, or with a cosine beyond 1). For a Jacobian, call diagnose(J, direction, gramian=False)."
         )
-    return torch.where(strange, torch.nan, G), None, torch.finfo(value.dtype).eps
+    return torch.where(invalid, torch.nan, G), None, torch.finfo(value.dtype).eps
 
 
 def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target: Any, eps: float) -> Tensor:
-    """The cosines of the rows with a direction, or with what weights make of the rows."""
+    """Return the cosines of the rows with a direction, or with the weighted sum of the rows."""
     m = len(G)
-    middle = target is None
-    if middle:
+    mean = target is None
+    if mean:
         target = torch.full_like(lengths, 1 / m)
-    if middle or (isinstance(target, Tensor) and target.shape == (m,) and not _square(J)):
-        parts = target.to(G.dtype) * lengths
-        length = _length(C, parts, eps)
-        return _ratio(C @ parts, length)
+    if mean or (isinstance(target, Tensor) and target.shape == (m,) and not _is_square_matrix(J)):
+        coefficients = target.to(G.dtype) * lengths
+        return _quotient(C @ coefficients, _norm_of_combination(C, coefficients, eps))
     if J is None:
         found = f"shape {list(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(
-            f"diagnose: expected weights [{m}] beside a Gramian, found {found}. "
-            "For a direction, hand over the Jacobian; of one square matrix, say that it is: gramian=False."
+            f"diagnose: expected weights [{m}] with a Gramian, found {found}. "
+            "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."
         )
     rows, heads = split_heads(J)
     if heads and isinstance(target, dict):
         target = target.get("shared", ())
     _require_direction(rows, target)
-    one = tree_map(lambda leaf: leaf.unsqueeze(0), target)
-    along, square = cross_gramian(rows, one).squeeze(1), gramian_of(one).reshape(())
-    none = square == 0
-    return _ratio(along / lengths, torch.where(none, 0, torch.where(none, 1, square).sqrt()))
+    one_row = tree_map(lambda leaf: leaf.unsqueeze(0), target)
+    products, squared_norm = cross_gramian(rows, one_row).squeeze(1), gramian_of(one_row).reshape(())
+    zero = squared_norm == 0
+    return _quotient(products / lengths, torch.where(zero, 0, torch.where(zero, 1, squared_norm).sqrt()))
 
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
-    """Of the structure of params: the same names, the same shapes, and bare only beside one bare tensor."""
+    """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
     leaves, _ = tree_flatten(direction)
     found = {name: getattr(leaf, "shape", None) for name, leaf in zip(tree_names(direction), leaves, strict=True)}
     expected = {name: leaf.shape[1:] for name, leaf in zip(tree_names(rows), tree_flatten(rows)[0], strict=True)}
     if found != expected or isinstance(direction, Tensor) != isinstance(rows, Tensor):
         shapes = {name: None if shape is None else list(shape) for name, shape in found.items()}
         raise ValueError(
-            "diagnose: expected weights, one bare tensor [m], or a direction with the structure of params, found "
-            f"{shapes or 'no tensors'}. Of weights entry by entry, hand over the direction, combine(jacobian, weights)."
+            "diagnose: expected weights, a single tensor [m], or a direction with the structure of params, found "
+            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction combine(jacobian, weights)."
         )
 
 
-def _ratio(along: Tensor, length: Tensor) -> Tensor:
-    none = length == 0
-    return torch.where(none, 0, along / torch.where(none, 1, length)).clamp(-1, 1)
+def _quotient(products: Tensor, norm: Tensor) -> Tensor:
+    """Return the products over the norm, 0 if it is 0."""
+    zero = norm == 0
+    return torch.where(zero, 0, products / torch.where(zero, 1, norm)).clamp(-1, 1)
 
 
-def _length(C: Tensor, parts: Tensor, eps: float) -> Tensor:
-    """The length of a sum of multiples of the unit rows, 0 where it is only rounding."""
-    square = parts @ C @ parts
-    none = square <= len(C) * _ROUNDINGS * eps * parts.detach().abs().amax() ** 2
-    return torch.where(none, 0, torch.where(none, 1, square).sqrt())
+def _norm_of_combination(C: Tensor, coefficients: Tensor, eps: float) -> Tensor:
+    """Return the norm of a linear combination of the unit rows, 0 within the rounding error."""
+    square = coefficients @ C @ coefficients
+    zero = square <= len(C) * _ROUNDINGS * eps * coefficients.detach().abs().amax() ** 2
+    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
 
 
-def _spectral(G: Tensor, cut: float) -> tuple[Tensor, Tensor]:
-    """Effective rank and condition, by the singular values relative to the longest row, those of rounding left out."""
-    sound, unit = G.isfinite().all(), G.detach().diagonal().amax()
+def _rank_and_condition(G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Effective rank and condition from the eigenvalues of G, relative to its largest diagonal entry."""
+    finite, largest = G.isfinite().all(), G.detach().diagonal().amax()
     eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-    # The decomposition raises where something is not finite.
-    squares = torch.linalg.eigvalsh(torch.where(sound, G / torch.where(unit == 0, 1, unit), eye))
-    kept = squares > cut
-    values = torch.where(kept, squares, 1).sqrt()
-    total = torch.where(kept, values, 0).sum()
-    shares = torch.where(kept, values / torch.where(total == 0, 1, total), 1)
+    # eigvalsh raises an exception for matrices that are not finite.
+    eigenvalues = torch.linalg.eigvalsh(torch.where(finite, G / torch.where(largest == 0, 1, largest), eye))
+    significant = eigenvalues > threshold
+    values = torch.where(significant, eigenvalues, 1).sqrt()
+    total = torch.where(significant, values, 0).sum()
+    shares = torch.where(significant, values / torch.where(total == 0, 1, total), 1)
     rank = torch.where(total == 0, 0, torch.exp(-(shares * shares.log()).sum()))
-    condition = torch.where(kept[0], values[-1] / values[0], torch.inf)
-    return torch.where(sound, rank, torch.nan), torch.where(sound, condition, torch.nan)
+    condition = torch.where(significant[0], values[-1] / values[0], torch.inf)
+    return torch.where(finite, rank, torch.nan), torch.where(finite, condition, torch.nan)
 
 
 def _table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
-    """One line on all rows, one for each; the outline of what has no numbers to show, or is a batch."""
+    """Return one line for all rows, and one per row; an outline for a batch, or if there are no values."""
     if not all(map(has_values, diagnosis)) or diagnosis.norms.ndim != 1:
         return outline(diagnosis)
     m = len(diagnosis.norms)
     names = names_or_indices(names, m, "describe")
-    # Each tensor is fetched once.
+    # Each tensor is copied from the device once.
     norms, cosines, alignment, conflict, stationarity, rank, condition = (x.detach().tolist() for x in diagnosis)
     title = (
         f"Diagnosis: {conflict:.0%} of the pairs conflict, distance to stationarity {number(stationarity)}, "
         f"effective rank {number(rank)} of {m}, condition {number(condition)}"
     )
-    few = m <= _COLUMNS
-    heads = ["objective", "norm", "direction", *(names if few else ["lowest cosine", "with"])]
+    few = m <= _MAX_COLUMNS
+    headers = ["objective", "norm", "direction", *(names if few else ["lowest cosine", "with"])]
     rows: list[list[str]] = []
     for i, (name, others) in enumerate(zip(names, cosines, strict=True)):
         if not few:
@@ -265,7 +263,7 @@ def _table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
         else:
             cells = [_cosine(cosine) for cosine in others]
         rows.append([name, number(norms[i]), _cosine(alignment[i]), *cells])
-    return title, heads, shortened(rows)
+    return title, headers, shortened(rows)
 
 
 def _cosine(value: float) -> str:
