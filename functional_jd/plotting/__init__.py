@@ -1,10 +1,10 @@
-"""Pictures of what the objectives do to one another, on matplotlib. Needs the extra `plot`.
+"""Plots of the conflicts between objectives, and of training, with matplotlib. Needs the extra `plot`.
 
-Every picture takes `ax=None` and returns the axes. What stands beside them in plain matplotlib looks alike with
-`PALETTE`, `look`, `quiet` and `legend`.
+Every plot takes `ax=None` and returns the axes. `PALETTE`, `look`, `quiet` and `legend` give your own matplotlib plots
+the same style.
 
-On a plane the Jacobian of two losses is one square matrix `[2, 2]`, which `diagnose` takes for a Gramian:
-`diagnose(jacobian, direction, gramian=False)` says that it is none.
+The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnose` reads as a Gramian by default:
+call `diagnose(jacobian, direction, gramian=False)`.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The cone picture: the rows, the directions that conflict with none of them, and what the rules make of them."""
+"""Plots of the dual cone: the rows, the directions without conflict, and the directions of rules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from functional_jd.core.multitask import rows_of
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import row_count, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
-from functional_jd.plotting.style import PALETTE, Array, Ax, axes, ink, legend, look, numbers, quiet
+from functional_jd.plotting.style import PALETTE, Array, Ax, as_array, axes_or_new, legend, look, quiet, text_color
 
-SHADE = PALETTE[2]
+CONE_COLOR = PALETTE[2]
 
 
 def cone(
@@ -30,25 +30,25 @@ def cone(
     losses: Losses = None,
     unit: bool = False,
 ) -> Ax:
-    """Draw the rows, their dual cone, the rows' projections on it, and the direction of every rule.
+    """Plot the rows, their dual cone, their projections on it, and the direction of every rule.
 
-    The dual cone is `{d : <g_i, d> >= 0 for all i}`: a direction outside it, followed downhill, makes a loss worse.
+    The dual cone is `{d : <g_i, d> >= 0 for all i}`. A descent step along a direction outside of it increases a loss.
 
     Args:
-        jacobian: pytree with leaves `[m, *p]` of two or three entries a row; or any with at most three rows, which are
-            drawn, as long and with the angles that they have, in coordinates of their span: the first along the first
-            axis. Of a `MultitaskJacobian`, `shared`.
-        rules: name and rule; those that compare batches see the same Jacobian twice.
-        ax: the axes to draw on, of a 3d projection for three dimensions; `None` makes a figure.
-        names: one per row; `None` takes the keys of `losses`, if they are a dict.
-        losses: the m values, for the rules that look at them.
-        unit: draw everything with length 1: where it points, not how far.
+        jacobian: pytree with leaves `[m, *p]`, with two or three entries per row; or any with at most three rows, which
+            are drawn, with their lengths and angles, in an orthonormal basis of their span that begins with the first
+            row. Of a `MultitaskJacobian`, `shared`.
+        rules: a mapping from names to rules; rules that compare batches get the same Jacobian twice.
+        ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure.
+        names: one per row; `None` uses the keys of `losses`, if they are a dict.
+        losses: the m values, for rules that look at them.
+        unit: whether to draw all vectors with length 1.
 
     Returns:
         The axes.
 
     Raises:
-        ValueError: more than three dimensions, numbers that are not finite, axes or names that do not fit.
+        ValueError: more than three dimensions, values that are not finite, or axes or names that do not match.
 
     Example:
         >>> cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
@@ -64,139 +64,138 @@ def cone(
     }
     for name, vectors in {"the Jacobian": rows, **directions}.items():
         if not vectors.isfinite().all():
-            raise ValueError(f"cone: expected finite numbers, found others in {name}. Look at the losses first.")
+            raise ValueError(f"cone: expected finite values, found nan or inf in {name}. Check the losses first.")
     if unit:
-        rows, directions = _unit(rows), {name: _unit(direction) for name, direction in directions.items()}
+        rows, directions = _normalized(rows), {name: _normalized(direction) for name, direction in directions.items()}
     if names is None and isinstance(losses, Mapping):
         names = objective_names(losses)
     if names is None:
         names = [f"$g_{{{i}}}$" for i in range(len(rows))]
     names = names_or_indices(names, len(rows), "cone")
-    ax = _canvas(ax, numbers(rows))
-    tips = {name: numbers(direction) for name, direction in directions.items()}
-    _draw(ax, numbers(rows), numbers(_projections(rows)), tips, names)
+    ax = _cone_axes(ax, as_array(rows))
+    tips = {name: as_array(direction) for name, direction in directions.items()}
+    _draw(ax, as_array(rows), as_array(_projections(rows)), tips, names)
     ax.set(**{f"{axis}label": f"{space} {k}" for k, axis in enumerate("xyz"[: rows.shape[1]])})
     return ax
 
 
 def _flat(tree: Jacobian | Direction, rows: int) -> Tensor:
-    """All leaves side by side, `[m, n]` for one dimension of rows, else `[n]`."""
-    return torch.cat([leaf.detach().double().flatten(rows) for leaf in map(_raised, tree_leaves(tree))], dim=rows)
-
-
-def _raised(leaf: Tensor) -> Tensor:
-    return leaf.unsqueeze(-1) if leaf.ndim < 2 else leaf
+    """Concatenate all leaves: `[m, n]` if `rows` is 1, the number of dimensions of the rows, and `[n]` if it is 0."""
+    leaves = [leaf.unsqueeze(-1) if leaf.ndim < 2 else leaf for leaf in tree_leaves(tree)]
+    return torch.cat([leaf.detach().double().flatten(rows) for leaf in leaves], dim=rows)
 
 
 def _coordinates(flat: Tensor) -> tuple[Tensor, str]:
-    """A matrix `[n, 2 or 3]` that takes rows into the picture, and what its axes are called."""
+    """Return a matrix `[n, 2 or 3]` that maps rows to the coordinates of the plot, and the name of its axes."""
     m, n = flat.shape
     if n in (2, 3):
         return torch.eye(n, dtype=flat.dtype, device=flat.device), "entry"
     if m > 3 and n > 3:
         raise ValueError(
             f"cone: expected rows of two or three entries, or at most three rows, found {m} rows of {n} entries. "
-            "Pick some of the rows, or draw their cosines: heatmap(cosines)."
+            "Select some of the rows, or plot their cosines: heatmap(cosines)."
         )
     Q, R = torch.linalg.qr(flat.mT)
     signs = torch.where(R.diagonal() < 0, -1.0, 1.0)
     return torch.nn.functional.pad(Q * signs, (0, max(0, 2 - Q.shape[1]))), "span, axis"
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def _normalized(vectors: Tensor) -> Tensor:
     norms = vectors.norm(dim=-1, keepdim=True)
     return torch.where(norms > 0, vectors / norms, 0)
 
 
 def _projections(rows: Tensor) -> Tensor:
-    """Every row's nearest point in the dual cone: what upgrad makes of a preference for that row alone."""
-    chosen = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-    return torch.stack([aggregate(upgrad(preference), rows).direction for preference in chosen])
+    """Return the projection of every row on the dual cone: the direction of upgrad with all preference on that row."""
+    preferences = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    return torch.stack([aggregate(upgrad(preference), rows).direction for preference in preferences])
 
 
-def _canvas(ax: Ax | None, rows: Array) -> Ax:
+def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
+    """Return the given or new axes, after checking their number of dimensions."""
     dimensions = rows.shape[1]
     if ax is None:
-        ax = axes(None, (6.4, 4.6), None) if dimensions == 2 else axes(None, (6.8, 4.8), "3d")
+        ax = axes_or_new(None, (6.4, 4.6), None) if dimensions == 2 else axes_or_new(None, (6.8, 4.8), "3d")
     if (ax.name == "3d") != (dimensions == 3):
-        needed = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
+        call = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
         raise ValueError(
             f"cone: {dimensions} dimensions need axes of as many, found axes of the projection {ax.name!r}. "
-            f"Make them with {needed}, or hand over none."
+            f"Create them with {call}, or pass ax=None."
         )
-    view: Any = ax
-    if dimensions == 3 and (view.elev, view.azim) == (30, -60):  # untouched
-        _look_into_the_cone(view, rows)
+    axes_3d: Any = ax
+    if dimensions == 3 and (axes_3d.elev, axes_3d.azim) == (30, -60):  # matplotlib's default: the user set no view
+        _set_view(axes_3d, rows)
     return ax
 
 
-def _look_into_the_cone(ax: Any, rows: Array) -> None:
-    """From where the rows stand apart, a little above the middle between them."""
+def _set_view(ax: Any, rows: Array) -> None:
+    """Set a view in which the rows are well separated, 35 degrees off the middle between them."""
     middle = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
     azimuth = np.degrees(np.arctan2(middle[1], middle[0]))
-    height = np.degrees(np.arctan2(middle[2], np.hypot(middle[0], middle[1])))
-    ax.view_init(elev=height + (35 if height < 30 else -35), azim=azimuth + 15)
+    elevation = np.degrees(np.arctan2(middle[2], np.hypot(middle[0], middle[1])))
+    ax.view_init(elev=elevation + (35 if elevation < 30 else -35), azim=azimuth + 15)
 
 
 def _draw(ax: Any, rows: Array, projections: Array, tips: dict[str, Array], names: list[str]) -> None:
     points = np.concatenate([rows, projections, *(tip[None] for tip in tips.values())])
-    _window(ax, points)
-    reach = np.linalg.norm(points, axis=1).max() or 1.0
+    _set_limits(ax, points)
+    max_length = np.linalg.norm(points, axis=1).max() or 1.0
     if rows.shape[1] == 2:
-        _shade_plane(ax, rows, 3 * reach)
+        _draw_cone_2d(ax, rows, 3 * max_length)
     else:
-        _shade_space(ax, rows, 0.9 * reach)
+        _draw_cone_3d(ax, rows, 0.9 * max_length)
     _draw_rows(ax, rows, names)
-    _draw_projections(ax, rows, projections, reach)
+    _draw_projections(ax, rows, projections, max_length)
     for index, (name, tip) in enumerate(tips.items()):
-        # Ever thinner, so that directions that coincide all show.
+        # Each line is thinner than the one below, so that all of several equal directions are visible.
         size = max(1.2, 4.2 - 0.8 * index)
-        ends = np.stack([np.zeros_like(tip), tip])
+        segment = np.stack([np.zeros_like(tip), tip])
         style: dict[str, Any] = {"markevery": [1], "markersize": 5 + 1.6 * size, "markerfacecolor": "none"}
-        ax.plot(*ends.T, label=name, linewidth=size, markeredgewidth=1.8, zorder=4, **style, **look(index))
+        ax.plot(*segment.T, label=name, linewidth=size, markeredgewidth=1.8, zorder=4, **style, **look(index))
     legend(ax)
 
 
 def _draw_rows(ax: Any, rows: Array, names: list[str]) -> None:
+    color = text_color(ax)
     for row, name in zip(rows, names, strict=True):
         if len(row) == 3:
-            ax.quiver(0, 0, 0, *row, color=ink(ax), arrow_length_ratio=0.1, linewidth=1.6, zorder=3)
-            place, (right, up) = _beside(_seen(ax, row))
-            moved = offset_copy(ax.transData, ax.figure, right, up, units="points")
-            ax.text(*row, name, color=ink(ax), transform=moved, zorder=6, **place)
+            ax.quiver(0, 0, 0, *row, color=color, arrow_length_ratio=0.1, linewidth=1.6, zorder=3)
+            style, offset = _label_style_and_offset(_projected_to_figure(ax, row))
+            transform = offset_copy(ax.transData, ax.figure, *offset, units="points")
+            ax.text(*row, name, color=color, transform=transform, zorder=6, **style)
             continue
-        arrow = {"arrowstyle": "-|>", "color": ink(ax), "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+        arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", xy=row, xytext=(0, 0), arrowprops=arrow, zorder=3)
-        place, beside = _beside(row)
-        ax.annotate(name, xy=row, xytext=beside, textcoords="offset points", color=ink(ax), **place)
+        style, offset = _label_style_and_offset(row)
+        ax.annotate(name, xy=row, xytext=offset, textcoords="offset points", color=color, **style)
 
 
-def _beside(arrow: Array) -> tuple[dict[str, Any], tuple[float, float]]:
-    """How to set a name at the tip of an arrow, and how many points away: names grow away from the arrow."""
+def _label_style_and_offset(arrow: Array) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Return the alignment of the label at the tip of an arrow, away from the arrow, and its offset in points."""
     length = np.linalg.norm(arrow)
     x, y = arrow / length if length else (-1, -1)
-    side = "left" if x > 0.4 else "right" if x < -0.4 else "center"
-    place = {"ha": side, "va": "bottom" if y > 0.4 else "top" if y < -0.4 else "center", "fontsize": "large"}
-    return place, (7 * x, 7 * y)
+    horizontal = "left" if x > 0.4 else "right" if x < -0.4 else "center"
+    vertical = "bottom" if y > 0.4 else "top" if y < -0.4 else "center"
+    return {"ha": horizontal, "va": vertical, "fontsize": "large"}, (7 * x, 7 * y)
 
 
-def _seen(ax: Any, row: Array) -> Array:
-    """Where an arrow from the origin points on the sheet, from where it is looked at now."""
+def _projected_to_figure(ax: Any, row: Array) -> Array:
+    """Return the direction in the figure of an arrow from the origin, in the current view."""
     xs, ys, zs = np.stack([row, np.zeros(3)], axis=1)
     (x, x0), (y, y0), _ = proj_transform(xs, ys, zs, ax.get_proj())
     return np.array([x - x0, y - y0])
 
 
-def _draw_projections(ax: Any, rows: Array, projections: Array, reach: float) -> None:
-    """From the tip of every row that conflicts to its projection."""
-    moved = np.linalg.norm(projections - rows, axis=1) > 1e-9 * reach
-    for index, (row, projection) in enumerate(zip(rows[moved], projections[moved], strict=True)):
+def _draw_projections(ax: Any, rows: Array, projections: Array, max_length: float) -> None:
+    """Draw a line from the tip of every row outside of the dual cone to its projection."""
+    outside = np.linalg.norm(projections - rows, axis=1) > 1e-9 * max_length
+    style: dict[str, Any] = {"linestyle": ":", "linewidth": 1.3, "marker": ".", "markevery": [1], "zorder": 5}
+    for index, (row, projection) in enumerate(zip(rows[outside], projections[outside], strict=True)):
         label = {"label": "projections"} if not index else {}
-        pair = np.stack([row, projection])
-        ax.plot(*pair.T, color=ink(ax), linestyle=":", linewidth=1.3, marker=".", markevery=[1], zorder=5, **label)
+        ax.plot(*np.stack([row, projection]).T, color=text_color(ax), **style, **label)
 
 
-def _window(ax: Any, points: Array) -> None:
+def _set_limits(ax: Any, points: Array) -> None:
     points = np.concatenate([points, np.zeros((1, points.shape[1]))])
     middle = (points.max(0) + points.min(0)) / 2
     half = (0.7 if points.shape[1] == 2 else 0.6) * (points.max(0) - points.min(0)).max() or 1.0
@@ -205,32 +204,32 @@ def _window(ax: Any, points: Array) -> None:
     if points.shape[1] == 2:
         quiet(ax)
         ax.set_aspect("equal")
-        ax.axhline(0, color=ink(ax), alpha=0.35, linewidth=0.8)
-        ax.axvline(0, color=ink(ax), alpha=0.35, linewidth=0.8)
+        ax.axhline(0, color=text_color(ax), alpha=0.35, linewidth=0.8)
+        ax.axvline(0, color=text_color(ax), alpha=0.35, linewidth=0.8)
         return
     ax.set_box_aspect((1, 1, 1), zoom=0.92)
-    ax.computed_zorder = False  # arrows show through the faces of the cone
+    ax.computed_zorder = False  # draws the arrows above the faces of the cone
     for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
         axis.set_pane_color((0, 0, 0, 0))
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axis.labelpad = 8
-        axis._axinfo["grid"].update(color=(0.5, 0.5, 0.5, 0.3), linewidth=0.6)  # there is no public way
+        axis._axinfo["grid"].update(color=(0.5, 0.5, 0.5, 0.3), linewidth=0.6)  # there is no public API for the grid
 
 
-def _shade_plane(ax: Ax, rows: Array, radius: float) -> None:
+def _draw_cone_2d(ax: Ax, rows: Array, radius: float) -> None:
     corners = _sector(rows, radius)
-    ax.fill(*corners.T, facecolor=SHADE, alpha=0.28, edgecolor=SHADE, zorder=1, label="dual cone")
+    ax.fill(*corners.T, facecolor=CONE_COLOR, alpha=0.28, edgecolor=CONE_COLOR, zorder=1, label="dual cone")
 
 
-def _shade_space(ax: Any, rows: Array, radius: float) -> None:
+def _draw_cone_3d(ax: Any, rows: Array, radius: float) -> None:
     from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 
-    shade: dict[str, Any] = {"facecolor": SHADE, "alpha": 0.25, "edgecolor": SHADE, "linewidth": 0.8, "zorder": 1}
-    ax.add_collection3d(Poly3DCollection(_faces(rows, radius), label="dual cone", **shade))
+    style: dict[str, Any] = {"facecolor": CONE_COLOR, "alpha": 0.25, "edgecolor": CONE_COLOR, "linewidth": 0.8}
+    ax.add_collection3d(Poly3DCollection(_faces(rows, radius), label="dual cone", zorder=1, **style))
 
 
 def _faces(rows: Array, radius: float) -> list[Array]:
-    """The faces of the dual cone, each `[k, 3]`, cut off at a distance: one for every row that bounds it."""
+    """Return the faces of the dual cone, each `[k, 3]`, truncated at a radius: one for every row that bounds it."""
     faces: list[Array] = []
     for index, row in enumerate(rows):
         if not row.any():
@@ -243,18 +242,18 @@ def _faces(rows: Array, radius: float) -> list[Array]:
 
 
 def _sector(normals: Array, radius: float) -> Array:
-    """The corners `[k, 2]` of a disc, less what lies on the wrong side of the lines through its middle."""
+    """Return the corners `[k, 2]` of a disc clipped to the half-planes with these normals (Sutherland-Hodgman)."""
     angles = np.linspace(0, 2 * np.pi, 180, endpoint=False)
     corners = radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for normal in normals:
-        heights = corners @ normal
-        heights[np.abs(heights) <= 1e-12 * np.abs(normal).max() * radius] = 0
-        kept: list[Array] = []
+        distances = corners @ normal
+        distances[np.abs(distances) <= 1e-12 * np.abs(normal).max() * radius] = 0
+        clipped: list[Array] = []
         for k in range(len(corners)):
-            here, before = heights[k], heights[k - 1]
-            if here * before < 0:
-                kept.append(corners[k - 1] + (corners[k] - corners[k - 1]) * before / (before - here))
-            if here >= 0:
-                kept.append(corners[k])
-        corners = np.array(kept).reshape(-1, 2)
+            current, previous = distances[k], distances[k - 1]
+            if current * previous < 0:
+                clipped.append(corners[k - 1] + (corners[k] - corners[k - 1]) * previous / (previous - current))
+            if current >= 0:
+                clipped.append(corners[k])
+        corners = np.array(clipped).reshape(-1, 2)
     return corners

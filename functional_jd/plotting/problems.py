@@ -1,4 +1,4 @@
-"""Problems of two objectives on the plane, where the Pareto set is known, and how a rule fares on them."""
+"""Test problems: two losses on the plane with a known Pareto set, and the paths of rules on them."""
 
 import math
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class Problem(NamedTuple):
     """Two losses of a point on the plane.
 
     Attributes:
-        losses: `losses(point [2]) -> [2]`. Its Jacobian is one square matrix: `diagnose(jacobian, gramian=False)`.
+        losses: `losses(point [2]) -> [2]`. Its Jacobian is a square matrix: `diagnose(jacobian, gramian=False)`.
         pareto: `[k, 2]`, points of the Pareto set, in order along it.
-        window: `[2, 2]`, the lower left and the upper right corner of what is worth seeing.
-        starts: `[s, 2]`, where to begin.
-        optimizer: one that gets along with it.
-        steps: as many as it takes to arrive.
+        window: `[2, 2]`, the lower left and the upper right corner of the region to plot.
+        starts: `[s, 2]`, the initial points.
+        optimizer: an optimizer that converges.
+        steps: the number of steps that it needs.
     """
 
     losses: Callable[[Tensor], Tensor]
@@ -36,10 +36,10 @@ class Problem(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Where a rule went.
+    """The paths of a rule from all starts.
 
     Attributes:
-        points: `[steps + 1, s, 2]`, the first of them the starts.
+        points: `[steps + 1, s, 2]`, beginning with the starts.
         losses: `[steps + 1, s, 2]`.
     """
 
@@ -55,20 +55,20 @@ def descend(
     steps: int | None = None,
     starts: Tensor | None = None,
 ) -> Path:
-    """Follow a rule from all starts at once.
+    """Run a rule from all starts, in one batch.
 
     Args:
         problem: two losses on the plane.
-        rule: those that compare batches see the same Jacobian twice: here, nothing is drawn at random.
-        optimizer: must compose with vmap; `None` takes the problem's.
-        steps: `None` takes the problem's.
-        starts: `[s, 2]`; `None` takes the problem's.
+        rule: the rule; one that compares batches gets the same Jacobian twice, as the losses are deterministic.
+        optimizer: must compose with vmap; `None`: that of the problem.
+        steps: `None`: that of the problem.
+        starts: `[s, 2]`; `None`: those of the problem.
 
     Returns:
         `Path(points, losses)`, float64.
 
     Raises:
-        ValueError: starts that are no points on the plane.
+        ValueError: `starts` is not `[s, 2]`.
 
     Laws:
         Pure: the same arguments give the same path. No start knows of the others.
@@ -83,36 +83,36 @@ def descend(
     if points.ndim != 2 or points.shape[1] != 2:
         raise ValueError(
             f"descend: expected starts [s, 2], points on the plane, found shape {list(points.shape)}. "
-            "A single start is torch.tensor([[x, y]])."
+            "For a single start, pass torch.tensor([[x, y]])."
         )
     differentiate = jacobian_fn(problem.losses)
 
-    def begin(point: Tensor) -> tuple[Tree, Tree]:
+    def init(point: Tensor) -> tuple[Tree, Tree]:
         jacobian, losses = differentiate(point)
         return optimizer.init(point), start(rule, jacobian, jacobian, losses=losses)
 
-    def advance(point: Tensor, moments: Tree, memory: Tree) -> tuple[Any, ...]:
+    def step(point: Tensor, optimizer_state: Tree, rule_state: Tree) -> tuple[Any, ...]:
         jacobian, losses = differentiate(point)
-        direction, _, memory = aggregate(rule, jacobian, memory, jacobian, losses=losses)
-        return *optimizer.update(direction, moments, point), memory, losses
+        direction, _, rule_state = aggregate(rule, jacobian, rule_state, jacobian, losses=losses)
+        return *optimizer.update(direction, optimizer_state, point), rule_state, losses
 
-    moments, memory = torch.vmap(begin)(points)
+    optimizer_state, rule_state = torch.vmap(init)(points)
     path, values = [points], []
     for _ in range(problem.steps if steps is None else steps):
-        points, moments, memory, losses = torch.vmap(advance)(points, moments, memory)
+        points, optimizer_state, rule_state, losses = torch.vmap(step)(points, optimizer_state, rule_state)
         path.append(points)
         values.append(losses)
     return Path(torch.stack(path), torch.stack([*values, torch.vmap(problem.losses)(points)]))
 
 
 def quadratics(condition: float = 10.0) -> Problem:
-    """Two convex bowls, steep in different directions: the Pareto set is a bent line between their bottoms.
+    """Two convex quadratics, steep in different directions; the Pareto set is a curve between their minima.
 
     `losses_i = (x - c_i)' A_i (x - c_i) / 2` with `A_0 = diag(1, condition)`, `A_1 = diag(condition, 1)`; at the Pareto
     points `((1 - t) A_0 + t A_1) x = (1 - t) A_0 c_0 + t A_1 c_1` for t in [0, 1].
 
     Args:
-        condition: how much steeper each bowl is across than along; at least 1.
+        condition: the condition number of `A_0` and `A_1`; at least 1.
 
     Returns:
         `Problem`, with five starts.
@@ -121,35 +121,38 @@ def quadratics(condition: float = 10.0) -> Problem:
         ValueError: a condition below 1.
     """
     if not condition >= 1:
-        raise ValueError(f"quadratics: condition must be at least 1, found {condition}. 1 is a round bowl.")
-    steepness = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
-    bottoms = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
+        raise ValueError(
+            f"quadratics: condition must be at least 1, found {condition}. With 1, the contours are circles."
+        )
+    curvatures = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
+    minima = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
 
     def losses(point: Tensor) -> Tensor:
-        return (steepness.to(point) * (point - bottoms.to(point)).square()).sum(-1) / 2
+        return (curvatures.to(point) * (point - minima.to(point)).square()).sum(-1) / 2
 
-    # Close together at both ends, where the line turns.
+    # More points at both ends, where the curve bends.
     t = torch.linspace(0, 1, 201, dtype=torch.float64).mul(math.pi).cos().mul(-0.5).add(0.5).unsqueeze(-1)
-    mixed = torch.stack([1 - t, t]) * steepness.unsqueeze(1)
-    pareto = (mixed * bottoms.unsqueeze(1)).sum(0) / mixed.sum(0)
+    weighted = torch.stack([1 - t, t]) * curvatures.unsqueeze(1)
+    pareto = (weighted * minima.unsqueeze(1)).sum(0) / weighted.sum(0)
     starts = [[-1.6, 1.5], [1.7, 1.4], [1.7, -1.5], [-1.8, -1.4], [-0.4, 1.7]]
     return _problem(losses, pareto, [[-2.2, -2.0], [2.2, 2.0]], starts, sgd(0.3 / condition), 300)
 
 
 def two_valleys() -> Problem:
-    """Two valleys, each so narrow that one gradient drowns the other, that lead to a basin where the losses trade off.
+    """Two narrow valleys, in each of which one gradient dominates the other; they lead to a basin with a trade-off.
 
     With `p = tanh(y / 2)^+`, `q = tanh(-y / 2)^+`: `losses_i = p v_i + q b_i`, valleys
-    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`; the first loss a tenth.
+    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`. The first loss is divided
+    by 10.
 
-    Pareto points lie at `x = 7 (2 t - 1)`, where t is the share of the first basin, and at the y near -8 where
-    `q (t b_0 + (1 - t) b_1)` is least.
+    The Pareto points are at `x = 7 (2 t - 1)`, where t is the weight of the first basin, and at the y near -8 that
+    minimises `q (t b_0 + (1 - t) b_1)`.
 
     Returns:
         `Problem`, with five starts.
 
     Source:
-        Liu et al., Conflict-averse gradient descent, NeurIPS 2021, appendix; with the factor a tenth of Navon et al.,
+        Liu et al., Conflict-averse gradient descent, NeurIPS 2021, appendix; with the factor 0.1 of Navon et al.,
         Multi-task learning as a bargaining game, ICML 2022, appendix.
     """
 
@@ -159,17 +162,17 @@ def two_valleys() -> Problem:
         arms = torch.stack([(-x - 7) / 2 - bend, (-x + 3) / 2 + bend + 2])
         valleys = arms.abs().clamp(min=5e-6).log() + 6
         basins = _basins(x, y)
-        both = (y / 2).tanh().clamp(min=0) * valleys + (-y / 2).tanh().clamp(min=0) * basins
-        return both * both.new_tensor([0.1, 1.0])
+        values = (y / 2).tanh().clamp(min=0) * valleys + (-y / 2).tanh().clamp(min=0) * basins
+        return values * values.new_tensor([0.1, 1.0])
 
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
     x = 7 * (2 * t - 1)
 
     def slope(y: Tensor) -> Tensor:
-        """Of `q (t b_0 + (1 - t) b_1)` along y."""
-        rise = (-y / 2).tanh()
-        depth = (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
-        return rise * 0.02 * (y + 8) - (1 - rise.square()) * depth / 2
+        """Return the derivative of `q (t b_0 + (1 - t) b_1)` with respect to y."""
+        q = (-y / 2).tanh()
+        basin = (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
+        return q * 0.02 * (y + 8) - (1 - q.square()) * basin / 2
 
     y = _root(slope, torch.full_like(x, -12.0), torch.full_like(x, -6.0))
     starts = [[-8.5, 7.5], [0.0, 0.0], [9.0, 9.0], [-7.5, -0.5], [9.0, -1.0]]
@@ -178,7 +181,7 @@ def two_valleys() -> Problem:
 
 
 def fonseca_fleming() -> Problem:
-    """Two smooth pits whose front is not convex: a mean of the losses is least at one end of it, never between.
+    """Two smooth losses with a nonconvex front: a mean of the losses is minimal at one of its ends, never between.
 
     `losses_i = 1 - exp(-|x -+ c|^2)` with `c = (1, 1) / sqrt(2)`; the Pareto set is the segment from c to -c.
 
@@ -204,7 +207,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "two valleys": two_valleys,
     "Fonseca and Fleming": fonseca_fleming,
 }
-"""The three problems by name, for pictures of all of them."""
+"""The three problems by name."""
 
 
 def _problem(
@@ -224,7 +227,7 @@ def _basins(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _root(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Where an increasing function, elementwise, is zero: by halves, to the last digit."""
+    """Return the roots of an elementwise increasing function, by bisection to full precision."""
     for _ in range(60):
         middle = (low + high) / 2
         above = f(middle) > 0

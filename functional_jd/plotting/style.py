@@ -1,4 +1,4 @@
-"""What all pictures share: colours, markers, axes that fit the theme, legends beside the data."""
+"""The common style of all plots: colours, markers, axes that follow the matplotlib theme, and legends."""
 
 from typing import Any, TypeAlias
 
@@ -10,35 +10,35 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
 Ax: TypeAlias = Axes
-"""The axes that a picture is drawn on, of a 3d projection where it has three dimensions."""
+"""The axes of a plot, with a 3d projection if it has three dimensions."""
 
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""What matplotlib draws: float64 numbers on the CPU."""
+"""A NumPy array of float64, as matplotlib takes it."""
 
 
-# Okabe and Ito's colours but for black and yellow, of which either drowns in one of the themes; orange a shade darker.
+# The palette of Okabe and Ito without black and yellow, which have low contrast in one theme each, and darker orange.
 PALETTE = ("#0072B2", "#DE8F05", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#949494")
-"""Seven colours that the colour-blind tell apart, and that stand out on white and on black."""
+"""Seven colours that are safe for colour blindness, with sufficient contrast on white and on black."""
 
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 
 
-DASHES = ("-", "--", "-.", ":")
+LINESTYLES = ("-", "--", "-.", ":")
 
 
 AGREEMENT, CONFLICT = PALETTE[0], PALETTE[3]
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour, marker and line style of the series with this number: no two of the first 28 look alike.
+    """Return the colour, marker and line style of a series by its index; the first 28 are all different.
 
     Args:
         index: 0, 1, 2, ...
 
     Returns:
-        Keywords of `ax.plot`: `color`, `marker`, `linestyle`.
+        Keyword arguments of `ax.plot`: `color`, `marker`, `linestyle`.
 
     Example:
         >>> for index, curve in enumerate(curves):
@@ -47,67 +47,67 @@ def look(index: int) -> dict[str, Any]:
     return {
         "color": PALETTE[index % len(PALETTE)],
         "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+        "linestyle": LINESTYLES[index // len(PALETTE) % len(LINESTYLES)],
     }
 
 
-def axes(ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
-    """These axes, or those of a new figure of this size in inches."""
+def axes_or_new(ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
+    """Return the given axes, or those of a new figure of this size in inches."""
     if ax is None:
-        return canvas(size, projection=projection)[0]
+        return stacked_axes(size, projection=projection)[0]
     return ax
 
 
-def canvas(size: tuple[float, float], count: int = 1, projection: str | None = None) -> list[Ax]:
-    """The axes of a new figure of this size in inches, one above the other."""
+def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | None = None) -> list[Ax]:
+    """Return the axes of a new figure of this size in inches, in one column."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-    kind: Any = {"projection": projection}
-    _, made = plt.subplots(count, 1, sharex=count > 1, squeeze=False, figsize=size, layout=layout, subplot_kw=kind)
-    return list(made[:, 0])
+    options: Any = {"projection": projection}
+    _, grid = plt.subplots(count, 1, sharex=count > 1, squeeze=False, figsize=size, layout=layout, subplot_kw=options)
+    return list(grid[:, 0])
 
 
-def ink(ax: Ax) -> Any:
-    """The colour of text on these axes, whatever the theme is by now."""
+def text_color(ax: Ax) -> Any:
+    """Return the colour of text on these axes, which is that of the theme in which they were created."""
     return ax.xaxis.label.get_color()
 
 
-def paper(ax: Ax) -> Any:
-    """The colour behind the data."""
+def background_color(ax: Ax) -> Any:
+    """Return the colour behind the data."""
     color = colors.to_rgba(ax.get_facecolor())
     return color if color[3] else colors.to_rgba(ax.figure.get_facecolor())
 
 
 def quiet(ax: Ax, **labels: str) -> None:
-    """Give axes a faint grid under the data, no frame above and at the right, and labels.
+    """Draw a faint grid below the data, remove the top and right spines, and set labels.
 
     Args:
         ax: the axes.
-        labels: what `ax.set` takes: `xlabel="step"`, `ylabel="loss"`, `title=...`.
+        labels: keyword arguments of `ax.set`: `xlabel="step"`, `ylabel="loss"`, `title=...`.
     """
-    ax.grid(visible=True, which="major", color=ink(ax), alpha=0.18, linewidth=0.7, linestyle="-")
+    ax.grid(visible=True, which="major", color=text_color(ax), alpha=0.18, linewidth=0.7, linestyle="-")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set(**labels)
 
 
 def legend(ax: Ax, **settings: Any) -> None:
-    """Put a legend at the right of the axes, where no data are, in place of the one that is there.
+    """Place a legend to the right of the axes, outside of the data; it replaces an existing one.
 
-    Every picture has its legend from here: call it again after drawing more on the axes that a picture returned.
+    All plots use this function. Call it again after you draw more on the returned axes.
 
     Args:
         ax: the axes.
-        settings: what `ax.legend` takes.
+        settings: keyword arguments of `ax.legend`.
 
     Example:
         >>> ax = scales(states)
         >>> ax.plot(peer, label="peer", **look(1))
         >>> legend(ax)
     """
-    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
-    ax.legend(**{**place, "frameon": False, "labelcolor": ink(ax), **settings})
+    position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
+    ax.legend(**{**position, "frameon": False, "labelcolor": text_color(ax), **settings})
 
 
-def numbers(tensor: Tensor) -> Array:
-    """A tensor as matplotlib takes it."""
+def as_array(tensor: Tensor) -> Array:
+    """Convert a tensor to a NumPy array of float64."""
     return tensor.detach().double().cpu().numpy()

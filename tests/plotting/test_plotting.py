@@ -13,7 +13,6 @@ from scipy.optimize import nnls
 
 import functional_jd as jd
 from functional_jd import plotting
-from functional_jd.plotting import looks
 
 mpl.use("Agg")
 
@@ -119,12 +118,12 @@ def _luminance(color):
 
 
 def test_every_colour_stands_out_on_white_and_on_black():
-    for color in looks.PALETTE:
+    for color in plotting.PALETTE:
         light = _luminance(color)
         assert min(1.05 / (light + 0.05), (light + 0.05) / 0.05) > 2.2
-    seen = {(style["color"], style["linestyle"]) for style in map(looks.look, range(28))}
+    seen = {(style["color"], style["linestyle"]) for style in map(plotting.look, range(28))}
     assert len(seen) == 28
-    assert len({looks.look(index)["marker"] for index in range(7)}) == 7
+    assert len({plotting.look(index)["marker"] for index in range(7)}) == 7
 
 
 # The cone
@@ -270,7 +269,7 @@ def test_rules_that_look_at_more_than_the_gramian_are_drawn():
     ("arguments", "settings", "message"),
     [
         ((torch.ones(4, 4),), {}, "at most three rows, found 4 rows of 4 entries"),
-        ((torch.tensor([[1.0, math.nan]]),), {}, "found others in the Jacobian"),
+        ((torch.tensor([[1.0, math.nan]]),), {}, "found nan or inf in the Jacobian"),
         ((CONFLICTED,), {"names": ["one"]}, "cone: expected one name"),
         ((CONFLICTED[:0],), {}, "cone: needs at least one row"),
     ],
@@ -386,7 +385,7 @@ def test_the_axis_of_losses_is_logarithmic_where_that_helps():
 
 def test_conflicts_are_shares_of_diagnoses():
     gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
-    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
+    ax = plotting.conflicts([jd.diagnose(gramian) for gramian in gramians])
     np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
 
 
@@ -408,7 +407,7 @@ def test_the_history_puts_all_pictures_above_each_other():
     assert [ax.get_ylabel() for ax in plotting.history(entrywise)] == ["loss"]
     axes = plt.subplots(2, 1)[1]
     assert plotting.history(_infos(), ax=axes) == list(axes)
-    with pytest.raises(ValueError, match="one of the axes per picture, 2 in all, found 3"):
+    with pytest.raises(ValueError, match="one Axes per plot, 2 in all, found 3"):
         plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
     with pytest.raises(ValueError, match="expected weights"):
         plotting.weights(entrywise)
@@ -534,7 +533,7 @@ def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
     problem = plotting.quadratics()
     path = plotting.descend(problem, jd.mean(), steps=4)
     ax = plotting.trajectories(problem, {"mean": path})
-    drawn = [line.get_xydata() for line in ax.get_lines() if line.get_color() == looks.PALETTE[0]]
+    drawn = [line.get_xydata() for line in ax.get_lines() if line.get_color() == plotting.PALETTE[0]]
     np.testing.assert_array_equal(drawn, path.points.swapaxes(0, 1))
     np.testing.assert_array_equal(_lines(ax)["Pareto set"].get_xydata(), problem.pareto)
     np.testing.assert_array_equal(_lines(ax)["start"].get_xydata(), problem.starts)
