@@ -1,7 +1,7 @@
-"""The kit: hypothesis strategies, laws, and one line that tests your rule. Needs the extra `test`.
+"""Tests for your own rules: hypothesis strategies, laws, and a test of a rule in one line. Needs the extra `test`.
 
-Every law is a function `law(rule, jacobian, *others, losses=None)`: the rule, a pytree with leaves `[m, *p]`, Jacobians
-on other batches and m losses for the rules that look at them. It returns nothing, and objects by an `AssertionError`.
+Every law is a function `law(rule, jacobian, *others, losses=None)` of the rule, a pytree with leaves `[m, *p]`, and,
+for rules that use them, Jacobians on other batches and m losses. It raises `AssertionError` if the rule breaks the law.
 """
 
 from importlib.util import find_spec

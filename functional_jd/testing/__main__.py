@@ -1,4 +1,4 @@
-"""`python -m functional_jd.testing [README.md]`: print the table of the rules, or bring it up to date in a file."""
+"""`python -m functional_jd.testing [README.md]`: print the table of the rules, or update it in the given files."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from functional_jd.testing.table import rules_table, with_rules_table
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table, or rewrite the files named."""
+    """Print the table, or update it in the given files."""
     for argument in arguments:
         path = Path(argument)
         path.write_text(with_rules_table(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Conformance: does a rule obey the laws? `obeys` makes a pytest test of the question, `laws_of` answers it."""
+"""Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ _SETTINGS = hypothesis.settings(max_examples=100, derandomize=True, database=Non
 
 
 class Counterexample(NamedTuple):
-    """A case in which a rule breaks a law. It is false, and prints as code to paste into a notebook.
+    """A case in which a rule breaks a law. Its truth value is false, and it prints as code to paste into a notebook.
 
     Attributes:
         law: the law that is broken.
-        jacobian: as small as hypothesis could make it.
-        others: the Jacobians on other batches, for a rule that looks at them.
-        losses: the losses, for a rule that looks at them.
-        error: what the law, or torch, said.
+        jacobian: the smallest Jacobian that hypothesis found.
+        others: the Jacobians on other batches, for a rule that uses them.
+        losses: the losses, for a rule that uses them.
+        error: the exception that was raised.
     """
 
     law: Law
@@ -56,42 +56,41 @@ class Counterexample(NamedTuple):
 
 
 class Findings(dict[str, "bool | Counterexample"]):
-    """Which laws hold: by name, `True` or a `Counterexample` (which is false). Prints as a list."""
+    """A dict from the names of laws to `True` or a `Counterexample`, which is false. Prints as a list."""
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for name, found in self.items():
-            lines.append(f"{name:26}{'holds' if found else 'broken'}")
-            if isinstance(found, Counterexample):
-                lines.append(f"    # {_message(found.error)}")
-                lines += [f"    {line}".rstrip() for line in str(found).splitlines()]
+        for name, result in self.items():
+            lines.append(f"{name:26}{'holds' if result else 'broken'}")
+            if isinstance(result, Counterexample):
+                lines.append(f"    # {_message(result.error)}")
+                lines += [f"    {line}".rstrip() for line in str(result).splitlines()]
         return "\n".join(lines)
 
 
 def obeys(
     rule: Aggregator, *laws: Law, jacobians: Cases | None = None, settings: hypothesis.settings | None = None
 ) -> Callable[..., None]:
-    """A test of a rule, one case per law: assign it to a name that begins with `test_`.
+    """Create a pytest test of a rule, with one case per law. Assign it to a name that begins with `test_`.
 
     Args:
         rule: the rule.
-        laws: functions of this package, or of your own: `law(rule, jacobian, *others, losses=None)`, which raise where
-            the law is broken. Without any: `ALWAYS`.
-        jacobians: the Jacobians to try, for a rule that does not take all: `jacobians(rows=3)`,
-            `jacobians(like=params)`. Rules that look at other batches or at losses get those too: Jacobians of the same
-            shape, and positive numbers.
-        settings: of hypothesis; by default those of the profile that is loaded, without deadlines.
+        laws: functions of this package, or your own: `law(rule, jacobian, *others, losses=None)`, which raise an
+            exception if the law is broken. Default: `ALWAYS`.
+        jacobians: a strategy, for a rule that does not accept all Jacobians: `jacobians(rows=3)`,
+            `jacobians(like=params)`. Rules that use other batches or losses get Jacobians of the same shape and
+            positive numbers.
+        settings: settings of hypothesis; by default those of the loaded profile, without deadlines.
 
     Returns:
-        A parametrised pytest test. Where a law is broken it raises an `AssertionError` whose message is the smallest
-        such Jacobian, as code to paste into a notebook.
+        A parametrised pytest test. If a law is broken it raises an `AssertionError`, whose message is the smallest such
+        Jacobian, as code to paste into a notebook.
 
     Raises:
-        TypeError: `rule` is no rule.
+        TypeError: `rule` is not a rule.
 
     Laws:
-        `compiled` is checked on one Jacobian that is not zero, and on variants of it, because every shape costs a
-        compilation.
+        `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation.
 
     Example:
         >>> test_shy = obeys(shy())
@@ -101,9 +100,9 @@ def obeys(
 
     @pytest.mark.parametrize("law", laws or ALWAYS)
     def test(law: Law) -> None:
-        found = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None))
-        if found is not None:
-            raise AssertionError(f"{law.__name__} is broken: {_message(found.error)}\n\n{found}") from found.error
+        example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None))
+        if example is not None:
+            raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from example.error
 
     return test
 
@@ -111,68 +110,69 @@ def obeys(
 def laws_of(
     rule: Aggregator, *laws: Law, jacobians: Cases | None = None, settings: hypothesis.settings = _SETTINGS
 ) -> Findings:
-    """Which laws a rule obeys, as far as a hundred Jacobians per law tell. Needs no pytest run.
+    """Test which laws a rule obeys, on a hundred Jacobians per law, without pytest.
 
     Args:
         rule: the rule.
-        laws: which to try; without any, all of `ALWAYS` and `BY_CLAIM`.
+        laws: the laws to test; default: all of `ALWAYS` and `BY_CLAIM`.
         jacobians: as for `obeys`.
-        settings: of hypothesis; by default 100 examples, the same ones in every call.
+        settings: settings of hypothesis; by default 100 examples, the same in every call.
 
     Returns:
-        `Findings`: a dict from the laws' names to `True` or a `Counterexample`. Print it.
+        `Findings`: a dict from the names of the laws to `True` or a `Counterexample`. Print it.
 
     Raises:
-        TypeError: `rule` is no rule.
+        TypeError: `rule` is not a rule.
 
     Laws:
-        Deterministic. A broken law is broken; a law that holds may still be broken by a Jacobian that was not tried.
+        Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
     check_rule(rule, "laws_of")
-    found = {law.__name__: counterexample(rule, law, jacobians, settings) for law in laws or ALWAYS + BY_CLAIM}
-    return Findings({name: True if broken is None else broken for name, broken in found.items()})
+    examples = {law.__name__: counterexample(rule, law, jacobians, settings) for law in laws or ALWAYS + BY_CLAIM}
+    return Findings({name: True if example is None else example for name, example in examples.items()})
 
 
 def counterexample(
     rule: Aggregator, law: Law, jacobians: Cases | None, settings: hypothesis.settings
 ) -> Counterexample | None:
-    """The smallest case that hypothesis finds in which the rule breaks the law, if it finds one."""
+    """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
     strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians)
     if law is compiled:
-        return _broken(rule, law, _one(strategy, settings))
+        return _counterexample(rule, law, _nontrivial_case(strategy, settings))
     try:
-        found = _broken(rule, law, find(strategy, lambda case: not _obeyed(rule, law, case), settings=settings))
+        case = find(strategy, lambda case: _counterexample(rule, law, case) is not None, settings=settings)
     except NoSuchExample:
         return None
-    return None if found is None else _trimmed(rule, law, found)
+    example = _counterexample(rule, law, case)
+    return None if example is None else _shrunk(rule, law, example)
 
 
-def _trimmed(rule: Aggregator, law: Law, found: Counterexample) -> Counterexample:
-    """Without the rows and columns that do not matter: hypothesis knows numbers, not matrices."""
-    for case in _smaller((found.jacobian, found.others, found.losses)):
-        less = _broken(rule, law, case)
-        if less is not None and type(less.error) is type(found.error):
-            return _trimmed(rule, law, less)
-    return found
+def _shrunk(rule: Aggregator, law: Law, example: Counterexample) -> Counterexample:
+    """Remove rows and columns while the same type of error is raised; hypothesis shrinks the entries only."""
+    for case in _smaller_cases((example.jacobian, example.others, example.losses)):
+        smaller = _counterexample(rule, law, case)
+        if smaller is not None and type(smaller.error) is type(example.error):
+            return _shrunk(rule, law, smaller)
+    return example
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """The same case with one row, or one column, less."""
+def _smaller_cases(case: Case) -> Iterator[Case]:
+    """Yield the case with one column or one row removed."""
     jacobian, others, losses = case
     if not isinstance(jacobian, Tensor) or jacobian.ndim != 2:
         return
     for dim in (1, 0):
-        for index in range(jacobian.shape[dim] if jacobian.shape[dim] > 1 else 0):
-            kept = [k for k in range(jacobian.shape[dim]) if k != index]
-            fewer = losses if losses is None or dim else losses[kept]
+        for removed in range(jacobian.shape[dim] if jacobian.shape[dim] > 1 else 0):
+            rest = [index for index in range(jacobian.shape[dim]) if index != removed]
             yield (
-                jacobian[:, kept] if dim else jacobian[kept],
-                tuple(other[:, kept] if dim else other[kept] for other in others),
-                fewer,
+                jacobian[:, rest] if dim else jacobian[rest],
+                tuple(other[:, rest] if dim else other[rest] for other in others),
+                losses if losses is None or dim else losses[rest],
             )
 
 
-def _broken(rule: Aggregator, law: Law, case: Case) -> Counterexample | None:
+def _counterexample(rule: Aggregator, law: Law, case: Case) -> Counterexample | None:
+    """Return a counterexample if the law is broken in this case, else `None`."""
     jacobian, others, losses = case
     try:
         law(rule, jacobian, *others, losses=losses)
@@ -181,25 +181,21 @@ def _broken(rule: Aggregator, law: Law, case: Case) -> Counterexample | None:
     return None
 
 
-def _obeyed(rule: Aggregator, law: Law, case: Case) -> bool:
-    return _broken(rule, law, case) is None
-
-
-def _one(strategy: Cases, settings: hypothesis.settings) -> Case:
-    """A case that says something, if there is one: several rows, and no leaf of zeros."""
-    drawn = hypothesis.settings(settings, phases=[Phase.generate])
+def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Case:
+    """Return a case with several rows and no leaf of zeros; if there is none, any case."""
+    generate_only = hypothesis.settings(settings, phases=[Phase.generate])
     try:
-        return find(strategy, _is_rich, settings=drawn)
+        return find(strategy, _is_nontrivial, settings=generate_only)
     except NoSuchExample:
-        return find(strategy, lambda _: True, settings=drawn)
+        return find(strategy, lambda _: True, settings=generate_only)
 
 
 @st.composite
 def _cases(draw: st.DrawFn, rule: Aggregator, jacobians: Cases) -> Case:
-    """A Jacobian, and what else the rule looks at."""
+    """Draw a Jacobian, and the other Jacobians and losses that the rule needs."""
     jacobian = draw(jacobians)
     m = len(tree_leaves(jacobian)[0])
-    others, losses = _wants(rule, jacobian)
+    others, losses = _needed_arguments(rule, jacobian)
     if others:
         others = (draw(any_jacobians(m, like=tree_map(lambda leaf: leaf[0], jacobian), wide=False)),)
     if losses is not None:
@@ -208,8 +204,8 @@ def _cases(draw: st.DrawFn, rule: Aggregator, jacobians: Cases) -> Case:
     return jacobian, others, losses
 
 
-def _wants(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacobian, ...], Losses]:
-    """The least that the view of a rule is content with."""
+def _needed_arguments(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacobian, ...], Losses]:
+    """Return the other Jacobians and losses without which the view of the rule raises ValueError."""
     losses = torch.ones(len(tree_leaves(jacobian)[0]), dtype=torch.float64)
     for others, values in (((), None), ((), losses), ((jacobian,), None)):
         try:
@@ -220,19 +216,19 @@ def _wants(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacobian, ...], 
     return (jacobian,), losses
 
 
-def _is_rich(case: Case) -> bool:
+def _is_nontrivial(case: Case) -> bool:
     leaves = tree_leaves(case[0])
     return len(leaves[0]) > 1 and all(leaf.any() for leaf in leaves)
 
 
 def _message(error: BaseException) -> str:
-    """What went wrong, in one line; the rest stands in the error itself."""
+    """Return the first line of an error message; other than an `AssertionError`, with the name of its type."""
     line = (str(error).strip().splitlines() or [""])[0]
     return line if isinstance(error, AssertionError) else f"{type(error).__name__}: {line}"
 
 
 def _code(tree: Tree, imports: set[str]) -> str:
-    """An expression that makes the tree; what must be imported for it is added to `imports`."""
+    """Return a Python expression for the tree, and add the imports that it needs to `imports`."""
     if isinstance(tree, Tensor):
         return f"torch.tensor({tree.tolist()}, dtype={tree.dtype})"
     if isinstance(tree, dict):

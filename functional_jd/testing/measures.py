@@ -1,4 +1,4 @@
-"""What the laws measure with: trees as vectors and matrices, their reach, and Jacobians changed in known ways."""
+"""Helpers of the laws: comparisons of results, pytrees as vectors and matrices, and transformations of Jacobians."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def matrix(jacobian: Jacobian) -> Tensor:
 
 
 def reach_of(jacobian: Jacobian, weights: Tree) -> Tensor:
-    """`sum_i |weights_i J_i|`, entry by entry."""
+    """`sum_i |weights_i J_i|`, for every entry of the direction."""
     return flat(combine(tree_map(lambda leaf: leaf.double().abs(), jacobian), tree_map(torch.abs, weights)))
 
 
@@ -32,25 +32,26 @@ def check_close(
     expected: Aggregation,
     jacobian: Jacobian,
     message: str,
-    share: float = TOLERANCE,
-    smallest: float = 0.0,
+    relative: float = TOLERANCE,
+    absolute: float = 0.0,
 ) -> None:
     error = (flat(found.direction) - flat(expected.direction)).abs().max()
     reach = reach_of(jacobian, expected.weights).max()
-    allowed = share * reach + 2.0**-40 * matrix(jacobian).abs().max() + smallest
+    allowed = relative * reach + 2.0**-40 * matrix(jacobian).abs().max() + absolute
     assert error <= allowed, f"{message}: off by {error:.3g}, with a reach of {reach:.3g}"
 
 
 def check_same(found: Tree, expected: Tree, message: str) -> None:
-    assert form(found) == form(expected), message
+    assert structure_of(found) == structure_of(expected), message
     for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         assert ((x == y) | (x.isnan() & y.isnan())).all(), message
 
 
-def form(tree: Tree) -> Any:
+def structure_of(tree: Tree) -> Any:
+    """Return the structure of a pytree, and the shapes and dtypes of its leaves."""
     leaves, structure = tree_flatten(tree)
-    strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
-    assert not strange, f"expected tensors only, found {strange}"
+    other_types = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)}
+    assert not other_types, f"expected tensors only, found {other_types}"
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
@@ -67,26 +68,29 @@ def rescaled(jacobian: Jacobian, c: float | Tensor) -> Jacobian:
     return tree_map(lambda leaf: leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype), jacobian)
 
 
-def narrowed(jacobian: Jacobian) -> Jacobian:
-    """Rows multiplied by powers of two, such that the largest entry of each lies within 2^-8 and 2^8, or is zero."""
+def with_moderate_norms(jacobian: Jacobian) -> Jacobian:
+    """Scale rows by powers of two, so that the largest entry of each is between 2^-8 and 2^8, or zero."""
     exponents = torch.frexp(matrix(jacobian).abs().amax(1)).exponent
     return rescaled(jacobian, 2.0 ** (exponents.clamp(-7, 8) - exponents).double())
 
 
-def cut(leaf: Tensor) -> Tree:
+def split_columns(leaf: Tensor) -> Tree:
+    """Split the columns of a leaf into a dict of a matrix, a list and a 0-dimensional parameter."""
     x = leaf.reshape(len(leaf), leaf.shape[1:].numel())
     half = x.shape[1] // 2
-    return {"b": [x[:, half:-1], x[:, -1]], "a": x[:, :half].unsqueeze(1)}  # out of order, as dicts may be
+    return {"b": [x[:, half:-1], x[:, -1]], "a": x[:, :half].unsqueeze(1)}  # keys not sorted, on purpose
 
 
-def turned(leaf: Tensor) -> Tensor:
+def rotated(leaf: Tensor) -> Tensor:
+    """Multiply groups of four columns by an orthogonal matrix with entries 1/2 and -1/2."""
     n = leaf.shape[1:].numel()
     x = torch.nn.functional.pad(leaf.reshape(len(leaf), n), (0, -n % 4))
     signs = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]], dtype=leaf.dtype)
     return (x.reshape(len(leaf), -1, 4) @ (signs / 2)).reshape(len(leaf), -1)
 
 
-def poisoned(leaf: Tensor, poison: float, row: int) -> Tensor:
-    bad = leaf.clone()
-    bad[row].view(-1)[0] = poison
-    return bad
+def with_first_entry(leaf: Tensor, value: float, row: int) -> Tensor:
+    """Replace the first entry of a row."""
+    changed = leaf.clone()
+    changed[row].view(-1)[0] = value
+    return changed

@@ -1,7 +1,7 @@
-"""Hypothesis strategies: Jacobians, Gramians and trees of parameters that are exact, and shrink.
+"""Hypothesis strategies for Jacobians, Gramians and pytrees of parameters.
 
-Entries are small integers as floats, and rows are scaled by powers of two: so every Gramian is exact, whatever the
-order in which it is added up, and a law that fails fails because of the rule.
+Entries are small integers as floats, and rows are scaled by powers of two. So every Gramian is exact in any order of
+summation, and a law fails because of the rule, not because of rounding.
 """
 
 import math
@@ -15,15 +15,15 @@ from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.core.types import Params, Tree
 
 Size = int | tuple[int, int]
-"""One number, or the least and the most."""
+"""One number, or the minimum and the maximum."""
 
 _SHAPES = [(), (1,), (2,), (2, 2), (3, 1)]
-# Row norms from 1e-18 to 1e18, where the dtype has them: what the rules promise.
-_WIDEST = 60
+# Row norms from 1e-18 to 1e18, within the range of the dtype, for which the rules guarantee the laws.
+_MAX_EXPONENT = 60
 
 
 class Layer(NamedTuple):
-    """A container for `param_trees`: a NamedTuple that is no plain tuple."""
+    """A NamedTuple that `param_trees` uses as a container."""
 
     weight: Any
     bias: Any
@@ -38,35 +38,34 @@ def jacobians(
     like: Params = None,
     wide: bool = True,
 ) -> Tree:
-    """Jacobians: generic ones, and those on which rules stumble.
+    """Draw Jacobians: generic and degenerate ones.
 
-    `J = diag(2^k) kind(Z)`, Z small integers, k mostly 0; the kinds: as it is, all zero, a row of zeros, two equal
-    rows, two opposite rows, a row that is the sum of the others (rank deficient), rows that add up to zero
-    (stationary), multiples of one row (rank one).
+    `J = diag(2^k) kind(Z)`, Z small integers, k mostly 0. The kinds: Z itself, zero, one row of zeros, two equal rows,
+    two opposite rows, a row that is the sum of the others (rank deficient), rows whose sum is zero (stationary),
+    multiples of one row (rank one).
 
     Args:
-        rows: m, the number of objectives, or the least and the most of them.
-        columns: n, likewise; not looked at when `like` is given.
-        dtype: of the leaves.
-        like: a pytree of parameters; the Jacobian then has its structure, leaves `[m, *p]`.
+        rows: m, the number of objectives, or its minimum and maximum.
+        columns: n, likewise; ignored if `like` is given.
+        dtype: the dtype of the leaves.
+        like: a pytree of parameters, whose structure the Jacobian gets, with leaves `[m, *p]`.
         wide: whether rows may have very different norms, up to 2^60 and down to 2^-60 (narrower in float16).
 
     Returns:
         A strategy for a tensor `[m, n]`, or for a pytree with leaves `[m, *p]`. Shrinks to few rows of zeros and ones.
 
     Laws:
-        `J J'` is exact in float64 in any order of summation. A kind for which there are too few rows changes nothing or
-        gives zero rows.
+        `J J'` is exact in float64 in any order of summation. With too few rows, a kind returns Z or zero rows.
     """
     leaves, structure = ([], None) if like is None else tree_flatten(like)
     m = draw(_sizes(rows))
     n = draw(_sizes(columns)) if like is None else sum(leaf.numel() for leaf in leaves)
     entries = draw(st.lists(st.integers(-4, 4), min_size=m * n, max_size=m * n))
     integers = torch.tensor(entries, dtype=torch.float64).reshape(m, n)
-    matrix = draw(st.sampled_from(_KINDS))(integers) + 0  # no negative zeros: they read badly
+    matrix = draw(st.sampled_from(_KINDS))(integers) + 0  # turns -0.0 into 0.0, for readable counterexamples
     if wide and draw(st.integers(0, 3)) == 3:
-        most = min(_WIDEST, int(math.log2(torch.finfo(dtype).max)) - 6)
-        exponents = draw(st.lists(st.integers(-most, most), min_size=m, max_size=m))
+        limit = min(_MAX_EXPONENT, int(math.log2(torch.finfo(dtype).max)) - 6)
+        exponents = draw(st.lists(st.integers(-limit, limit), min_size=m, max_size=m))
         matrix = matrix * 2.0 ** torch.tensor(exponents, dtype=torch.float64).unsqueeze(1)
     if like is None:
         return matrix.to(dtype)
@@ -75,11 +74,11 @@ def jacobians(
 
 
 def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.SearchStrategy[Tensor]:
-    """Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
+    """Draw Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
 
     Args:
-        rows: m, or the least and the most of it.
-        rank: at most this, or the least and the most of the columns of J.
+        rows: m, or its minimum and maximum.
+        rank: the number of columns of J, which bounds the rank, or its minimum and maximum.
         wide: whether rows may have very different norms.
 
     Returns:
@@ -89,12 +88,12 @@ def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.
 
 
 def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]:
-    """Pytrees of parameters: dicts in any order of insertion, lists, NamedTuples, nested; leaves of 0 to 2 dimensions.
+    """Draw pytrees of parameters: nested dicts in any insertion order, lists, NamedTuples; leaves of 0 to 2 dimensions.
 
-    Draw a Jacobian for one with `jacobians(like=params)`.
+    `jacobians(like=params)` draws a Jacobian for them.
 
     Args:
-        dtype: of all leaves.
+        dtype: the dtype of all leaves.
 
     Returns:
         A hypothesis strategy of pytrees.
@@ -119,7 +118,7 @@ def _sizes(size: Size) -> st.SearchStrategy[int]:
     return st.just(size) if isinstance(size, int) else st.integers(*size)
 
 
-def _repeat(factor: float) -> Any:
+def _last_row_is_multiple_of_first(factor: float) -> Any:
     return lambda J: torch.cat([J[:-1], factor * J[:1]])
 
 
@@ -127,8 +126,8 @@ _KINDS = [
     lambda J: J,
     torch.zeros_like,
     lambda J: torch.cat([0 * J[:1], J[1:]]),
-    _repeat(1),
-    _repeat(-1),
+    _last_row_is_multiple_of_first(1),
+    _last_row_is_multiple_of_first(-1),
     lambda J: torch.cat([J[:-1], J[:-1].sum(0, keepdim=True)]),
     lambda J: torch.cat([J[:-1], -J[:-1].sum(0, keepdim=True)]),
     lambda J: J[:, :1] * J[:1],

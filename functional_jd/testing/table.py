@@ -1,4 +1,4 @@
-"""The rules of the package: how a test builds each, what each claims, and the README's table made of that."""
+"""The rules of the package: how tests build each, which laws each claims, and the table of the README."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -50,16 +50,16 @@ _OPEN, _CLOSE = "<!-- rules -->", "<!-- /rules -->"
 
 
 class Entry(NamedTuple):
-    """What the tests know of a rule.
+    """How a rule is tested.
 
     Attributes:
-        build: makes the rule to be tested of its builder.
-        claims: the laws that it obeys, beside those that all do.
-        fails: the laws that it must not obey, and why. What stands in neither depends, or nobody knows.
-        rows: how many rows it takes.
-        like: the parameters that it takes; `None` means any.
+        build: builds the rule to test, given its builder.
+        claims: the laws that it obeys, in addition to `ALWAYS`.
+        fails: the laws that it must break, with the reason. Laws in neither depend on its arguments, or are open.
+        rows: the number of rows that it accepts.
+        like: the parameters that it accepts; `None` means any.
         wide: whether the laws hold for rows of very different norms.
-        invalid: numbers that the losses must not all be, if the rule looks at them: the direction is not finite then.
+        invalid: values for which the direction is not finite if all losses have them, for a rule that uses the losses.
     """
 
     build: Callable[[Builder], Aggregator]
@@ -72,57 +72,57 @@ class Entry(NamedTuple):
 
 
 def builder(name: str) -> Builder:
-    """The builder of a rule: the function of the same name in the file of the same name."""
+    """Return the builder of a rule: the function with the name of its module."""
     return getattr(import_module(f"functional_jd.aggregators.{name}"), name)
 
 
 def rule_of(name: str) -> Aggregator:
-    """The rule of the table, as it is tested."""
+    """Return the rule as it is tested."""
     return RULES[name].build(builder(name))
 
 
 def jacobians_for(name: str) -> st.SearchStrategy[Any]:
-    """The Jacobians that the rule of the table takes."""
+    """Return a strategy for the Jacobians that the rule accepts."""
     entry = RULES[name]
     return jacobians(entry.rows, like=entry.like, wide=entry.wide)
 
 
 def rules_table() -> str:
-    """The rules as a Markdown table: what each looks at and remembers, and the laws that it claims.
+    """Return the rules as a Markdown table: what each looks at and remembers, and the laws that it claims.
 
     Returns:
-        One line per rule, after two of header. Where a rule is from stands in its docstring.
+        Two header lines, then one line per rule.
     """
     lines = [_row(["rule", "looks at", "remembers", *_COLUMNS.values()])]
     lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
     for name, entry in RULES.items():
         build = builder(name)
-        if _wraps_rules(name):
+        if _takes_rules(name):
             marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
         else:
             marks = ["✓" if law in entry.claims else "" for law in _COLUMNS]
-        lines.append(_row([f"`{name}{_parameters(build)}`", _looks_at(name), _remembers(name), *marks]))
+        lines.append(_row([f"`{name}{_signature(build)}`", _view_of(name), _state_of(name), *marks]))
     return "\n".join(lines)
 
 
 def with_rules_table(text: str) -> str:
-    """A Markdown text with the table between its markers `<!-- rules -->` and `<!-- /rules -->` brought up to date.
+    """Update the table between the markers `<!-- rules -->` and `<!-- /rules -->` in a Markdown text.
 
     Args:
         text: the Markdown, with both markers.
 
     Returns:
-        The text, with nothing else changed.
+        The text with the new table, otherwise unchanged.
 
     Raises:
-        ValueError: the text does not have both markers, in order.
+        ValueError: the text does not have both markers, in this order.
     """
     before, opening, rest = text.partition(_OPEN)
     _, closing, after = rest.partition(_CLOSE)
     if not (opening and closing):
         raise ValueError(
-            f"rules table: expected the markers {_OPEN} and {_CLOSE} in the text, found not both, in this order. "
-            "Put them on lines of their own where the table shall stand."
+            f"with_rules_table: expected the markers {_OPEN} and {_CLOSE} in this order, found a text without them. "
+            "Put them on lines of their own around the table."
         )
     return f"{before}{_OPEN}\n{rules_table()}\n{_CLOSE}{after}"
 
@@ -131,26 +131,25 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _parameters(build: Builder) -> str:
-    shown: list[str] = []
-    for parameter in inspect.signature(build).parameters.values():
-        bare = parameter.default is parameter.empty
-        shown.append(parameter.name if bare else f"{parameter.name}={parameter.default!r}".replace("'", '"'))
-    return f"({', '.join(shown)})"
+def _signature(build: Builder) -> str:
+    parameters: list[str] = []
+    for p in inspect.signature(build).parameters.values():
+        parameters.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace("'", '"'))
+    return f"({', '.join(parameters)})"
 
 
-def _wraps_rules(name: str) -> bool:
+def _takes_rules(name: str) -> bool:
     return any("Aggregator" in str(p.annotation) for p in inspect.signature(builder(name)).parameters.values())
 
 
-def _looks_at(name: str) -> str:
-    if _wraps_rules(name):
+def _view_of(name: str) -> str:
+    if _takes_rules(name):
         return "what its rules look at"
     view: str = rule_of(name).view.__name__
     return _VIEWS.get(view, view)
 
 
-def _remembers(name: str) -> str:
+def _state_of(name: str) -> str:
     rows, like = RULES[name].rows, RULES[name].like
     row = torch.ones(2, dtype=torch.float64) if like is None else like
     m = rows if isinstance(rows, int) else rows[1]
@@ -163,108 +162,106 @@ def _remembers(name: str) -> str:
     return ", ".join(field.replace("_", " ") for field in getattr(state, "_fields", ()))
 
 
-_ORDER, _SAFE, _UNIT, _LINEAR = permutation_equivariant, non_conflicting, homogeneous, linear_under_row_scaling
-_SIMPLEX, _WEAK, _STRONG, _AXES = on_the_simplex, weakly_stationary, strongly_stationary, rotation_blind
+_ORDER, _DUAL, _SCALE, _LINEAR = permutation_equivariant, non_conflicting, homogeneous, linear_under_row_scaling
+_SIMPLEX, _WEAK, _STRONG, _ROTATE = on_the_simplex, weakly_stationary, strongly_stationary, rotation_blind
 
-_OUTWEIGHED = {_SAFE: "rows may be outweighed by the others"}
-_CHANCE = {_ORDER: "chance is drawn for the place of a row"}
-_LONGER = {_SIMPLEX: "weights do not add up to one"}
-_CHOOSY = {_LINEAR: "how much a row counts depends on its norm, and not in proportion"}
-_FIXED = {_UNIT: "the direction has a length of its own"}
-_UNITS = {_UNIT: "the rate has a unit"}
-_ENTRYWISE = {_AXES: "entries are looked at one by one"}
-_BLOCKED = {_STRONG: "zero also where only some objectives block one another"}
-_POSITIVE = (-1.0, 0.0)
+_OUTWEIGHED = {_DUAL: "a row may be outweighed by the others"}
+_RANDOM = {_ORDER: "random numbers are drawn by the index of a row"}
+_SUM = {_SIMPLEX: "weights do not sum to one"}
+_NORM = {_LINEAR: "the influence of a row is not proportional to its norm"}
+_LENGTH = {_SCALE: "the length of the direction is fixed"}
+_RATE = {_SCALE: "the rate has a unit"}
+_ENTRYWISE = {_ROTATE: "weights depend on single entries"}
+_BLOCKED = {_STRONG: "the direction is zero also if only some of the objectives block each other"}
+_INVALID = (-1.0, 0.0)
 
 RULES: dict[str, Entry] = {
-    "mean": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED),
-    "total": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "mean": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED),
+    "total": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
     "constant": Entry(
         lambda f: f([1.0, 1.0, -1.0]),
-        (_UNIT, _LINEAR, _AXES),
-        _OUTWEIGHED | _LONGER | dict.fromkeys((_ORDER, _WEAK, _STRONG), "every row has its weight, negative ones too"),
+        (_SCALE, _LINEAR, _ROTATE),
+        _OUTWEIGHED | _SUM | dict.fromkeys((_ORDER, _WEAK, _STRONG), "every row has its weight, negative ones too"),
         rows=3,
     ),
     "random_weights": Entry(
-        lambda f: f(key(0)), (_UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _CHANCE
+        lambda f: f(key(0)), (_SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _RANDOM
     ),
-    "upgrad": Entry(lambda f: f(), (_ORDER, _SAFE, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _LONGER),
-    "dualproj": Entry(lambda f: f(), (_ORDER, _SAFE, _UNIT, _WEAK, _STRONG, _AXES), _LONGER | _CHOOSY),
-    "mgda": Entry(lambda f: f(), (_ORDER, _SAFE, _UNIT, _SIMPLEX, _WEAK, _AXES), _CHOOSY | _BLOCKED),
+    "upgrad": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _SUM),
+    "dualproj": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _WEAK, _STRONG, _ROTATE), _SUM | _NORM),
+    "mgda": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _SIMPLEX, _WEAK, _ROTATE), _NORM | _BLOCKED),
     "aligned_mtl": Entry(
-        lambda f: f(), (_ORDER, _UNIT, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY, wide=False
+        lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False
     ),
-    "cagrad": Entry(lambda f: f(0.5), (_ORDER, _UNIT, _WEAK, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY),
-    "config": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _AXES), _OUTWEIGHED | _LONGER, wide=False),
-    "imtl_g": Entry(lambda f: f(), (_ORDER, _UNIT, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY, wide=False),
-    "fairgrad": Entry(lambda f: f(1.0), (_ORDER, _SAFE, _WEAK, _AXES), _LONGER | _CHOOSY | _FIXED | _BLOCKED),
-    "nash_mtl": Entry(lambda f: f(), (_ORDER, _SAFE, _WEAK, _AXES), _LONGER | _CHOOSY | _FIXED | _BLOCKED),
-    "pcgrad": Entry(lambda f: f(key(0)), (_UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHANCE),
-    "gradvac": Entry(lambda f: f(key(0)), (_UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHANCE),
-    "graddrop": Entry(
-        lambda f: f(key(0)), (_ORDER, _UNIT, _WEAK, _STRONG), _OUTWEIGHED | _LONGER | _CHOOSY | _ENTRYWISE
-    ),
+    "cagrad": Entry(lambda f: f(0.5), (_ORDER, _SCALE, _WEAK, _ROTATE), _OUTWEIGHED | _SUM | _NORM),
+    "config": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _ROTATE), _OUTWEIGHED | _SUM, wide=False),
+    "imtl_g": Entry(lambda f: f(), (_ORDER, _SCALE, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False),
+    "fairgrad": Entry(lambda f: f(1.0), (_ORDER, _DUAL, _WEAK, _ROTATE), _SUM | _NORM | _LENGTH | _BLOCKED),
+    "nash_mtl": Entry(lambda f: f(), (_ORDER, _DUAL, _WEAK, _ROTATE), _SUM | _NORM | _LENGTH | _BLOCKED),
+    "pcgrad": Entry(lambda f: f(key(0)), (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _RANDOM),
+    "gradvac": Entry(lambda f: f(key(0)), (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _RANDOM),
+    "graddrop": Entry(lambda f: f(key(0)), (_ORDER, _SCALE, _WEAK, _STRONG), _OUTWEIGHED | _SUM | _NORM | _ENTRYWISE),
     "krum": Entry(
         lambda f: f(1),
-        (_UNIT, _SIMPLEX, _WEAK, _AXES),
-        _OUTWEIGHED | _CHOOSY | _BLOCKED | {_ORDER: "of equal scores the first win"},
+        (_SCALE, _SIMPLEX, _WEAK, _ROTATE),
+        _OUTWEIGHED | _NORM | _BLOCKED | {_ORDER: "ties between scores are broken by the order of the rows"},
         rows=(4, 6),
     ),
     "trimmed_mean": Entry(
         lambda f: f(1),
-        (_ORDER, _UNIT, _SIMPLEX),
-        _OUTWEIGHED | _CHOOSY | _BLOCKED | _ENTRYWISE | {_WEAK: "every entry may have another median row"},
+        (_ORDER, _SCALE, _SIMPLEX),
+        _OUTWEIGHED | _NORM | _BLOCKED | _ENTRYWISE | {_WEAK: "the rows that are trimmed differ between entries"},
         rows=(3, 5),
     ),
-    "excess_mtl": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK), _OUTWEIGHED | _CHOOSY | _UNITS | _ENTRYWISE),
-    "modo": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK, _AXES), _OUTWEIGHED | _CHOOSY | _UNITS, wide=False),
+    "excess_mtl": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK), _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE),
+    "modo": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK, _ROTATE), _OUTWEIGHED | _NORM | _RATE, wide=False),
     "sdmgrad": Entry(
-        # Few and small steps: where two batches disagree every step magnifies what rounding made different.
+        # Few and small steps, as every step amplifies rounding errors if the two batches disagree.
         lambda f: f(rate=0.1, n_steps=2),
-        (_ORDER, _UNIT, _SIMPLEX, _WEAK, _STRONG, _AXES),
-        _OUTWEIGHED | _CHOOSY,
+        (_ORDER, _SCALE, _SIMPLEX, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _NORM,
         wide=False,
     ),
     "pcd": Entry(
         lambda f: f(),
-        (_UNIT, _LINEAR, _WEAK, _AXES),
-        _OUTWEIGHED | _LONGER | _BLOCKED | {_ORDER: "the first row is the primary one"},
+        (_SCALE, _LINEAR, _WEAK, _ROTATE),
+        _OUTWEIGHED | _SUM | _BLOCKED | {_ORDER: "the first row is the primary objective"},
     ),
-    "cr_mogm": Entry(lambda f: f(rule_of("upgrad")), (_ORDER, _SAFE, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _LONGER),
+    "cr_mogm": Entry(lambda f: f(rule_of("upgrad")), (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _SUM),
     "grouped": Entry(
         lambda f: f({"trunk": rule_of("upgrad"), "head": rule_of("mean")}),
-        (_ORDER, _UNIT, _LINEAR, _AXES),
-        _OUTWEIGHED | _LONGER,
+        (_ORDER, _SCALE, _LINEAR, _ROTATE),
+        _OUTWEIGHED | _SUM,
         like={"trunk": torch.zeros(2, 2), "head": torch.zeros(2)},
     ),
     "geometric_mean": Entry(
         lambda f: f(),
-        (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES),
-        _OUTWEIGHED | _LONGER,
-        invalid=_POSITIVE,
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        invalid=_INVALID,
     ),
-    "stch": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "stch": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
     "tchebycheff": Entry(
         lambda f: f(),
-        (_ORDER, _UNIT, _LINEAR, _WEAK, _AXES),
-        _OUTWEIGHED | _LONGER | {_STRONG: "only the worst objective counts"},
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE),
+        _OUTWEIGHED | _SUM | {_STRONG: "only the worst objective has a weight"},
     ),
     "cosmos": Entry(
         lambda f: f(1.0, [0.5] * 3),
-        (_ORDER, _UNIT, _LINEAR, _AXES),
-        _OUTWEIGHED | _LONGER,
+        (_ORDER, _SCALE, _LINEAR, _ROTATE),
+        _OUTWEIGHED | _SUM,
         rows=3,
         invalid=(0.0,),
     ),
-    "pbi": Entry(lambda f: f(5.0, [1.0] * 3), (_ORDER, _UNIT, _LINEAR, _AXES), _OUTWEIGHED | _LONGER, rows=3),
-    "uw": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
-    "imtl_l": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
-    "dwa": Entry(lambda f: f(), (_ORDER, _UNIT, _LINEAR, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "pbi": Entry(lambda f: f(5.0, [1.0] * 3), (_ORDER, _SCALE, _LINEAR, _ROTATE), _OUTWEIGHED | _SUM, rows=3),
+    "uw": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
+    "imtl_l": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
+    "dwa": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
     "famo": Entry(
-        lambda f: f(), (_ORDER, _UNIT, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _AXES), _OUTWEIGHED, invalid=_POSITIVE
+        lambda f: f(), (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED, invalid=_INVALID
     ),
-    "db_mtl": Entry(lambda f: f(), (_ORDER, _UNIT, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY),
-    "moco": Entry(lambda f: f(), (_ORDER, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER | _CHOOSY | _FIXED),
-    "gradnorm": Entry(lambda f: f(), (_ORDER, _UNIT, _WEAK, _STRONG, _AXES), _OUTWEIGHED | _LONGER),
+    "db_mtl": Entry(lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM),
+    "moco": Entry(lambda f: f(), (_ORDER, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM | _LENGTH),
+    "gradnorm": Entry(lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
 }
-"""All rules: how each is tested, and what it claims."""
+"""All rules by name: how each is tested, and the laws that it claims."""
