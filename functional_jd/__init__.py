@@ -53,7 +53,7 @@ from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
-from functional_jd.objectives import multitask, per_example
+from functional_jd.objectives import functional, merge, multitask, partition, per_example
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
@@ -121,6 +121,7 @@ __all__ = [
     "from_torch",
     "from_transformation",
     "full_jacobian",
+    "functional",
     "geometric_mean",
     "global_norm",
     "graddrop",
@@ -135,6 +136,7 @@ __all__ = [
     "krum",
     "losses",
     "mean",
+    "merge",
     "mgda",
     "moco",
     "modo",
@@ -143,6 +145,7 @@ __all__ = [
     "no_gradients",
     "no_scale",
     "objective_names",
+    "partition",
     "pbi",
     "pcd",
     "pcgrad",

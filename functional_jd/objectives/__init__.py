@@ -1,0 +1,7 @@
+"""What is differentiated: losses with a declared structure, modules as pure functions, trained and constant parts."""
+
+from functional_jd.objectives.functional import functional
+from functional_jd.objectives.partition import merge, partition
+from functional_jd.objectives.structured import Dims, Multitask, PerExample, multitask, per_example, stacked
+
+__all__ = ["Dims", "Multitask", "PerExample", "functional", "merge", "multitask", "partition", "per_example", "stacked"]

@@ -1,0 +1,121 @@
+"""Modules as pure functions of their parameters and buffers."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+"""Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
+
+
+def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
+    """Turn a module into a pure function of its parameters and buffers.
+
+    `output, buffers = apply(params, buffers, *args, **kwargs)`
+
+    Args:
+        module: the module. It is read when `functional` is called and when `apply` is called (its mode, its hooks), and
+            never changed. Shared parameters and buffers have one name, the first.
+
+    Returns:
+        `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers`: dicts of tensors like
+        `dict(module.named_parameters())` and `dict(module.named_buffers())`; any shapes and dtypes that the module
+        takes. The buffers that come back are new tensors: those of a normalisation layer have moved, others are copies.
+
+    Raises:
+        TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
+        ValueError: names are missing or unknown.
+
+    Laws:
+        Pure: neither the module nor `params` and `buffers` change, not even during the call. Right where something runs
+        the module again in the backward pass (`torch.utils.checkpoint`, adjoints). Composes with vmap, grad, jvp and
+        compile, as far as the module does.
+
+    Differs:
+        From `torch.func.functional_call`, which puts tensors into the module for the time of the call: what runs again
+        in the backward pass finds the module's own parameters there, and gradients are silently wrong. Here a shallow
+        copy of the tree of modules, whose parameters are the arguments, is called; values that a module sets on itself
+        while it runs stay in the copy.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        >>> params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+        >>> output, moved = functional(net)(params, buffers, torch.ones(5, 3))
+        >>> int(moved["1.num_batches_tracked"]), int(net[1].num_batches_tracked)
+        (1, 0)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functional: expected an nn.Module, found {type(module).__name__}. Pass the module itself.")
+    params_of = {id(p): name for name, p in module.named_parameters()}
+    buffers_of = {id(b): name for name, b in module.named_buffers()}
+
+    def apply(params: State, buffers: State, *args: Any, **kwargs: Any) -> tuple[Any, State]:
+        _check_names("params", params, params_of.values(), "named_parameters")
+        _check_names("buffers", buffers, buffers_of.values(), "named_buffers")
+        # Losses may change buffers in place; a module that runs again in the backward pass changes them once more.
+        own = {name: buffers[name].detach().clone() for name in buffers_of.values()}
+        tensors = {key: params[name] for key, name in params_of.items()}
+        tensors |= {key: own[name] for key, name in buffers_of.items()}
+        copies: dict[int, nn.Module] = {}
+        copy = _copy(module, tensors, copies)
+        output = copy(*args, **kwargs)
+        moved = {name: b.detach().clone() for name, b in copy.named_buffers() if name in own}
+        return output, moved
+
+    return apply
+
+
+def _copy(module: nn.Module, tensors: dict[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+    """A shallow copy of a tree of modules, with other tensors in the place of its parameters and buffers."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copy = copies[id(module)] = module.__class__.__new__(module.__class__)
+    state = copy.__dict__
+    state.update(module.__dict__)
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {name: None if x is None else tensors[id(x)] for name, x in module.__dict__[kind].items()}
+    state["_modules"] = {
+        name: None if child is None else _copy(child, tensors, copies)
+        for name, child in module.__dict__["_modules"].items()
+    }
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            state[name] = _replaced(value, tensors, copies)
+    return copy
+
+
+def _replaced(value: Any, tensors: dict[int, Tensor], copies: dict[int, nn.Module]) -> Any:
+    """What refers to the module's own tensors, or to modules of the tree, refers to those of the copy."""
+    if isinstance(value, Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, nn.Module):
+        return _copy(value, tensors, copies) if all(id(p) in tensors for p in value.parameters()) else value
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return partial(value.__func__, _replaced(value.__self__, tensors, copies))
+    if isinstance(value, partial):
+        return partial(
+            _replaced(value.func, tensors, copies),
+            *(_replaced(x, tensors, copies) for x in value.args),
+            **{name: _replaced(x, tensors, copies) for name, x in value.keywords.items()},
+        )
+    kind, values = type(value), value
+    if kind in (list, tuple):  # such as the flat weights of recurrent layers
+        return kind([_replaced(x, tensors, copies) for x in values])
+    return value
+
+
+def _check_names(what: str, given: Any, names: Any, method: str) -> None:
+    if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
+        found = type(given).__name__ if not isinstance(given, Mapping) else "a dict with other values"
+        raise TypeError(
+            f"functional: {what} must be a dict of tensors by name, found {found}. Start with dict(module.{method}())."
+        )
+    missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+    if missing or unknown:
+        raise ValueError(
+            f"functional: {what} must have the names of module.{method}(), found {missing[:5]} missing and "
+            f"{unknown[:5]} unknown. If some parameters are constants, pass merge(trained, constant)."
+        )

@@ -1,0 +1,96 @@
+"""Trained and constant parts of a pytree."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from functional_jd.core.tree import tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.types import Tree
+
+_NOTHING: tuple[()] = ()
+
+
+def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tree, Tree]:
+    """Split a pytree into the leaves that are chosen and the rest.
+
+    Args:
+        tree: dicts, lists, tuples and NamedTuples of tensors, `dict(model.named_parameters())` for instance.
+        predicate: `predicate(name, leaf) -> bool`, with dotted names such as `"encoder.0.weight"`.
+
+    Returns:
+        `(chosen, rest)`: pytrees like `tree`. Keys of dicts whose leaf is elsewhere are left out; in other containers
+        `()`, which has no leaves, takes its place.
+
+    Raises:
+        TypeError: `predicate` is not callable.
+
+    Laws:
+        `merge(*partition(tree, predicate))` is the tree. Every leaf is in exactly one of the two.
+
+    Example:
+        >>> trained, constant = partition({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, lambda name, _: name[0] == "a")
+        >>> list(trained), list(constant)
+        (['a.w'], ['b.w'])
+    """
+    if not callable(predicate):
+        raise TypeError(
+            f"partition: predicate must be a function, found {type(predicate).__name__}. Pass predicate(name, leaf)."
+        )
+    leaves, structure = tree_flatten(tree)
+    chosen = [bool(predicate(name, leaf)) for name, leaf in zip(tree_names(tree), leaves, strict=True)]
+    parts = [
+        tree_unflatten(structure, [x if flag is wanted else _NOTHING for x, flag in zip(leaves, chosen, strict=True)])
+        for wanted in (True, False)
+    ]
+    return _without_empty_keys(parts[0], tree), _without_empty_keys(parts[1], tree)
+
+
+def merge(chosen: Tree, rest: Tree) -> Tree:
+    """Put together what `partition` took apart.
+
+    Args:
+        chosen: the chosen leaves, or others in their place.
+        rest: the other leaves.
+
+    Returns:
+        The pytree with all leaves.
+
+    Raises:
+        ValueError: a leaf is in both, or the two do not fit together.
+
+    Laws:
+        Linear: differentiable in both, and composes with every transform.
+
+    Example:
+        >>> merge({"a": 1.0}, {"b": 2.0})
+        {'a': 1.0, 'b': 2.0}
+    """
+    if isinstance(chosen, dict) and isinstance(rest, dict):
+        names = sorted({*chosen, *rest})
+        return {name: merge(chosen.get(name, _NOTHING), rest.get(name, _NOTHING)) for name in names}
+    if _is_nothing(chosen) or _is_nothing(rest):
+        return rest if _is_nothing(chosen) else chosen
+    containers = type(chosen) is type(rest) and isinstance(chosen, list | tuple) and len(chosen) == len(rest)
+    if not containers:
+        raise ValueError(
+            f"merge: expected two parts of one pytree, found {type(chosen).__name__} and {type(rest).__name__} in one "
+            "place. Pass what partition returned."
+        )
+    parts = [merge(x, y) for x, y in zip(chosen, rest, strict=True)]
+    return type(chosen)(*parts) if hasattr(chosen, "_fields") else type(chosen)(parts)
+
+
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, tuple) and not value
+
+
+def _without_empty_keys(part: Tree, tree: Tree) -> Tree:
+    """The part without the keys of dicts that hold nothing of it."""
+    if isinstance(part, dict):
+        kept = {name: _without_empty_keys(value, tree[name]) for name, value in part.items()}
+        return {name: value for name, value in kept.items() if not _is_nothing(value) or _is_nothing(tree[name])}
+    if isinstance(part, list | tuple) and isinstance(tree, list | tuple) and len(part) == len(tree):
+        parts = [_without_empty_keys(x, y) for x, y in zip(part, tree, strict=True)]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    return part

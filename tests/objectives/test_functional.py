@@ -1,0 +1,226 @@
+"""Modules as pure functions: the module's numbers, its buffers as values, right where it runs again."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import functional_jd as fj
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, and a buffer in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.again = nn.Module()
+        self.again.register_buffer("scale", self.scale)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.embed(x.long().abs() % 5))).sum(-1) * self.scale * self.again.scale
+
+
+class Listed(nn.Module):
+    """Keeps parameters, submodules and methods in attributes of its own, besides registering them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+        self.parts = [self.weight, self.first]
+        self.act = self.squash
+        self.late = partial(self.squash, gain=2.0)
+
+    def squash(self, x, gain=1.0):
+        return torch.tanh(x @ self.weight * gain)
+
+    def forward(self, x):
+        return self.late(self.act(self.parts[1](x) @ self.parts[0]))
+
+
+class Counting(nn.Module):
+    """Running statistics, a counter and something left on the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.seen = None
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.seen = x
+        return self.out(self.norm(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def inner(self, x):
+        return torch.tanh(self.norm(self.a(x)))
+
+    def forward(self, x):
+        return self.b(checkpoint(self.inner, x, use_reentrant=False))
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(4, 3),
+    "tied": Tied,
+    "listed": Listed,
+    "counting": Counting,
+    "checkpointed": Checkpointed,
+    "lstm": lambda: nn.LSTM(4, 3, num_layers=2, bidirectional=True),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    "containers": lambda: nn.ModuleDict({"a": nn.ModuleList([nn.Linear(4, 4)])})["a"][0],
+}
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def made(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODULES[name]()
+
+
+def parts(module, factor=1.0):
+    params = {name: factor * p.detach().clone() for name, p in module.named_parameters()}
+    return params, {name: b.clone() for name, b in module.named_buffers()}
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def state_of(module):
+    return {name: x.clone() for name, x in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=lambda words, name=name: f"{name}: {words}")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_output_buffers_and_gradients_are_those_of_the_module_with_these_parameters(name):
+    module, theirs = made(name), made(name)
+    params, buffers = parts(module, 1.5)
+    with torch.no_grad():
+        for key, p in theirs.named_parameters():
+            p.copy_(params[key])
+    expected = first(theirs(X))
+    gradients = torch.autograd.grad(expected.square().sum(), list(theirs.parameters()))
+    before = state_of(module)
+    points = {key: p.requires_grad_() for key, p in params.items()}
+    output, moved = fj.functional(module)(points, buffers, X)
+    torch.testing.assert_close(first(output), expected)
+    found = torch.autograd.grad(first(output).square().sum(), list(points.values()))
+    for x, y in zip(found, gradients, strict=True):
+        torch.testing.assert_close(x, y)
+    # One forward pass; the checkpoint of `theirs` has moved its statistics a second time in the backward pass.
+    if name != "checkpointed":
+        same(moved, dict(theirs.named_buffers()))
+    assert all(int(b) == 1 for key, b in moved.items() if "num_batches" in key)
+    same(state_of(module), before)
+    same(buffers, dict(made(name).named_buffers()))
+    assert not any(b.requires_grad for b in moved.values())
+    assert not any(b.data_ptr() == buffers[key].data_ptr() for key, b in moved.items())
+
+
+def test_nothing_is_left_on_the_module():
+    module = made("counting")
+    fj.functional(module)(*parts(module), X)
+    assert module.seen is None
+    assert module.calls == 0
+
+
+def rows_by_hand(module, params, losses):
+    """Rows of a copy of the module that holds these parameters."""
+    theirs = copy.deepcopy(module)
+    with torch.no_grad():
+        for key, p in theirs.named_parameters():
+            p.copy_(params[key])
+    values = losses(theirs(X))
+    rows = [torch.autograd.grad(y, list(theirs.parameters()), retain_graph=True) for y in values]
+    return {key: torch.stack([row[i] for row in rows]) for i, (key, _) in enumerate(theirs.named_parameters())}
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "loop", "gramian", "weighted"])
+def test_rows_through_checkpoints_are_right_from_the_first_step_to_the_second(engine):
+    module = made("checkpointed")
+    apply = fj.functional(module)
+    params, buffers = parts(module, 0.5)
+    heads = lambda y: [y.square().mean(), y.sin().mean(), y.abs().mean(), y.exp().mean()]
+    losses = lambda params, x: heads(apply(params, buffers, x)[0])
+    expected = rows_by_hand(module, params, heads)
+    weights = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+    if engine == "weighted":
+        found = fj.weighted_fn(losses)(params, X)[1](weights)[0]
+    elif engine == "gramian":
+        found = fj.gramian_fn(losses)(params, X)[2](weights)
+    else:
+        mode = "loop" if engine == "loop" else "auto"
+        rows = fj.jacobian_fn(losses, mode=mode)(params, X)[0]
+        same(rows, expected)
+        return
+    same(found, {key: torch.tensordot(weights.float(), rows, 1) for key, rows in expected.items()})
+
+
+def test_composes_with_vmap_over_seeds():
+    modules = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(3)]
+    stacked = [
+        {key: torch.stack([dict(tree)[key] for tree in trees]) for key in dict(trees[0])}
+        for trees in zip(*(parts(m) for m in modules), strict=True)
+    ]
+    apply = fj.functional(modules[0])
+    outputs, moved = torch.vmap(apply, in_dims=(0, 0, None))(*stacked, X)
+    for i, module in enumerate(modules):
+        torch.testing.assert_close(outputs[i], module(X))
+        same({key: b[i] for key, b in moved.items()}, dict(module.named_buffers()))
+
+
+@pytest.mark.parametrize("name", ["counting", "listed"])
+def test_composes_with_grad_jvp_and_compile(name):
+    module = made(name)
+    params, buffers = parts(module)
+    f = lambda params, x: fj.functional(module)(params, buffers, x)[0].square().sum()
+    expected = torch.func.grad(f)(params, X)
+    theirs = torch.autograd.grad(module(X).square().sum(), list(module.parameters()))
+    same(expected, dict(zip(dict(module.named_parameters()), theirs, strict=True)))
+    tangent = torch.func.jvp(lambda p: f(p, X), (params,), (expected,))[1]
+    torch.testing.assert_close(tangent, sum(g.square().sum() for g in theirs))
+    torch._dynamo.reset()
+    apply = fj.functional(module)
+    compiled = torch.compile(lambda p, b, x: apply(p, b, x), backend="aot_eager", fullgraph=True)
+    output, moved = compiled(params, buffers, X)
+    torch.testing.assert_close(output, apply(params, buffers, X)[0])
+    same(moved, apply(params, buffers, X)[1])
+
+
+@pytest.mark.parametrize(
+    ("params", "buffers", "error", "words"),
+    [
+        ([1], {}, TypeError, r"functional: params must be a dict of tensors by name, found list\. .*named_parameters"),
+        ({"weight": 1.0}, {}, TypeError, r"params must be a dict of tensors by name, found a dict with other values"),
+        ({}, {}, ValueError, r"params must have the names of module\.named_parameters\(\), found \['bias', 'weight'\]"),
+        ({"weight": X, "bias": X, "more": X}, {}, ValueError, r"\['more'\] unknown.*merge"),
+        ({"weight": X, "bias": X}, {"b": X}, ValueError, r"buffers must have the names of module\.named_buffers\(\)"),
+    ],
+)
+def test_mistakes_are_named_with_their_cure(params, buffers, error, words):
+    with pytest.raises(error, match=words):
+        fj.functional(nn.Linear(4, 3))(params, buffers, X)
+
+
+def test_what_is_no_module_is_named():
+    with pytest.raises(TypeError, match=r"functional: expected an nn\.Module, found builtin_function_or_method\. Pass"):
+        fj.functional(torch.relu)
