@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -101,9 +101,9 @@ def _replaced(value: Any, tensors: dict[int, Tensor], copies: dict[int, nn.Modul
             *(_replaced(x, tensors, copies) for x in value.args),
             **{name: _replaced(x, tensors, copies) for name, x in value.keywords.items()},
         )
-    kind, values = type(value), value
-    if kind in (list, tuple):  # such as the flat weights of recurrent layers
-        return kind([_replaced(x, tensors, copies) for x in values])
+    if type(value) in (list, tuple):  # such as the flat weights of recurrent layers
+        elements: Any = cast(Any, value)
+        return type(elements)([_replaced(x, tensors, copies) for x in elements])
     return value
 
 
