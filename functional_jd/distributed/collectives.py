@@ -70,8 +70,7 @@ _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter"}
 class _Collective(Function):
     """A functional collective with derivatives and a vmap rule.
 
-    `"sum"`, `"least"` (minimum) and `"first"` (broadcast of rank 0) keep the shape; `"scatter"` (reduce-scatter) maps
-    `[R, ...]` to `[...]`, and `"gather"` maps `[...]` to `[R, ...]`.
+    `"sum"`, `"least"` and `"first"` keep the shape; `"scatter"` maps `[R, ...]` to `[...]`, `"gather"` the reverse.
     """
 
     @staticmethod

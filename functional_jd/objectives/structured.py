@@ -50,7 +50,7 @@ class PerExample:
         if all(dim is None for dim in dims):
             raise ValueError(
                 "per_example: expected at least one argument with a dimension of examples, found none. "
-                "Call it as (params, *batch), with in_dims=0 where the examples lie along the first dimension."
+                "Call it as (params, *batch), with in_dims=0 if the examples are along the first dimension."
             )
         return tuple(dims)
 
@@ -123,8 +123,8 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
 
     Laws:
         The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:
-        m small backward passes at the price of one, not m passes through the batch. Where vmap refuses the loss it is
-        evaluated again, example by example, with a `SlowPathWarning`; buffers then move once, as without vmap.
+        m small backward passes at the cost of one, not m passes through the batch. If vmap refuses the loss, it is
+        evaluated again, example by example, with a `SlowPathWarning`; buffers are then updated once, as without vmap.
     """
     _check_callable("per_example", "loss", loss)
     return PerExample(loss, in_dims)

@@ -132,9 +132,7 @@ def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None, *, every: int = 1)
     """
     _check_records("conflicts", diagnoses, object)
     if every < 1:
-        raise ValueError(
-            f"conflicts: every must be at least 1, found {every}. Pass the number of steps between two records."
-        )
+        raise ValueError(f"conflicts: every must be at least 1, found {every}. Pass the steps between records.")
     shares = [torch.as_tensor(getattr(record, "conflict", record)).detach().double().cpu() for record in diagnoses]
     table = 100 * _table("conflicts", [share.reshape(1) for share in shares])
     ax = axes_or_new(ax, SIZE)

@@ -71,12 +71,12 @@ def descend(
         ValueError: `starts` is not `[s, 2]`.
 
     Laws:
-        Pure: the same arguments give the same path. No start knows of the others.
+        Pure: the same arguments give the same path. The paths are independent of each other.
 
-        A rule that draws has its key in its closure: all starts draw the same numbers. To see others, vmap over keys.
+        A random rule has its key in its closure: all starts use the same random numbers. For others, vmap over keys.
 
-        Nothing but the rule is called: without `end_epoch`, `dwa` remains in its first epoch, where it is `total`;
-        without `after_step`, `famo` takes the losses of the next call, which here are the same.
+        Only the rule is called: without `end_epoch`, `dwa` stays in its first epoch, where it equals `total`; without
+        `after_step`, `famo` uses the losses of the next call, which here are the same.
     """
     optimizer = problem.optimizer if optimizer is None else optimizer
     points = (problem.starts if starts is None else starts).double()
@@ -142,8 +142,7 @@ def two_valleys() -> Problem:
     """Two narrow valleys, in each of which one gradient dominates the other; they lead to a basin with a trade-off.
 
     With `p = tanh(y / 2)^+`, `q = tanh(-y / 2)^+`: `losses_i = p v_i + q b_i`, valleys
-    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`. The first loss is divided
-    by 10.
+    `v_i = log max(|a_i|, 5e-6) + 6`, basins `b_i = ((x -+ 7)^2 + (y + 8)^2 / 10) / 10 - 20`; the first loss times 0.1.
 
     The Pareto points are at `x = 7 (2 t - 1)`, where t is the weight of the first basin, and at the y near -8 that
     minimises `q (t b_0 + (1 - t) b_1)`.

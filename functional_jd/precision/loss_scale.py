@@ -276,8 +276,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         A pytree like both.
 
     Raises:
-        TypeError, ValueError: `finite` is not a bool tensor, a leaf is not a tensor, or structures, shapes or dtypes
-            differ.
+        TypeError, ValueError: `finite` is not a bool tensor, a leaf is not a tensor, or the trees do not match.
 
     Laws:
         The tree that is not selected has no effect: a NaN in it does not propagate, and its derivative is exactly zero.

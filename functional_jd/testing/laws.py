@@ -115,8 +115,7 @@ def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Los
 def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """`torch.compile(fullgraph=True)` gives the same results, with one graph for all values and states.
 
-    To 2^-26 of the reach, because a compiler may change the order of summation. Uses the backend "aot_eager", without
-    code generation.
+    To 2^-26 of the reach, as a compiler may reorder sums. Uses the backend "aot_eager", without code generation.
 
     Source: the contract of `aggregate`.
     """
