@@ -15,7 +15,7 @@ from functional_jd.core.tree import tree_leaves
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.random import key
 from functional_jd.testing.table import RULES, rule_of
-from functional_jd.training.state import train_state
+from functional_jd.training.start import train_state
 
 
 @pytest.fixture
