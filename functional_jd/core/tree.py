@@ -1,9 +1,11 @@
 """Flattening and mapping of pytrees. The only module that imports optree.
 
-Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. A class
-is a container if it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
+Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. The
+leaves of an `OrderedDict` are sorted too; its insertion order is a part of the structure, and is kept. A class is a
+container if it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,8 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
     if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
-        return leaves, (structure, None)  # pyright: ignore[reportReturnType]
+        order = _sorted_order(structure) if _has_ordered_dict(structure, leaves) else None
+        return _in_order(leaves, order), (structure, None, order)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
     return tree_flatten(tree)
@@ -39,17 +42,20 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """Build the pytree with this structure and these leaves."""
-    spec, empty = structure
+    spec, empty, order = structure
     if empty is not None:
         rest = iter(leaves)
         leaves = [{} if is_empty else next(rest) for is_empty in empty]
+    if order is not None:
+        found = dict(zip(order, leaves, strict=True))
+        leaves = [found[index] for index in range(len(found))]
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     """Return the leaves of a pytree that must have this structure (dicts match by key)."""
-    spec, empty = structure
-    leaves = spec.flatten_up_to(tree)
+    spec, empty, order = structure
+    leaves = _in_order(spec.flatten_up_to(tree), order)
     return leaves if empty is None else [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
 
 
@@ -68,13 +74,13 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         return optree.tree_map(or_empty, tree, *rest, is_leaf=_is_empty_dict, namespace=NAMESPACE)
     leaves, structure = tree_flatten(tree)
     others = [leaves_like(structure, other) for other in rest]
-    return optree.tree_unflatten(structure[0], map(f, leaves, *others))
+    return tree_unflatten(structure, list(map(f, leaves, *others)))
 
 
 def tree_names(tree: Tree) -> list[str]:
     """Return the names of the leaves, such as `"layers.0.weight"`; a single tensor is named `"value"`."""
-    tree_flatten(tree)
-    paths = optree.tree_paths(tree, namespace=NAMESPACE)
+    _, (_, _, order) = tree_flatten(tree)
+    paths = _in_order(optree.tree_paths(tree, namespace=NAMESPACE), order)
     return [".".join(str(part) for part in path) or "value" for path in paths]
 
 
@@ -146,9 +152,55 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Flatten under torch.compile, which fails on empty dicts: they become leaves, which are left out of the result."""
-    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_empty_dict, namespace=NAMESPACE)
+    ordered: list[bool] = []
+
+    def is_leaf(node: Any) -> bool:
+        if _is_ordered_dict(node):
+            ordered.append(True)
+        return _is_empty_dict(node)
+
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    order = _sorted_order(spec) if ordered else None
+    leaves = _in_order(leaves, order)
     empty = [_is_empty_dict(leaf) for leaf in leaves]
-    return [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty], (spec, empty)  # pyright: ignore[reportReturnType]
+    kept = [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
+    return kept, (spec, empty, order)  # pyright: ignore[reportReturnType]
+
+
+class _Position:
+    """The position of a leaf. An object of its own, as torch.compile fails on a NamedTuple of a number and a list."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+def _has_ordered_dict(spec: Any, leaves: list[Any]) -> bool:
+    kinds: set[type] = set()
+    spec.walk(leaves, lambda kind, *_: kinds.add(kind))
+    return OrderedDict in kinds
+
+
+def _sorted_order(spec: Any) -> list[int]:
+    """Return where optree, which leaves the keys of an `OrderedDict` as they were inserted, puts the sorted leaves."""
+    positions = optree.tree_unflatten(spec, [_Position(index) for index in range(spec.num_leaves)])
+    return [position.index for position in optree.tree_leaves(_as_dicts(positions), namespace=NAMESPACE)]
+
+
+def _as_dicts(tree: Tree) -> Tree:
+    """Return the tree with a dict in the place of each `OrderedDict`."""
+
+    def as_dict(node: Any) -> Any:
+        return {key: _as_dicts(value) for key, value in node.items()} if _is_ordered_dict(node) else node
+
+    return optree.tree_map(as_dict, tree, is_leaf=_is_ordered_dict, namespace=NAMESPACE)
+
+
+def _in_order(leaves: list[Any], order: list[int] | None) -> list[Any]:
+    return leaves if order is None else [leaves[index] for index in order]
+
+
+def _is_ordered_dict(value: Any) -> bool:
+    return type(value) is OrderedDict
 
 
 def _is_empty_dict(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Names of objectives: one for each row, in the order of the rows."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,3 +67,14 @@ def test_names_must_be_as_many_as_rows():
     assert names_or_indices(("a", "b"), 2, "here") == ["a", "b"]
     with pytest.raises(ValueError, match="here: expected one name for each of 2 objectives, found 1"):
         names_or_indices(["a"], 2, "here")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_losses_in_an_ordered_dict_come_in_the_order_of_the_sorted_names(compiled):
+    f = jacobian_fn(lambda p: OrderedDict(b=p["w"].sum(), a=(p["w"] ** 2).sum()))
+    f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+    jacobian, losses = f({"w": torch.tensor([1.0, 2.0])})
+    torch.testing.assert_close(jacobian["w"], torch.tensor([[2.0, 4.0], [1.0, 1.0]]))
+    assert list(losses) == ["b", "a"]
+    assert objective_names(losses) == ["a", "b"]
+    torch.compiler.reset()

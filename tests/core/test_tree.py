@@ -48,9 +48,7 @@ nested = st.recursive(
 
 
 def in_order(tree):
-    """The leaves by a walk of our own: plain dicts by sorted key, everything else as it stands, with their paths."""
-    if isinstance(tree, OrderedDict):
-        return [((key, *path), x) for key, part in tree.items() for path, x in in_order(part)]
+    """The leaves by a walk of our own: dicts by sorted key, everything else as it stands, with their paths."""
     if isinstance(tree, dict):
         return [((key, *path), x) for key in sorted(tree) for path, x in in_order(tree[key])]
     if isinstance(tree, list | tuple):
@@ -63,7 +61,7 @@ def in_order(tree):
 def kinds(tree):
     """What a tree is made of, without its leaves."""
     if isinstance(tree, dict):
-        return type(tree), {key: kinds(part) for key, part in tree.items()}
+        return type(tree), list(tree), [kinds(part) for part in tree.values()]
     if isinstance(tree, list | tuple):
         return type(tree), [kinds(part) for part in tree]
     return (Foreign, [kinds(tree.second), kinds(tree.first)]) if isinstance(tree, Foreign) else Tensor
@@ -100,6 +98,22 @@ def test_insertion_order_of_keys_does_not_matter():
     assert [x.item() for x in trees.tree_leaves(one)] == [2, 1]
     assert trees.tree_map(torch.add, one, other) == {"b": 11, "a": 22}
     assert list(trees.tree_map(torch.neg, one)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_leaves_of_an_ordered_dict_are_sorted_and_its_order_is_kept(compiled):
+    def flattened(tree):
+        leaves, structure = trees.tree_flatten(tree)
+        return leaves, trees.tree_unflatten(structure, [2 * x for x in leaves]), trees.leaves_like(structure, tree)
+
+    f = torch.compile(flattened, fullgraph=True, backend="aot_eager") if compiled else flattened
+    tree = OrderedDict(b=torch.tensor(1.0), a=Point([OrderedDict(d=torch.tensor(2.0), c=torch.tensor(3.0)), {}], {}))
+    leaves, doubled, again = f(tree)
+    assert leaves == [3, 2, 1]
+    assert again == [3, 2, 1]
+    assert doubled == OrderedDict(b=2, a=Point([OrderedDict(d=4, c=6), {}], {}))
+    assert trees.tree_names(tree) == ["a.0.0.c", "a.0.0.d", "b"]
+    torch.compiler.reset()
 
 
 def test_map_refuses_another_structure():
