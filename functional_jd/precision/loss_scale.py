@@ -187,7 +187,8 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
         state: the `ScaleState`, or tensor `[]` or `[m]`, that was used for scaling, before `update_scale`.
         tree: for one scale, any pytree of floating-point tensors, such as a Jacobian or a direction. For `[m]` scales,
             rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already, and
-            belong to no row: a non-finite value in them makes every `finite_i` false.
+            belong to no row: a non-finite value in them makes every `finite_i` false. Sparse leaves, such as the
+            gradient of `nn.Embedding(sparse=True)`, come back dense.
 
     Returns:
         `(tree, finite)`: the same structure, with float16 and bfloat16 leaves as float32, where small values do not
@@ -209,6 +210,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     inverse = multiplier(state, "unscale").double().reciprocal().float()
     leaves, structure = _floating(rows, "unscale", inverse)
     others, other_structure = _floating(heads, "unscale")
+    leaves, others = _dense(leaves), _dense(others)
 
     one = inverse.new_ones(())
     finite = _products_are_finite(leaves, inverse)
@@ -320,6 +322,11 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
                 "scale_state() creates one scale for all objectives."
             )
     return leaves, structure
+
+
+def _dense(leaves: list[Tensor]) -> list[Tensor]:
+    """Return the leaves, the sparse ones dense: sparse tensors have no extrema, and repeated indices are added up."""
+    return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in leaves]
 
 
 def _require_flag(finite: Any, where: str) -> None:

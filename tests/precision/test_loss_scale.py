@@ -623,3 +623,26 @@ def test_float32_is_seen_by_its_bits():
     """The comparison above tells apart what `==` does not."""
     assert not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
     assert same_bits(torch.tensor(struct.unpack("f", b"\0\0\xc0\x7f")[0]), torch.tensor(math.nan))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("m", [None, 3])
+def test_sparse_tensors_are_unscaled_as_dense_ones(layout, m):
+    dense = torch.tensor([[0.0, 2.0], [torch.inf, 0.0], [4.0, 8.0]])
+    state = scale_state(4.0, shape=() if m is None else m)
+    expected, flags = unscale(state, {"w": dense})
+    found, finite = unscale(state, {"w": dense.to_sparse(layout=layout)})
+    assert torch.equal(finite, flags)
+    assert same_bits(found["w"], expected["w"])
+
+
+def test_the_sparse_gradient_of_an_embedding_is_unscaled_with_repeated_indices_added_up():
+    weight = torch.ones(4, 2, requires_grad=True)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), weight, sparse=True)
+    (sparse,) = torch.autograd.grad((rows * 6.0e4).half().float().sum(), weight)
+    assert sparse.is_sparse
+    assert not sparse.is_coalesced()
+    found, finite = unscale(torch.tensor(6.0e4), {"w": sparse})
+    assert finite
+    torch.testing.assert_close(found["w"], sparse.to_dense() / 6.0e4)
