@@ -27,6 +27,7 @@ from functional_jd.engines.weighted import weighted_fn
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import ScaleState, unscale
 from functional_jd.training.engines import EngineResult, loss_rows
+from functional_jd.training.start import detach_parameters
 from functional_jd.training.start import train_state as start_alone
 from functional_jd.training.state import StepInfo, TrainState, check_method
 from functional_jd.training.step import finish_step
@@ -110,7 +111,8 @@ def train_state(
     """Start training on several replicas: `functional_jd.train_state`, the same on all of them.
 
     Args:
-        params: pytree of floating-point tensors, of which the first replica's count.
+        params: pytree of floating-point tensors, of which the first replica's count. The values of an `nn.Parameter`
+            are taken and its graph is left behind; other tensors keep theirs.
         batch: this replica's own. The rule starts with what it sees in the mean over the replicas.
         losses: as for `functional_jd.train_state`; so are `aggregator`, `optimizer` and `scale`.
         group: the replicas, as for `mean_jacobian`.
@@ -122,7 +124,8 @@ def train_state(
         TypeError, ValueError, RuntimeError: as `functional_jd.train_state` and `step` say.
     """
     check_method("train_state", aggregator, optimizer)
-    params = replicate(params, group)
+    # A broadcast keeps the graph of what it is given: the state would hold that of every step to come.
+    params = replicate(detach_parameters(params), group)
 
     def init(values: Tensor) -> Tree:
         return aggregator.init(_pooled(losses, values, group))

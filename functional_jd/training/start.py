@@ -46,7 +46,7 @@ def train_state(
     """
     check_method("train_state", aggregator, optimizer)
     leaves, _ = floating_leaves(params, "train_state")
-    params = tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
+    params = detach_parameters(params)
     scale = no_scale(device=leaves[0].device) if scale is None else scale
     if needs_no_rows(aggregator):
         values, _ = weighted_fn(losses, scale=scale)(params, *batch)
@@ -59,3 +59,8 @@ def train_state(
         jacobian, values = jacobian_fn(losses, scale=scale)(params, *batch)
         memory = start(aggregator, unscale(scale, jacobian)[0], losses=values)
     return TrainState(params, optimizer.init(params), memory, scale)
+
+
+def detach_parameters(params: Params) -> Params:
+    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
+    return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)

@@ -99,6 +99,16 @@ def trained(first, next_, method, scale, params, batch, n=3):
     return state, infos
 
 
+def check_a_modules_parameters_leave_their_graph_behind():
+    linear = torch.nn.Linear(5, 2)
+    losses = lambda p, x: torch.func.functional_call(linear, p, (x,)).square().mean(0)
+    method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw(0.1)}
+    batch = (torch.randn(4, 5),)
+    state = distributed.train_state(dict(linear.named_parameters()), *batch, **method)
+    after, info = distributed.step(state, *batch, **method)
+    assert not any(leaf.requires_grad for leaf in tree_leaves((tuple(state), tuple(after), tuple(info))))
+
+
 def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
     params, batch = problem()
     cases = [
