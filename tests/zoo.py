@@ -487,3 +487,23 @@ MORE: dict[str, Callable[[], Model]] = {
     ),
 }
 """For the Gramian engine: layers that differ to it, and not to rows."""
+
+
+def with_hook(ask):
+    """A loss of one example with a hook that turns a gradient round, where `ask` says that there will be one."""
+
+    def loss(p, x):
+        h = torch.tanh(x @ p["w"])
+        if ask(h):
+            h.register_hook(lambda g: -g)
+        return (h @ p["v"]) ** 2
+
+    return loss
+
+
+ASKS = {
+    "always": lambda h: True,
+    "requires_grad": lambda h: h.requires_grad,
+    "grad_fn": lambda h: h.grad_fn is not None,
+}
+"""How code asks whether autograd records a tensor."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.torch_internals import is_wrapped
+from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level
 
 Result = TypeVar("Result")
 
@@ -47,18 +47,20 @@ class StateJournal:
                 x.copy_(old)
         self.before.clear()
 
-    def watch(self) -> TorchFunctionMode:
-        """A mode that notes every op."""
-        return _Watch(self)
+    def watch(self, *, examples: bool = False) -> TorchFunctionMode:
+        """A mode that notes every op; `examples` if the innermost `torch.vmap` stands for a loop over examples."""
+        return _Watch(self, examples)
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, journal: StateJournal):
+    def __init__(self, journal: StateJournal, examples: bool):
         super().__init__()
-        self.journal = journal
+        self.journal, self.level = journal, transform_level() if examples else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
+            return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
             self.journal.note(func, args, kwargs)
         return func(*args, **kwargs)

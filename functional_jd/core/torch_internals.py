@@ -59,6 +59,10 @@ collective_ops: Any = torch.ops._c10d_functional
 """Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
 
 
+GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  # pyright: ignore
+"""The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
+
+
 def under_functorch() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
     return _functorch.peek_interpreter_stack() is not None
@@ -100,6 +104,17 @@ def is_batched(value: Any) -> bool:
 def unwrap_batched(x: Tensor) -> tuple[Tensor, int]:
     """The tensor with the dimension that `torch.vmap` hides, and where that dimension is."""
     return _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
+
+
+def graph_attribute(func: Any, x: Tensor) -> Any:
+    """What a getter of `GRAPH_ATTRIBUTES` returns below the innermost `torch.vmap`, which says that nothing requires
+    grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
+    """
+    inner = _base(x)
+    value = func(inner)
+    if value is not None and inner is not x and func == GRAPH_ATTRIBUTES[1]:
+        raise RuntimeError("grad_fn of a tensor under torch.vmap is that of all examples together")
+    return value
 
 
 def varies_in_vmap(x: Tensor, level: int) -> bool:

@@ -24,14 +24,17 @@ class PerExample:
     in_dims: Dims
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
-        vmapped = torch.vmap(self.loss, in_dims=(None, *self.dims(batch)), randomness="different")
+        dims = (None, *self.dims(batch))
         if torch.compiler.is_compiling():
-            return vmapped(params, *batch)
+            return torch.vmap(self.loss, in_dims=dims, randomness="different")(params, *batch)
         journal = StateJournal()
 
+        def watched(*given: Any) -> Any:
+            with journal.watch(examples=True):
+                return self.loss(*given)
+
         def together() -> Losses:
-            with journal.watch():
-                return vmapped(params, *batch)
+            return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
 
         def one_by_one() -> Losses:
             return stacked([self.loss(params, *example) for example in self.examples(batch)])

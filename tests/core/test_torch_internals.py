@@ -202,6 +202,27 @@ def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     torch.testing.assert_close(found, expected)
 
 
+def test_modes_see_the_getters_of_the_graph_and_vmap_hides_what_they_return():
+    class Answers(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            getter = func in internals.GRAPH_ATTRIBUTES
+            return internals.graph_attribute(func, *args) if getter else func(*args, **(kwargs or {}))
+
+    def f(x):
+        told = x.requires_grad
+        with Answers():
+            answers.append((told, x.requires_grad))
+            with pytest.raises(RuntimeError, match="all examples together"):
+                (x * 2).grad_fn  # noqa: B018
+        return x.sum()
+
+    answers = []
+    torch.vmap(f)(torch.ones(2, 3, requires_grad=True))
+    assert answers == [(False, True)]
+    with Answers():
+        assert (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
+
+
 def test_functional_collectives_are_there():
     names = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
     for name in names:

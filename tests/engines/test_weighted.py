@@ -11,8 +11,9 @@ from jacobian_by_hand import CASES, case_of, every_kind, leaves, moved, rows_of,
 from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import BATCH, MODELS, bare, by_example, mlp, numbers, of_module, plain, tasks
+from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
 
+from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.loss_scale import scale_state
@@ -477,3 +478,31 @@ def test_an_error_of_the_losses_comes_back_as_it_was(kind):
     case = kind(mlp()._replace(predict=broken))
     with pytest.raises(KeyError, match="mine"):
         weighted_fn(case.losses)(case.params, *case.args)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
+    params, x = {"w": numbers(3, 4), "v": numbers(4, seed=1)}, numbers(BATCH, 3, seed=2)
+    losses = per_example(with_hook(ASKS[ask]))
+    with pytest.warns(SlowPathWarning, match="one example after the other"):
+        _, pullback = weighted_fn(losses)(params, x)
+    expected = [torch.einsum("m,m...->...", WEIGHTS, rows) for rows in rows_of(losses, params, x)]
+    same(pullback(WEIGHTS)[0], expected)
+
+
+def test_what_a_loss_learns_of_the_graph_is_what_a_loop_over_the_examples_says():
+    seen = []
+
+    def loss(p, x):
+        own = torch.vmap(lambda e: seen.append(e.requires_grad) or (e * p).sum())(x[None])
+        with torch.no_grad():
+            seen.append((x * p).requires_grad)
+        seen.extend([x.requires_grad, p.requires_grad, (x * p).requires_grad])
+        return own.sum()
+
+    p = numbers(3)
+    weighted_fn(per_example(loss))(p, numbers(BATCH, 3))
+    together = seen.copy()
+    seen.clear()
+    loss(p.requires_grad_(), numbers(3))
+    assert together == seen

@@ -13,6 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from functional_jd.core.torch_internals import (
+    GRAPH_ATTRIBUTES,
+    graph_attribute,
     is_batched,
     torch_function_disabled,
     transform_level,
@@ -71,6 +73,9 @@ class LayerRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _WATCHED:
             return func(*args, **kwargs)
+        if func in GRAPH_ATTRIBUTES:
+            examples = self.examples and transform_level() == self.level
+            return graph_attribute(func, *args) if examples else func(*args)
         if func in _BACKWARD:
             # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
@@ -191,4 +196,4 @@ KNOWN = {*LAYERS, *transparent, *VIEWS}
 """Ops that do not change what they receive."""
 
 
-_WATCHED = {*KNOWN, *_BACKWARD}
+_WATCHED = {*KNOWN, *_BACKWARD, *GRAPH_ATTRIBUTES}

@@ -29,8 +29,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jacobian_by_hand import CASES, KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Case, Model, mlp, numbers, plain
+from zoo import ASKS, BATCH, MODELS, Case, Model, mlp, numbers, plain, with_hook
 
+from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.objectives import PerExample, multitask, per_example
 from functional_jd.precision.loss_scale import scale_state
 
@@ -499,3 +500,15 @@ def test_running_out_of_memory_is_no_reason_to_form_the_rows():
     with pytest.raises(torch.OutOfMemoryError, match="mine"):
         gramian_fn(losses)(numbers(3))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
+    params, x = {"w": numbers(3, 4), "v": numbers(4, seed=1)}, numbers(BATCH, 3, seed=2)
+    losses = per_example(with_hook(ASKS[ask]))
+    with pytest.warns(SlowPathWarning, match="forms all rows"):
+        gramian, _, pullback = gramian_fn(losses)(params, x)
+    rows = torch.cat([leaf.flatten(1) for leaf in rows_of(losses, params, x)], 1)
+    torch.testing.assert_close(gramian, rows @ rows.mT)
+    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(BATCH, dtype=torch.float64)))])
+    torch.testing.assert_close(direction, rows.sum(0))
