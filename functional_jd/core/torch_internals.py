@@ -25,6 +25,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
 """
 
+import inspect
 from collections.abc import Callable
 from math import prod
 from types import FunctionType
@@ -63,6 +64,9 @@ GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
 
+_APPLY: Any = torch.autograd.Function.apply.__code__  # pyright: ignore
+
+
 def under_functorch() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
     return _functorch.peek_interpreter_stack() is not None
@@ -94,6 +98,16 @@ def function_name(func: Any) -> str:
     # From torch 2.15 on, torch.compile takes the name from the code object, which `functools.wraps` does not rename:
     # `Tensor.__pow__`, `Tensor.__rtruediv__` and the other Python operators are all called "wrapped" there.
     return getattr(getattr(func, "__wrapped__", func), "__name__", "")
+
+
+def in_custom_function() -> bool:
+    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
+    if torch.compiler.is_compiling():  # torch.compile traces no frames
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_batched(value: Any) -> bool:

@@ -223,6 +223,19 @@ def test_modes_see_the_getters_of_the_graph_and_vmap_hides_what_they_return():
         assert (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
 
 
+def test_the_forward_of_a_custom_function_is_recognised():
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            answers.append(internals.in_custom_function())
+            return x.clone()
+
+    answers = [internals.in_custom_function()]
+    Asks.apply(torch.ones(1, requires_grad=True))
+    answers.append(internals.in_custom_function())
+    assert answers == [False, True, False]
+
+
 def test_functional_collectives_are_there():
     names = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
     for name in names:

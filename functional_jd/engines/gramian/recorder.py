@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from functional_jd.core.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
+    in_custom_function,
     is_batched,
     torch_function_disabled,
     transform_level,
@@ -158,6 +159,8 @@ class LayerRecorder(TorchFunctionMode):
             and not any(is_batched(given.get(name)) for name in layer.keeps)
             and all(part.distance <= (layer.reach if name == "weight" else FLAT) for name, part in uses.items())
             and layer.fits(given)
+            # Its backward may differentiate a graph that its forward keeps, which must reach the leaf.
+            and not in_custom_function()
         )
 
     def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:

@@ -512,3 +512,32 @@ def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
     torch.testing.assert_close(gramian, rows @ rows.mT)
     direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(BATCH, dtype=torch.float64)))])
     torch.testing.assert_close(direction, rows.sum(0))
+
+
+class KeepsAGraph(torch.autograd.Function):
+    """As reversible and implicit layers do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            y = torch.tanh(F.linear(own, w))
+        ctx.graph = (y, own, w)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        y, *inputs = ctx.graph
+        return torch.autograd.grad(y, inputs, g, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_graph_inside_a_custom_function_reaches_the_parameters(differentiable):
+    params, x = {"w": numbers(4, 3), "v": numbers(2, 4, seed=2)}, numbers(5, 3, seed=1).requires_grad_(differentiable)
+    losses = lambda p, x: F.linear(KeepsAGraph.apply(x, p["w"]), p["v"]).square().sum(1)
+    gramian, _, pullback = gramian_fn(losses)(params, x)
+    expected = rows_of(losses, params, x)
+    rows = torch.cat([leaf.flatten(1) for leaf in expected], 1)
+    torch.testing.assert_close(gramian, rows @ rows.mT)
+    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(5, dtype=torch.float64)))])
+    torch.testing.assert_close(direction, rows.sum(0))
