@@ -26,7 +26,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from types import FunctionType
 from typing import Any
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as torch_pytree
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -170,13 +171,14 @@ def without_view(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if _base(x)._is_view() else x
 
 
-def graph_nodes(outputs: list[Tensor]) -> list[Any]:
-    """The nodes that a backward pass from these outputs may visit."""
+def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
+    """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
+    ends = {get_gradient_edge(x).node for x in inputs}
     # Dicts keep the order, so that what is appended below is visited too.
     found = dict.fromkeys(y.grad_fn for y in outputs if y.grad_fn is not None)
     order: list[Any] = list(found)
     for node in order:
-        for following, _ in node.next_functions:
+        for following, _ in () if node in ends else node.next_functions:
             if following is not None and following not in found:
                 found[following] = None
                 order.append(following)

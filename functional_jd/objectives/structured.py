@@ -139,7 +139,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
     `losses = heads(params["heads"], features(params["shared"], *args), *args)`: both receive the whole batch.
 
     Args:
-        features: the trunk, `features(shared, *args) -> pytree`.
+        features: the trunk, `features(shared, *args) -> pytree`. It returns all that the heads use of it: what it
+            leaves elsewhere, such as a loss that a module keeps as an attribute, gives the trunk no gradient.
         heads: `heads(heads, features, *args) -> pytree` of m scalars. Tasks may share parameters of the heads; their
             gradients are added.
 
@@ -148,7 +149,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
     Raises:
         TypeError: `features` or `heads` is not callable.
-        ValueError: when called, `params` is not such a dict.
+        ValueError: when called, `params` is not such a dict; in an engine, a loss that depends on the trunk other than
+            by its features. Under a transform or torch.compile that is not noticed.
 
     Laws:
         The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of its

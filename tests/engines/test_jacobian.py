@@ -15,7 +15,9 @@ from torch.utils import _pytree
 from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks
 
 from functional_jd.core.types import MultitaskJacobian
+from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
+from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, PerExample, multitask, per_example
 from functional_jd.precision.loss_scale import scale_state
 
@@ -897,3 +899,23 @@ def test_forward_mode_takes_leaves_that_share_memory():
     p, x = torch.tensor(0.5, dtype=torch.float64).expand(3), torch.randn(4, 3, dtype=torch.float64)
     losses = lambda p, x: torch.tanh(x @ p)
     same(jacobian_fn(losses, mode="forward")(p, x)[0], rows_of(losses, p, x))
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("engine", [jacobian_fn, gramian_fn, weighted_fn])
+def test_heads_that_reach_the_trunk_other_than_by_its_features_are_refused(engine, differentiable):
+    left = []
+
+    def features(shared, x):
+        hidden = nn.functional.linear(x, shared)
+        left[:] = [hidden.square().mean()]
+        return hidden
+
+    aside = multitask(features, lambda own, h, x: [(h @ own).mean() + left[0], h.mean()])
+    kept = multitask(features, lambda own, h, x: [(h @ own).mean() + left[0].detach(), h.mean()])
+    params = {"shared": numbers(2, 3), "heads": numbers(2, seed=1)}
+    params = _pytree.tree_map(lambda p: p.requires_grad_(differentiable), params)
+    x = numbers(4, 3, seed=2)
+    with pytest.raises(ValueError, match=r"depend on the trunk by its features only.*Return from features"):
+        engine(aside)(params, x)
+    engine(kept)(params, x)

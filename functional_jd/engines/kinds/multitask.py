@@ -5,8 +5,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.torch_internals import graph_nodes, under_transform
 from functional_jd.core.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Gramian, MultitaskJacobian, Params, Tree
 from functional_jd.engines.choose import choose_heads
@@ -87,7 +89,11 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     shared, heads = losses.split(params)
     leaves, structure = floating_leaves(shared, f"{options.where} (shared)")
 
+    inside: list[Tensor] = []
+
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
+        inside[:] = [*points, *(part.constant for part, *_ in recorder.known.values())]
+
         def recorded_features(shared: Tree) -> Any:
             with recorder:
                 return losses.features(shared, *batch)
@@ -103,7 +109,9 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
         rest = iter(differentiated)
         filled = [next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x for x in features]
-        return losses.heads(heads, tree_unflatten(features_structure, filled), *batch)
+        found = losses.heads(heads, tree_unflatten(features_structure, filled), *batch)
+        _refuse_other_ways(found[0] if options.has_aux else found, differentiated, inside, options)
+        return found
 
     # The rows of the features are those of tasks whose trunk returns its parameters as they are.
     inner = point.outputs if options.differentiable else detach_tree(point.outputs)
@@ -168,10 +176,26 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         differentiated = iter(inputs[len(own) :])
         filled = tree_unflatten(structure, [next(differentiated) if _is_differentiable(x) else x for x in found])
         mine = tree_unflatten(own_structure, inputs[: len(own)])
-        return evaluate_losses(losses.heads, (mine, filled, *batch), options)
+        outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
+        _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
+        return outputs, extra
 
     above = vjp(top, own + below.outputs, differentiable=options.differentiable)
     return _Point(below, above, (shared, shared_structure), (own, own_structure))
+
+
+def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tensor], options: Options) -> None:
+    """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
+    if under_transform():
+        return
+    leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
+    nodes = set(graph_nodes(leaves, features))
+    if any(x.requires_grad and get_gradient_edge(x).node in nodes for x in trunk):
+        raise ValueError(
+            f"{options.where}: the losses of multitask heads must depend on the trunk by its features only, found a "
+            "loss that reaches it in another way. Return from features(...) all that the heads use, a loss that a "
+            "module keeps as an attribute too, or write a plain function."
+        )
 
 
 def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
