@@ -52,7 +52,8 @@ def jacobian_fn(
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
-        ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m.
+        ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; hooks on tensors
+            or modules in `"forward"` mode, which under a transform or torch.compile ignores them.
 
     Laws:
         Equal to a loop of plain autograd in every mode. Linear in the scale. Composes with vmap, grad, jvp and compile;

@@ -12,7 +12,7 @@ from jacobian_by_hand import CASES, KINDS, case_of, every_kind, leaves, moved, r
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks
+from zoo import ASKS, BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
 
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.engines.gramian.engine import gramian_fn
@@ -919,3 +919,24 @@ def test_heads_that_reach_the_trunk_other_than_by_its_features_are_refused(engin
     with pytest.raises(ValueError, match=r"depend on the trunk by its features only.*Return from features"):
         engine(aside)(params, x)
     engine(kept)(params, x)
+
+
+@pytest.mark.parametrize("ask", ["always", "requires_grad"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("examples", [False, True])
+def test_forward_mode_refuses_hooks_on_tensors(ask, trained, examples):
+    params, x = {"w": numbers(3, 4), "v": numbers(4, seed=1)}, numbers(BATCH, 3, seed=2)
+    params = {name: p.requires_grad_(trained) for name, p in params.items()}
+    loss = with_hook(ASKS[ask])
+    losses = per_example(loss) if examples else lambda p, x: torch.stack([loss(p, e) for e in x])
+    with pytest.raises(ValueError, match=r"jacobian_fn: mode='forward' .* found Tensor.register_hook"):
+        jacobian_fn(losses, mode="forward")(params, x)
+
+
+def test_forward_mode_refuses_backward_hooks_of_modules():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    net.register_full_backward_hook(lambda module, into, out: tuple(-g for g in into))
+    losses = lambda p, x: torch.func.functional_call(net, p, (x,)).square().mean(0)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    with pytest.raises(ValueError, match=r"found a backward hook of a module"):
+        jacobian_fn(losses, mode="forward")(params, torch.randn(5, 3))

@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.torch_internals import graph_nodes, under_transform
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
     Options,
     dense_gradients,
     dense_rows,
+    detach_tree,
     evaluate_losses,
     objective_count,
     row_scales,
@@ -87,7 +90,7 @@ def _forward(
     f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], leaves: list[Tensor], options: Options
 ) -> tuple[Rows, Any]:
     """Column by column, by forward mode."""
-    outputs, extra = f(leaves)
+    outputs, extra = f(leaves) if under_transform() else _without_hooks(f, leaves, options)
 
     def columns(index: int) -> Tensor:
         def along(tangent: Tensor) -> list[Tensor]:
@@ -110,6 +113,36 @@ def _forward(
         scaled = columns(index).mT * factors[:, None] if leaf.numel() else None
         rows.append(None if scaled is None else scaled.reshape(m, *leaf.shape).to(leaf.dtype))
     return rows, extra
+
+
+def _without_hooks(
+    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], leaves: list[Tensor], options: Options
+) -> tuple[list[Tensor], Any]:
+    """Evaluate as for a backward pass, and refuse hooks, which would change its rows: forward mode has none."""
+    with torch.enable_grad(), _NoHooks(options.where):
+        points = [x if options.differentiable and x.requires_grad else x.detach().requires_grad_() for x in leaves]
+        outputs, extra = f(points)
+    if any(node.name() == "BackwardHookFunctionBackward" for node in graph_nodes(outputs)):
+        raise _hook_error(options.where, "a backward hook of a module")
+    return (outputs, extra) if options.differentiable else detach_tree((outputs, extra))
+
+
+class _NoHooks(TorchFunctionMode):
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            raise _hook_error(self.where, "Tensor.register_hook")
+        return func(*args, **(kwargs or {}))
+
+
+def _hook_error(where: str, found: str) -> ValueError:
+    return ValueError(
+        f"{where}: mode='forward' has no backward pass, expected losses without hooks on gradients, found {found}. "
+        "Use mode='auto'."
+    )
 
 
 def _row_params(losses: Any, params: Params) -> Tree:  # noqa: ARG001
