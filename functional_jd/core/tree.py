@@ -7,6 +7,7 @@ container if it is registered with `torch.utils._pytree` or with optree's namesp
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -33,7 +34,7 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
     if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
-        order = _sorted_order(structure) if _has_ordered_dict(structure, leaves) else None
+        order = _order(structure)
         return _in_order(leaves, order), (structure, None, order)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
@@ -174,10 +175,12 @@ class _Position:
         self.index = index
 
 
-def _has_ordered_dict(spec: Any, leaves: list[Any]) -> bool:
+@lru_cache(maxsize=512)  # by structure: a walk through all nodes would take longer than the rest of a flattening
+def _order(spec: Any) -> list[int] | None:
+    """Return where optree puts the sorted leaves, if the structure has an `OrderedDict`."""
     kinds: set[type] = set()
-    spec.walk(leaves, lambda kind, *_: kinds.add(kind))
-    return OrderedDict in kinds
+    spec.walk(range(spec.num_leaves), lambda kind, *_: kinds.add(kind))
+    return _sorted_order(spec) if OrderedDict in kinds else None
 
 
 def _sorted_order(spec: Any) -> list[int]:
