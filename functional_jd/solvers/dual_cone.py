@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.lcp import linear_complementarity
 
@@ -24,7 +23,7 @@ def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:
         C is invariant, bit for bit, to scaling rows by powers of two.
     """
     squares = gramian.diagonal(dim1=-2, dim2=-1)
-    norms = nonzero(squares).sqrt()
+    norms = squares.masked_fill(squares == 0, 1).sqrt()
     return gramian / norms.unsqueeze(-1) / norms.unsqueeze(-2), norms
 
 
