@@ -44,7 +44,7 @@ def mgda() -> Aggregator:
         b = torch.where(is_zero, 1, shortest / norms)
         # Rows of zeros become orthogonal unit rows, so that their weights are unique and equal.
         M = C + torch.diag(is_zero.to(C.dtype)) + b.unsqueeze(1) * b
-        v = linear_complementarity(M, -b.unsqueeze(0), quiet=True).squeeze(0)
+        v = linear_complementarity(M, -b.unsqueeze(0)).squeeze(0)
         w = v * b
         return w / w.sum()
 

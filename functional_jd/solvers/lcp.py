@@ -6,17 +6,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.safe import with_nan_of
-from functional_jd.solvers.search import matvec, on_host, opaque, solve, solve_upper
+from functional_jd.solvers.search import on_host, opaque, solve, solve_upper
 
-# Added to the diagonal of matrices to factorise, with entries of order one: large enough for Cholesky of dependent rows
-# to succeed, small enough to resolve condition numbers of 1e12; the chord steps remove its effect.
-_RIDGE = 1e-12
+# Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
+# rows; the chord steps remove its effect where no pivot is below `_ILL_CONDITIONED`.
+_RIDGE, _ILL_CONDITIONED = 1e-12, 1e-4
+# The least ridge with which Cholesky of dependent rows succeeds, for each of the m rows.
+_ROUNDING = 4 * torch.finfo(torch.float64).eps
 # Tolerance of the tests for wrong signs: a few hundred roundings.
 _TOLERANCE = 1e-13
-# Exchanges converge within 1 to 9 rounds or not at all; then twenty interior steps and a few exchanges, with chord
-# steps before signs are tested, are faster.
-_EXCHANGES, _LAST_EXCHANGES, _LAST_CHORDS, _INTERIOR_STEPS = 10, 3, 2, 20
+# Exchanges converge within 1 to 9 rounds or not at all.
+_EXCHANGES = 10
 # From this many entries in all factors on, guessing the active set costs less than the exchanges that it saves.
 _GUESSED_FROM = 12_000
 
@@ -30,49 +30,46 @@ class _Solutions(NamedTuple):
     wrong: Tensor
 
 
-def linear_complementarity(
-    matrix: Tensor, offset: Tensor, allowed: Tensor | None = None, *, quiet: bool = False
-) -> Tensor:
+def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | None = None) -> Tensor:
     """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, with `s = 0` where not allowed.
 
     Equivalent to `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to
     derivatives. Two chord steps `s <- s - (M_FF)^-1 (M s + q)_F` with the factor of that search follow: they refine the
     solution, and the k-th step makes the k-th derivative correct, so that first and second derivatives are those of
-    `s_F = -(M_FF)^-1 q_F`.
+    `s_F = -(M_FF)^-1 q_F`. Where M_FF is singular, F stands for a largest set of independent rows of it, and the other
+    entries of s are constant.
 
     Args:
         matrix: float64 `[*, m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
         offset: float64 `[*, k, m]`, of order one, such that a solution exists, as it does for any q in the range of
             `M`.
         allowed: bool `[*, k, m]`; `None` allows all.
-        quiet: whether s itself is needed, not only `M s`: in the null space of M the chord steps divide rounding by the
-            ridge alone, and a third solve removes the result.
 
     Returns:
-        float64 `[*, k, m]`, non-negative up to rounding if quiet. Where several s solve the problem, `M s` is the same
-        for all of them, and unless quiet the error of s in the null space of M may be 1e-4. A row is NaN where
-        `M s + q` is not finite.
+        float64 `[*, k, m]`, non-negative up to rounding. Where several s solve the problem, `M s` is the same for all
+        of them. A row is NaN where `M s + q` is not finite.
 
     Laws:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
         convergence; on other devices it takes a fixed number of steps, without synchronization. The error e, measured
-        as `(e'M e)^1/2`, is 1e-13 up to a condition number of 1e4 of the active part of M, however singular M itself;
-        1e-12 at 1e8, 1e-9 at 1e12, 1e-4 at 1e16.
+        as `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition
+        number of the active part of M, however singular M itself, and that only where s is as large as its root. On
+        the cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8,
+        2e-7 at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12, 4e-10
+        at 1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
-    s, active, upper = _opaque_search(matrix.detach(), offset.detach(), allowed)
-    found = s
+    s, active, upper, refined = _opaque_search(matrix.detach(), offset.detach(), allowed)
     for _ in range(2):
-        s = s - solve_upper(upper, torch.where(active, s @ matrix + offset, 0))
-    if not quiet:
-        return s
-    correction = (s - found).detach()
-    return s - correction + solve_upper(upper, torch.where(active, correction @ matrix.detach(), 0)).detach()
+        residual = (s @ matrix + offset) * active
+        # Where the active rows are ill-conditioned, rounding of the residual would only make s worse.
+        s = s - solve_upper(upper, residual - refined * residual.detach())
+    return s
 
 
-def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M."""
+def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M; whether refined, `[*, 1, 1]`."""
     k, m = offset.shape[-2:]
     M, q = matrix.contiguous().view(-1, m, m), offset.contiguous().view(-1, k, m)
     free = allowed.reshape(-1, k, m)
@@ -81,23 +78,46 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
     else:
         found = _exchange(M, q, free, _guessed_active_set(M, q, free), 1)
         found = _search_unsolved(
-            found, M, q, free, lambda M, q, free, old, wrong: _exchange(M, q, free, old ^ wrong, _EXCHANGES)
+            found, M, q, free, lambda M, q, free, old: _exchange(M, q, free, old.active ^ old.wrong, _EXCHANGES)
         )
-    found = _search_unsolved(found, M, q, free, _interior_then_exchange)
-    s = with_nan_of(found.s, torch.baddbmm(q, found.s, M).sum(-1, keepdim=True))
+    least = found.factor.diagonal(dim1=-2, dim2=-1).amin() if on_host(M) else 0
+    refines = bool(least < _ILL_CONDITIONED**0.5) or bool(found.wrong.any())
+    if refines:
+        found = _refined(M, q, free, found.s, found.active)
+        found = _search_unsolved(found, M, q, free, _descended)
+    s = torch.add(found.s, torch.baddbmm(q, found.s, M).sum(-1, keepdim=True), alpha=0)  # NaN where not finite
     upper = found.factor.mT.contiguous().view(*offset.shape, m)
-    return s.view(offset.shape), found.active.view(offset.shape), upper
+    refined = offset.new_full((*offset.shape[:-2], 1, 1), refines)
+    return s.view(offset.shape), found.active.view(offset.shape), upper, refined
 
 
-def _fake(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+def _fake(
+    matrix: Tensor,  # noqa: ARG001
+    offset: Tensor,
+    allowed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     upper = offset.new_empty(*offset.shape, offset.shape[-1])
-    return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper
+    refined = offset.new_empty(*offset.shape[:-2], 1, 1)
+    return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper, refined
 
 
 _opaque_search = opaque("functional_jd::complementarity_search", _search, _fake)
 
 
-def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, chords: int = 0) -> _Solutions:
+def _cholesky(M: Tensor, active: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Lower factors `[b, k, m, m]` of `M_FF` plus the ridge, else identity; whether that failed, `[b, k, 1]`."""
+    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    ridged = torch.add(M, eye, alpha=ridge).unsqueeze(-3)
+    pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
+    factor, info = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye))
+    return factor, (info != 0).unsqueeze(-1)
+
+
+def _chord_step(M: Tensor, q: Tensor, s: Tensor, active: Tensor, factor: Tensor) -> Tensor:
+    return s - solve(factor, torch.where(active, torch.baddbmm(q, s, M), 0))
+
+
+def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int) -> _Solutions:
     """Block principal pivoting: all entries of the wrong sign enter or leave the active set at once."""
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     ridged = torch.add(M, eye, alpha=_RIDGE).unsqueeze(-3)
@@ -105,9 +125,7 @@ def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, c
     while True:
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         factor = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye))[0]
-        s = solve(factor, torch.where(active, opposite, 0))
-        for _ in range(chords):
-            s = s - solve(factor, torch.where(active, torch.baddbmm(q, s, M), 0))
+        s = solve(factor, opposite * active)
         wrong = (torch.where(active, s, torch.baddbmm(q, s, M)) < -_TOLERANCE) & free
         rounds -= 1
         if rounds == 0 or (on_host(M) and not wrong.any()):
@@ -116,7 +134,11 @@ def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, c
 
 
 def _search_unsolved(
-    found: _Solutions, M: Tensor, q: Tensor, free: Tensor, search: Callable[..., _Solutions]
+    found: _Solutions,
+    M: Tensor,
+    q: Tensor,
+    free: Tensor,
+    search: Callable[[Tensor, Tensor, Tensor, _Solutions], _Solutions],
 ) -> _Solutions:
     """Search again where signs are wrong: on a CPU those problems only; on other devices all of them, then select."""
     if on_host(M) and not found.wrong.any():
@@ -125,8 +147,8 @@ def _search_unsolved(
     unsolved = found.wrong.any(-1).flatten()
     problem = unsolved.nonzero().squeeze(-1) if on_host(M) else torch.arange(len(unsolved), device=M.device)
     old = [x.flatten(0, 1) for x in found]
-    one = [x.reshape(-1, 1, m)[problem] for x in (q, free, found.active, found.wrong)]
-    new = search(M[problem // k], *one)
+    one_q, one_free = (x.reshape(-1, 1, m)[problem] for x in (q, free))
+    new = search(M[problem // k], one_q, one_free, _Solutions(*(x[problem].unsqueeze(1) for x in old)))
     picked = unsolved[problem]
     merged = [
         x.index_copy(0, problem, torch.where(picked.view(-1, *[1] * (x.ndim - 1)), y.squeeze(1), x[problem]))
@@ -148,52 +170,74 @@ def _guessed_active_set(M: Tensor, q: Tensor, free: Tensor) -> Tensor:
     return s > 0
 
 
-def _interior_then_exchange(M: Tensor, q: Tensor, free: Tensor, *_: Tensor) -> _Solutions:
-    """The interior point, or a few exchanges from its active set, whichever has the smaller error bound."""
-    s, w = _interior(M, q, free)
-    inside = _exchange(M, q, free, (s > w) & free, 1)._replace(s=s)
-    outside = _exchange(M, q, free, (s > w) & free, _LAST_EXCHANGES, _LAST_CHORDS)
-    closer = _error_bound(M, q, free, outside.s) <= _error_bound(M, q, free, inside.s)
-    return _Solutions(
-        torch.where(closer, outside.s, inside.s),
-        torch.where(closer, outside.active, inside.active),
-        torch.where(closer.unsqueeze(-1), outside.factor, inside.factor),
-        torch.where(closer, outside.wrong, inside.wrong),
-    )
+def _refined(M: Tensor, q: Tensor, free: Tensor, s: Tensor, active: Tensor, chords: int = 2) -> _Solutions:
+    """Multipliers refined on independent rows of the active set, which becomes those; the others keep theirs.
+
+    On dependent rows, chord steps would divide rounding by the ridge.
+    """
+    factor, independent = _independent(M, active)
+    for _ in range(chords):
+        s = _chord_step(M, q, s, independent, factor)
+    w = torch.baddbmm(q, s, M)
+    tolerance = _TOLERANCE * (1 + s.abs().sum(-1, keepdim=True))
+    wrong = (torch.where(active, s, w) < -tolerance) | (active & ~independent & (w.abs() > tolerance))
+    return _Solutions(s, independent, factor, wrong & free)
 
 
-def _interior(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-    """Mehrotra's predictor-corrector method for s and `w = M s + q`; entries that are not free are decoupled."""
-    free = free & (M.diagonal(dim1=-2, dim2=-1) > 0).unsqueeze(-2)
-    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    matrix = torch.where(free.unsqueeze(-1) & free.unsqueeze(-2), M.unsqueeze(-3), 0) + _TOLERANCE * eye
-    q = torch.where(free, q, 1)
-    s = torch.ones_like(q)
-    w = (matvec(matrix, s) + q).clamp(min=1)
-    for _ in range(_INTERIOR_STEPS):
-        factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag_embed(w / s))
-        residual = w - matvec(matrix, s) - q
-        mean = (s * w).mean(-1, keepdim=True)
-        ds, dw = _newton(factor, matrix, residual, residual - w)
-        length = _step_length(s, ds, w, dw)
-        reached = ((s + length * ds) * (w + length * dw)).mean(-1, keepdim=True)
-        ds, dw = _newton(factor, matrix, residual, residual - w + ((reached / mean) ** 3 * mean - ds * dw) / s)
-        length = 0.995 * _step_length(s, ds, w, dw)
-        # Further steps on a converged problem would end in NaN for matrices of rank 1, opposite and equal rows.
-        running = (mean > 1e-18) & (failed == 0).unsqueeze(-1)
-        s, w = torch.where(running, s + length * ds, s), torch.where(running, w + length * dw, w)
-    return s * free, w
+def _independent(M: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of `M_FF` for a largest set F of independent rows of the active set, and F."""
+    m = M.shape[-1]
+    ridge = m * _ROUNDING
+    factor, _ = _cholesky(M, active, ridge)
+    eye = torch.eye(m, dtype=M.dtype, device=M.device)
+    # Entry i is an upper bound of the least eigenvalue of the first rows up to i, the ridge if these are dependent.
+    least = 1 / torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).square().sum(-1)
+    independent = active & (least > 4 * ridge)
+    if not on_host(M) or not torch.equal(independent, active):
+        factor, _ = _cholesky(M, independent, ridge)
+    return factor, independent
 
 
-def _newton(factor: Tensor, matrix: Tensor, residual: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    ds = solve(factor, right)
-    return ds, matvec(matrix, ds) - residual
+def _descended(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> _Solutions:
+    """The end of a descent; where that does not converge, it or the old solution, by the smaller error bound."""
+    new = _refined(M, q, free, *_descend(M, q, free, old), chords=0)
+    worse = _error_bound(M, q, free, new.s) > _error_bound(M, q, free, old.s)
+    kept = new.wrong.any(-1, keepdim=True) & worse
+    picked = [torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, y) for x, y in zip(old, new, strict=True)]
+    return _Solutions(*picked)
 
 
-def _step_length(s: Tensor, ds: Tensor, w: Tensor, dw: Tensor) -> Tensor:
-    """The longest step up to 1 at which s and w keep their signs."""
-    ratios = torch.where(ds < 0, -s / ds, 1), torch.where(dw < 0, -w / dw, 1)
-    return torch.minimum(*ratios).amin(-1, keepdim=True).clamp(max=1)
+def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> tuple[Tensor, Tensor]:
+    """Non-negative multipliers and the active set at the minimum of `s'M s / 2 + q's`, by a monotone active-set method.
+
+    It walks towards the minimum on the active set. The entries that reach zero on the way leave that set; at its end,
+    all entries along which the objective decreases enter it. No step increases the objective, so that no active set
+    returns, as it may under exchanges, and nothing needs an interior, which the dual cone of dependent rows lacks.
+
+    Source:
+        Lawson & Hanson, Solving least squares problems, 1974, chapter 23, of which this is the variant where several
+        entries enter at once.
+    """
+    m = M.shape[-1]
+    active = old.active & (old.s > 0)
+    s = torch.where(active, old.s, 0)
+    # Random problems of condition number 1e12 take 40 rounds at m = 16, 60 at 32, 75 at 64.
+    for _ in range(4 * m + 32 if on_host(M) else m + 16):
+        factor, failed = _cholesky(M, active, m * _ROUNDING)
+        target = _chord_step(M, q, solve(factor, torch.where(active, -q, 0)), active, factor)
+        target = torch.where(failed, s, target)
+        negative = active & (target < 0)
+        length = torch.where(negative, s / (s - target), 1)
+        shortest = length.amin(-1, keepdim=True)
+        leaving = negative & (length <= shortest)
+        arrived = ~negative.any(-1, keepdim=True)
+        s = torch.where(arrived, target, torch.where(leaving, 0, torch.lerp(s, target, shortest).clamp(min=0)))
+        w = torch.baddbmm(q, s, M)
+        enters = arrived & ~failed & free & ~active & (w < -0.1 * _TOLERANCE * (1 + s.sum(-1, keepdim=True)))
+        if on_host(M) and not (leaving | enters).any():
+            break
+        active = active & ~leaving | enters
+    return s, active & (s > 0)
 
 
 def _error_bound(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:

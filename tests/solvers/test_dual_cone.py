@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_within, cone_bound, projection_bound
+from bounds import check_within, cone_bound, eps, projection_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
+from functional_jd.solvers import lcp
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers, row_multipliers
 
 jacobians = st.tuples(st.integers(1, 7), st.integers(1, 7)).flatmap(
@@ -123,3 +124,70 @@ def test_composes_with_every_transform(m):
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J), expected)
     assert torch.autograd.gradcheck(total, J[0].clone().requires_grad_(), check_forward_ad=True)
+
+
+def small_integers(count=300):
+    """Jacobians of all shapes up to 8 rows and columns, with equal, opposite, zero, dependent and cancelling rows."""
+    generator = np.random.default_rng(0)
+    yield np.array([[-3, 3, -1, 4], [2, -3, 3, -4], [0, -1, 0, 2], [0, 0, -1, 1], [3, -2, 1, -2], [3, -1, -1, -1]])
+    for i in range(count):
+        (m, n), size = generator.integers((2, 1), 9), generator.integers(1, 5)
+        J = generator.integers(-size, size + 1, (m, n))
+        kinds = {
+            "as they are": J,
+            "equal rows": np.vstack([J[:-1], J[:1]]),
+            "opposite rows": np.vstack([J[:-1], -J[:1]]),
+            "a row of zeros": np.vstack([J[:-1], 0 * J[:1]]),
+            "low rank": J[:, :2] @ generator.integers(-2, 3, (min(n, 2), n)),
+            "stationary": np.vstack([J[:-1], -J[:-1].sum(0)]),
+            "conflicting": J - np.round(1.2 * J.mean(0)),
+        }
+        yield list(kinds.values())[i % len(kinds)]
+
+
+def by_all_active_sets(N):
+    """The projection of every row on the dual cone: the shortest of all that any active set gives, and feasible."""
+    m = len(N)
+    chosen = torch.arange(2**m).unsqueeze(1).bitwise_and(2 ** torch.arange(m)).bool()
+    S = N @ -torch.linalg.pinv(N * chosen.unsqueeze(-1), rtol=1e-10)
+    Y = torch.where((S > -1e-9).all(-1, keepdim=True), N + S @ N, torch.inf)
+    return torch.stack([y[y.norm(dim=-1).argmin()] for y in Y.unbind(1)])
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_small_integers_by_all_active_sets(on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(lcp, "on_host", lambda _: False)
+    for J in small_integers():
+        J = torch.from_numpy(J.astype(np.float64))
+        N, limit = unit_rows(J), cone_bound(J)
+        S = row_multipliers(cosines(J @ J.T)[0]).T
+        assert S.min() >= -limit, J
+        check_within(N + S @ N, by_all_active_sets(N), limit)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("rank", [2, 5, 11])
+@pytest.mark.parametrize("m", [16, 32])
+def test_many_rows_of_low_rank(m, rank, on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(lcp, "on_host", lambda _: False)
+    generator = np.random.default_rng(m + rank)
+    J = torch.from_numpy(generator.integers(-2, 3, (m, rank)) @ generator.integers(-2, 3, (rank, m)).astype(np.float64))
+    N = unit_rows(J)
+    S = row_multipliers(cosines(J @ J.T)[0]).T
+    for x, s in zip(N, S, strict=True):
+        expected = reference(N, x)
+        limit = projection_bound(N, expected)
+        assert s.min() >= -limit
+        check_within(s @ N, expected @ N, limit)
+
+
+def test_multipliers_of_nearly_opposite_rows_are_those_of_the_gramian():
+    # Two rows cancel but for e. What the rounding of the Gramian changes is the limit: eps / e^2.
+    for e in (1e-3, 1e-4, 1e-5, 1e-6):
+        J = torch.tensor([[1, e, 0], [-1, e, 0], [0, -1, 0.5]], dtype=torch.float64)
+        N = unit_rows(J)
+        S = row_multipliers(cosines(J @ J.T)[0])
+        expected = reference(N, N[2])
+        check_within(N[2] + S[:, 2] @ N, N[2] + expected @ N, eps() / e**2)
