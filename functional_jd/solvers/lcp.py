@@ -219,7 +219,8 @@ def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> tuple[Tenso
         entries enter at once.
     """
     m = M.shape[-1]
-    active = old.active & (old.s > 0)
+    # Larger multipliers come of a factorisation that failed, because rounding made M indefinite.
+    active = old.active & (old.s > 0) & (old.s.abs().amax(-1, keepdim=True) < 1e9)
     s = torch.where(active, old.s, 0)
     # Random problems of condition number 1e12 take 40 rounds at m = 16, 60 at 32, 75 at 64.
     for _ in range(4 * m + 32 if on_host(M) else m + 16):
