@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level
+from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level, untraced
 
 Result = TypeVar("Result")
 
@@ -57,6 +57,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.journal, self.level = journal, transform_level() if examples else None
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:

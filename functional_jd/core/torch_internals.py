@@ -12,6 +12,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_C._functorch.is_batchedtensor`, `get_unwrapped`, `maybe_get_bdim` | the Gramian of examples | loudly |
 | `_C._functorch._unwrap_batched` | compiled Gramians | loudly |
 | `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
+| `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
 | `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
 | `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
@@ -109,6 +111,14 @@ def in_custom_function() -> bool:
     while frame is not None and frame.f_code is not _APPLY:
         frame = frame.f_back
     return frame is not None
+
+
+def untraced(handler: Any) -> Any:
+    """Keep torch.compile from compiling the handler of a mode as a frame of its own, where a compiled function that
+    fell back to eager mode runs under the mode. Where the caller is compiled, the handler is traced as always.
+    """
+    set_code_exec_strategy(handler.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return handler
 
 
 def is_batched(value: Any) -> bool:

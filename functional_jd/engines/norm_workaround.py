@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.torch_internals import weight_norm
+from functional_jd.core.torch_internals import untraced, weight_norm
 
 
 class SeparateNormAffine(TorchFunctionMode):
@@ -18,6 +18,7 @@ class SeparateNormAffine(TorchFunctionMode):
     `weight_norm` treats the norm that it saved as a constant, too.
     """
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         norm = _NORMS.get(func)
         return (func if norm is None else norm)(*args, **(kwargs or {}))

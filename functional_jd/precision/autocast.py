@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.slow_path import StateJournal, changes_in_place
-from functional_jd.core.torch_internals import function_name
+from functional_jd.core.torch_internals import function_name, untraced
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -151,6 +151,7 @@ class _OpTables(TorchFunctionMode):
         super().__init__()
         self.journal = journal
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.journal is not None and changes_in_place(func, args, kwargs):

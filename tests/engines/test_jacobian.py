@@ -940,3 +940,19 @@ def test_forward_mode_refuses_backward_hooks_of_modules():
     params = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(ValueError, match=r"found a backward hook of a module"):
         jacobian_fn(losses, mode="forward")(params, torch.randn(5, 3))
+
+
+@pytest.mark.filterwarnings("ignore::functional_jd.core.slow_path.SlowPathWarning")
+def test_a_compiled_function_inside_the_losses_serves_every_mode_one_after_the_other():
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh())
+
+    @torch.compile(backend="aot_eager")
+    def losses(p, x):
+        return torch.func.functional_call(net, p, (x,)).square().sum(-1)
+
+    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.randn(5, 3)
+    expected = jacobian_fn(losses, mode="loop")(params, x)[0]
+    for kind, mode in ((per_example, "auto"), (per_example, "loop"), (lambda f: f, "forward"), (lambda f: f, "auto")):
+        found = jacobian_fn(kind(losses), mode=mode)(params, x)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()

@@ -20,6 +20,7 @@ from functional_jd.core.torch_internals import (
     torch_function_disabled,
     transform_level,
     transparent,
+    untraced,
     unwrap_batched,
     version,
     without_view,
@@ -70,6 +71,7 @@ class LayerRecorder(TorchFunctionMode):
         self.uses, self.examples = uses, examples
         self.level = transform_level()
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _WATCHED:

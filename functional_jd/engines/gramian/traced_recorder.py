@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.slow_path import IN_PLACE_NAMES
-from functional_jd.core.torch_internals import function_name, traced_grad, transform_level, varies_in_vmap
+from functional_jd.core.torch_internals import function_name, traced_grad, transform_level, untraced, varies_in_vmap
 from functional_jd.engines.gramian.layers import Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
 from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
@@ -63,6 +63,7 @@ class TracedRecorder(LayerRecorder):
         self.seen, self.ends = seen, ends
         self.copies: list[Tensor] = []
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.unflatten:  # torch.compile cannot trace the method below a mode
             func = torch.unflatten

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.torch_internals import graph_nodes, under_transform
+from functional_jd.core.torch_internals import graph_nodes, under_transform, untraced
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
@@ -132,6 +132,7 @@ class _NoHooks(TorchFunctionMode):
         super().__init__()
         self.where = where
 
+    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
             raise _hook_error(self.where, "Tensor.register_hook")
