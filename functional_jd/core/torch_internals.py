@@ -29,7 +29,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 import inspect
 from collections.abc import Callable, Iterable
 from math import prod
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as torch_pytree
 
@@ -67,7 +68,8 @@ GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
 
-_APPLY: Any = torch.autograd.Function.apply.__code__  # pyright: ignore
+# From torch 2.14 on it is written in C and has no frame.
+_APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
 def under_functorch() -> bool:
@@ -104,13 +106,22 @@ def function_name(func: Any) -> str:
 
 
 def in_custom_function() -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
+    """Whether the caller runs inside the forward of a `torch.autograd.Function`; from torch 2.14 on, inside a forward
+    that receives the context, without which it cannot keep a graph for its backward.
+    """
     if torch.compiler.is_compiling():  # torch.compile traces no frames
         return False
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and not _is_custom_function(frame):
         frame = frame.f_back
     return frame is not None
+
+
+def _is_custom_function(frame: FrameType) -> bool:
+    code = frame.f_code
+    if _APPLY is not None or not code.co_argcount:
+        return code is _APPLY
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx)
 
 
 def untraced(handler: Any) -> Any:
