@@ -106,9 +106,7 @@ def function_name(func: Any) -> str:
 
 
 def in_custom_function() -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function`; from torch 2.14 on, inside a forward
-    that receives the context, without which it cannot keep a graph for its backward.
-    """
+    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
     if torch.compiler.is_compiling():  # torch.compile traces no frames
         return False
     frame = inspect.currentframe()
@@ -118,10 +116,18 @@ def in_custom_function() -> bool:
 
 
 def _is_custom_function(frame: FrameType) -> bool:
+    """Whether a frame is that of `apply` or, where that has none, of a forward: by its context, or by its code."""
     code = frame.f_code
-    if _APPLY is not None or not code.co_argcount:
+    if _APPLY is not None:
         return code is _APPLY
-    return isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx)
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
+        return isinstance(first, FunctionCtx)
+    classes: list[Any] = [torch.autograd.Function]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    # Below `functools.wraps`: the code of a wrapper is that of all functions that it wraps.
+    return any(getattr(inspect.unwrap(cls.forward), "__code__", None) is code for cls in classes)
 
 
 def untraced(handler: Any) -> Any:

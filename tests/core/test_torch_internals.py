@@ -1,6 +1,7 @@
 """One canary for each private name of torch: it fails when torch renames the name, or changes what it means."""
 
 import ast
+import functools
 import warnings
 from pathlib import Path
 
@@ -230,10 +231,43 @@ def test_the_forward_of_a_custom_function_is_recognised():
             answers.append(internals.in_custom_function())
             return x.clone()
 
+    class Inherits(Asks):
+        pass
+
+    class Separate(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            answers.append(internals.in_custom_function())
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    def wrapped(f):
+        @functools.wraps(f)
+        def run(*args):
+            return f(*args)
+
+        return run
+
+    class Wrapped(torch.autograd.Function):
+        forward = staticmethod(wrapped(lambda ctx, x: (answers.append(internals.in_custom_function()), x.clone())[1]))
+
     answers = [internals.in_custom_function()]
     Asks.apply(torch.ones(1, requires_grad=True))
+    Wrapped.apply(torch.ones(1, requires_grad=True))
+    answers.append(not wrapped(internals.in_custom_function)())
+    Inherits.apply(torch.ones(1, requires_grad=True))
+    torch.vmap(torch.func.grad(lambda x: Separate.apply(x).sum()))(torch.ones(2, 1))
     answers.append(internals.in_custom_function())
-    assert answers == [False, True, False]
+    assert answers == [False, True, True, True, True, True, False]
 
 
 def test_functional_collectives_are_there():
