@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from functional_jd.aggregation.aggregate import aggregate, start
-from functional_jd.testing.measures import form
+from functional_jd.testing.measures import structure_of
 
 
 def sequences(least=1):
@@ -48,7 +48,7 @@ def check_form(rule):
     """The state keeps its form from the start on."""
     half, losses = number(0).half(), values(0).half()
     old = start(rule, half, losses=losses)
-    assert form(old) == form(aggregate(rule, half, old, losses=losses).state)
+    assert structure_of(old) == structure_of(aggregate(rule, half, old, losses=losses).state)
     return old
 
 
