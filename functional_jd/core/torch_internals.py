@@ -110,16 +110,18 @@ def in_custom_function() -> bool:
     if torch.compiler.is_compiling():  # torch.compile traces no frames
         return False
     frame = inspect.currentframe()
-    while frame is not None and not _is_custom_function(frame):
-        frame = frame.f_back
+    if _APPLY is not None:
+        while frame is not None and frame.f_code is not _APPLY:
+            frame = frame.f_back
+    else:
+        while frame is not None and not _is_forward(frame):
+            frame = frame.f_back
     return frame is not None
 
 
-def _is_custom_function(frame: FrameType) -> bool:
-    """Whether a frame is that of `apply` or, where that has none, of a forward: by its context, or by its code."""
+def _is_forward(frame: FrameType) -> bool:
+    """Whether a frame is that of the forward of a custom function: by its context, or by its code."""
     code = frame.f_code
-    if _APPLY is not None:
-        return code is _APPLY
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
         return isinstance(first, FunctionCtx)
