@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 
 # What a cell may take; the whole notebook should be done within two minutes.
 _LONGEST = 300
+# torch 2.15 uses what it deprecates itself; everything else that a kernel prints to stderr is a fault.
+_IGNORED = "ignore:`torch.jit.script` is deprecated:FutureWarning"
 
 
 def run(path: Path) -> Any:
@@ -20,7 +22,7 @@ def run(path: Path) -> Any:
     # One thread: several notebooks run at once, and sums come out in the same order.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     client = NotebookClient(notebook, timeout=_LONGEST, kernel_name="python3", resources=_at(path.parent))
-    client.execute(env=os.environ | threads)
+    client.execute(env=os.environ | threads | {"PYTHONWARNINGS": _IGNORED})
     return tidy(notebook)
 
 

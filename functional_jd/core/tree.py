@@ -34,8 +34,12 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     kinds = set(map(type, leaves))
     if kinds == _TENSORS or not (unregistered := kinds & pytree_nodes.keys()):
-        order = _order(structure)
-        return _in_order(leaves, order), (structure, None, order)  # pyright: ignore[reportReturnType]
+        # A container of leaves only, which most are, tells by its type; a hash of all nodes takes longer than the rest.
+        flat = structure.num_nodes <= structure.num_leaves + 1 and structure.type is not OrderedDict
+        order = None if flat else _order(structure)
+        if order is not None:
+            leaves = _in_order(leaves, order)
+        return leaves, (structure, None, order)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
     return tree_flatten(tree)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.torch_internals import graph_nodes, under_transform
@@ -106,17 +105,22 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     if any(isinstance(x, Tensor) and x.is_complex() for x in features):
         raise RowsNeededError("features are complex numbers")
 
+    evaluated: list[tuple[Any, list[Tensor]]] = []
+
     def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
         rest = iter(differentiated)
         filled = [next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x for x in features]
         found = losses.heads(heads, tree_unflatten(features_structure, filled), *batch)
-        _refuse_other_ways(found[0] if options.has_aux else found, differentiated, inside, options)
+        if not under_transform():
+            evaluated[:] = [(found[0] if options.has_aux else found, differentiated)]
         return found
 
     # The rows of the features are those of tasks whose trunk returns its parameters as they are.
     inner = point.outputs if options.differentiable else detach_tree(point.outputs)
     tasks = Multitask(lambda x, *_: x, top)
     found = jacobian(tasks, ({"shared": inner, "heads": heads}, *batch), argnums, options._replace(mode="auto"))
+    for values, differentiated in evaluated:  # outside the modes, which would see every look at the graph
+        _refuse_other_ways(values, differentiated, inside, options)
     (between, gradient), values, aux = found if options.differentiable else detach_tree(found)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), len(between[0]))
@@ -189,8 +193,12 @@ def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tens
     if under_transform():
         return
     leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
-    nodes = set(graph_nodes(leaves, features))
-    if any(x.requires_grad and get_gradient_edge(x).node in nodes for x in trunk):
+    trunk_leaves = {id(x) for x in trunk if x.is_leaf}
+    trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
+    if any(
+        node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves
+        for node in graph_nodes(leaves, features)
+    ):
         raise ValueError(
             f"{options.where}: the losses of multitask heads must depend on the trunk by its features only, found a "
             "loss that reaches it in another way. Return from features(...) all that the heads use, a loss that a "
