@@ -9,6 +9,7 @@ A state holds one scale `[]` for all objectives, or one per objective `[m]`: no 
 1e-9 and 1e3 into the range of float16.
 """
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -22,11 +23,21 @@ from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 
+FLOOR = 2.0**-4
+"""The scale below which `update_scale` does not back off.
+
+At this scale, float16 holds gradients from 2**-20 to 2**20, a range with 1 in its middle: larger gradients overflow for
+other reasons than the scale, and smaller ones are seldom all there is. 20 doublings lead back to 2**16, the default.
+"""
+
 # The smallest normal float32. Its inverse is finite, also if subnormal numbers are flushed to zero.
-_FLOOR = 2.0**-126
+_SMALLEST = 2.0**-126
 
-
-_LARGEST = torch.finfo(torch.float32).max
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "scale": (lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32"),
+    "growth_factor": (lambda x: 1.0 <= x < float("inf"), "finite and at least 1"),
+    "backoff_factor": (lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
+}
 
 
 @displayed_as(one_line)
@@ -60,7 +71,7 @@ def scale_state(
     """Create a loss scale.
 
     Args:
-        init_scale: the initial scale, positive and finite in float32.
+        init_scale: the initial scale, positive and finite in float32. Below 2**-4, it never backs off.
         growth_factor: finite and at least 1.
         backoff_factor: in (0, 1].
         growth_interval: the number of finite steps until the scale grows; if 0 or negative, it never grows.
@@ -78,10 +89,9 @@ def scale_state(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
     checks = (
-        # Below half of the smallest subnormal float32, the scale would round to zero.
-        ("init_scale", init_scale, 2.0**-149 <= init_scale <= _LARGEST, "positive and finite in float32"),
-        ("growth_factor", growth_factor, 1.0 <= growth_factor < float("inf"), "finite and at least 1"),
-        ("backoff_factor", backoff_factor, 0.0 < backoff_factor <= 1.0, "in (0, 1]"),
+        ("init_scale", init_scale, *range_of("scale", init_scale)),
+        ("growth_factor", growth_factor, *range_of("growth_factor", growth_factor)),
+        ("backoff_factor", backoff_factor, *range_of("backoff_factor", backoff_factor)),
         ("growth_interval", growth_interval, whole and abs(growth_interval) < 2**31, "an integer that fits int32"),
         ("shape", shape, len(sizes) < 2 and all(m > 0 for m in sizes), "() for one scale, (m,) for one per objective"),
     )
@@ -98,6 +108,12 @@ def scale_state(
         backoff_factor=torch.full(sizes, backoff_factor, dtype=torch.float64, device=device),
         growth_interval=torch.full(sizes, growth_interval, dtype=torch.int32, device=device),
     )
+
+
+def range_of(field: str, number: float) -> tuple[bool, str]:
+    """Return whether a field of `ScaleState` may have this value, and what it must be, in words."""
+    holds, expected = _RANGES.get(field, (lambda _: True, "a number"))
+    return holds(number), expected
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
@@ -134,7 +150,7 @@ def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
             f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {_description(factor)}. "
             "Create one with scale_state(); for several models use vmap over states."
         )
-    return factor.float().clamp(min=_FLOOR)
+    return factor.float().clamp(min=_SMALLEST)
 
 
 def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
@@ -212,8 +228,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     others, other_structure = _floating(heads, "unscale")
     leaves, others = _dense(leaves), _dense(others)
 
-    one = inverse.new_ones(())
-    finite = _products_are_finite(leaves, inverse)
+    one, finite = inverse.new_ones(()), _products_are_finite(leaves, inverse)
     if others:
         finite = finite & _products_are_finite(others, one)
     inverse = torch.where(finite, inverse, 0.0)
@@ -225,45 +240,47 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     return with_heads(rows, tree_unflatten(other_structure, heads)), finite
 
 
-def update_scale(state: ScaleState, finite: Tensor) -> ScaleState:
+def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
     """Increase the scale after `growth_interval` finite steps, and decrease it after a non-finite step.
 
-    Not finite: `scale * backoff_factor`, tracker 0. Finite for the `growth_interval`-th time in a row:
-    `scale * growth_factor` unless that is infinite, tracker 0. Otherwise the tracker increases by 1.
+    Not finite: `scale * backoff_factor`, but at least 2**-4, tracker 0. Finite for the `growth_interval`-th time in a
+    row: `scale * growth_factor` unless that is infinite, tracker 0. Otherwise the tracker increases by 1. Loss not
+    finite: nothing changes.
 
     Args:
         state: `[]`, or `[m]`, in which every scale follows its own flag.
-        finite: bool `[]` or `[m]`, as `unscale` returns it; one flag `[]` applies to all m scales.
+        finite: bool `[]` or `[m]`, as `unscale` returns it; one flag applies to all m scales.
+        losses_finite: bool `[]` or `[m]`, whether the losses themselves are finite. Where they are not, no scale would
+            have saved the step: it neither backs off nor grows, and the tracker stays. `None`: they are finite.
 
     Returns:
-        The next `ScaleState`. It has no lower bound: see `multiplier`.
+        The next `ScaleState`.
 
-    Raises:
-        TypeError, ValueError: `finite` is not a bool tensor, or has another shape.
+    Raises: TypeError, ValueError: a flag is not a bool tensor, or has another shape.
 
     Laws:
-        Bit-equal to `torch._amp_update_scale_`, elementwise: products are computed in float64 and rounded once.
+        Bit-equal to `torch._amp_update_scale_` down to the floor, elementwise: products are computed in float64 and
+        rounded once. The scale is never zero, also after a scale of zero. A scale that starts below 2**-4 grows from
+        there, and does not back off.
 
     Source: `torch.amp.GradScaler.update`.
+
+    Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
     """
-    _require_flag(finite, "update_scale")
-    if finite.shape not in {(), state.scale.shape}:
-        raise ValueError(
-            f"update_scale: expected one flag per scale {list(state.scale.shape)}, found {list(finite.shape)}. "
-            "For one scale, pass finite.all()."
-        )
+    _require_flag(finite, "update_scale", state.scale)
     successes = state.growth_tracker + 1
     due = successes == state.growth_interval
-    exact = state.scale.double()
+    current = torch.where(state.scale == 0, FLOOR, state.scale)
+    exact = current.double()
     grown = (exact * state.growth_factor).float()
-    smaller = (exact * state.backoff_factor).float()
-    return ScaleState(
-        scale=torch.where(finite, torch.where(due & (grown.abs() < torch.inf), grown, state.scale), smaller),
-        growth_tracker=torch.where(finite & ~due, successes, 0),
-        growth_factor=state.growth_factor,
-        backoff_factor=state.backoff_factor,
-        growth_interval=state.growth_interval,
-    )
+    smaller = torch.maximum((exact * state.backoff_factor).float(), current.clamp(max=FLOOR))
+    new = torch.where(finite, torch.where(due & (grown.abs() < torch.inf), grown, current), smaller)
+    tracker = torch.where(finite & ~due, successes, 0)
+    if losses_finite is not None:
+        _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
+        new = torch.where(losses_finite, new, current)
+        tracker = torch.where(losses_finite, tracker, state.growth_tracker)
+    return ScaleState(new, tracker, state.growth_factor, state.backoff_factor, state.growth_interval)
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
@@ -329,10 +346,15 @@ def _dense(leaves: list[Tensor]) -> list[Tensor]:
     return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in leaves]
 
 
-def _require_flag(finite: Any, where: str) -> None:
+def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: str = "finite") -> None:
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         raise TypeError(
-            f"{where}: finite must be a bool tensor, found {_description(finite)}. Pass the finite of unscale."
+            f"{where}: {name} must be a bool tensor, found {_description(finite)}. Pass the finite of unscale."
+        )
+    if scale is not None and finite.shape not in {(), scale.shape}:
+        raise ValueError(
+            f"{where}: expected one flag per scale {list(scale.shape)}, found {list(finite.shape)} in {name}. "
+            f"For one scale, pass {name}.all()."
         )
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import (
+    FLOOR,
     ScaleState,
     multiplier,
     no_scale,
@@ -60,6 +61,15 @@ def stacked(states: list[ScaleState]) -> ScaleState:
     return ScaleState(*(torch.stack(column) for column in zip(*states, strict=True)))
 
 
+def by_torch(scale, tracker, found_inf, growth, backoff, interval):
+    """The kernel of torch, but for what it makes of a scale of zero, and of one that backs off below the floor."""
+    before = torch.where(scale == 0, FLOOR, scale)
+    after, count = before.clone(), tracker.clone()
+    torch._amp_update_scale_(after, count, found_inf, growth, backoff, interval)
+    lifted = found_inf.item() != 0 and after < min(before.item(), FLOOR)
+    return before.clamp(max=FLOOR) if lifted else after, count
+
+
 def rows_strategy(m: int = 3, magnitude: int = 8) -> st.SearchStrategy[Tensor]:
     row = st.lists(st.integers(-magnitude, magnitude).map(float), min_size=4, max_size=4)
     return st.lists(row, min_size=m, max_size=m).map(torch.tensor)
@@ -83,7 +93,7 @@ def test_update_scale_walks_bit_for_bit_with_the_kernel_of_torch(settings, walk)
         found_inf = torch.tensor(found[: len(settings)])
         state = update_scale(state, found_inf == 0)
         for i, (_, _, growth, backoff, interval) in enumerate(settings):
-            torch._amp_update_scale_(*theirs[i], found_inf[i], growth, backoff, interval)
+            theirs[i] = by_torch(*theirs[i], found_inf[i], growth, backoff, interval)
             assert same_bits(state.scale[i], theirs[i][0])
             assert same_bits(state.growth_tracker[i], theirs[i][1])
 
@@ -92,8 +102,8 @@ def test_update_scale_walks_bit_for_bit_with_the_kernel_of_torch(settings, walk)
 def test_update_scale_agrees_with_torch_from_any_state(value, tracker, growth, backoff, interval, overflowed):
     state = record(value, tracker, growth, backoff, interval)
     new = update_scale(state, torch.tensor(not overflowed))
-    their_scale, their_tracker = state.scale.clone(), state.growth_tracker.clone()
-    torch._amp_update_scale_(their_scale, their_tracker, torch.tensor(float(overflowed)), growth, backoff, interval)
+    settings = (growth, backoff, interval)
+    their_scale, their_tracker = by_torch(state.scale, state.growth_tracker, torch.tensor(float(overflowed)), *settings)
     assert same_bits(new.scale, their_scale)
     assert same_bits(new.growth_tracker, their_tracker)
     assert all(map(same_bits, new[2:], state[2:]))
@@ -104,6 +114,7 @@ def test_products_are_rounded_once(finite):
     """Of products with a factor that was rounded to float32 first, about a quarter would differ in the last bit."""
     draw = torch.Generator().manual_seed(0)
     values, growth, backoff = torch.rand(3, 300, generator=draw, dtype=torch.float64)
+    values, backoff = 1 + values, (1 + backoff) / 2  # above the floor
     state = record(values.tolist(), [0] * 300, (1 + growth).tolist(), backoff.tolist(), [1] * 300)
     new = update_scale(state, torch.tensor(finite))
     for i in range(300):
@@ -120,7 +131,12 @@ def test_products_are_rounded_once(finite):
         (record(8.0, 1, 2.0, 0.5, 2), True, (16.0, 0)),
         (record(8.0, 1, 2.0, 0.5, 2), False, (4.0, 0)),
         (record(2.0**127, 0, 2.0, 0.5, 1), True, (2.0**127, 0)),  # growth to inf is refused
-        (record(2.0**-149, 0, 2.0, 0.5, 1), False, (0.0, 0)),  # the state itself has no floor
+        (record(2.0**-3, 5, 2.0, 0.5, 9), False, (2.0**-4, 0)),
+        (record(2.0**-4, 5, 2.0, 0.5, 9), False, (2.0**-4, 0)),  # the floor
+        (record(2.0**-30, 5, 2.0, 0.5, 9), False, (2.0**-30, 0)),  # a smaller scale was somebody's choice
+        (record(2.0**-30, 0, 2.0, 0.5, 1), True, (2.0**-29, 0)),
+        (record(0.0, 0, 2.0, 0.5, 9), True, (2.0**-4, 1)),
+        (record(0.0, 5, 2.0, 0.5, 9), False, (2.0**-4, 0)),
         (record(8.0, 0, 2.0, 0.5, 0), True, (8.0, 1)),
         (record(8.0, 5, 2.0, 0.5, 3), True, (8.0, 6)),
     ],
@@ -128,6 +144,50 @@ def test_products_are_rounded_once(finite):
 def test_update_scale_by_hand(before, finite, after):
     new = update_scale(before, torch.tensor(finite))
     assert (new.scale.item(), new.growth_tracker.item()) == after
+
+
+def scaled_in_float16(state, gradient):
+    """The gradient as it comes out of a backward pass in float16, unscaled."""
+    return unscale(state, scale(state, gradient).half())
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+@given(corrupt=st.integers(0, 400), size=st.floats(2.0**-20, 2.0**10))
+def test_training_is_back_after_a_corrupt_stretch_of_any_length(shape, corrupt, size):
+    state, gradient = scale_state(growth_interval=2, shape=shape), torch.full((2,), size)
+    for _ in range(corrupt):
+        state = update_scale(state, unscale(state, torch.full((2,), math.nan))[1])
+    taken = []
+    for step in range(50):
+        found, finite = scaled_in_float16(state, gradient)
+        assert not finite.any() or found[finite if shape else ...].all()  # a step that is taken moves something
+        taken += [found] if finite.all() and step >= 47 else []
+        state = update_scale(state, finite)
+    assert taken  # an overflow is followed by growth_interval steps without
+    # As many bits as ever: half a unit in the last place of float16.
+    torch.testing.assert_close(taken[-1], gradient, rtol=2.0**-11, atol=0)
+
+
+@given(st.data())
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_loss_that_is_not_finite_leaves_no_trace_in_the_scale(shape, data):
+    flags = st.lists(st.booleans(), min_size=3, max_size=3) if shape else st.booleans()
+    walk = data.draw(st.lists(st.tuples(flags, flags), max_size=12))
+    state = scale_state(growth_interval=2, shape=shape)
+    alone = [scale_state(growth_interval=2) for _ in range(3 if shape else 1)]
+    for finite, losses_finite in walk:
+        state = update_scale(state, torch.tensor(finite), losses_finite=torch.tensor(losses_finite))
+        pairs = zip(finite, losses_finite, strict=True) if shape else [(finite, losses_finite)]
+        for i, (row, loss) in enumerate(pairs):
+            alone[i] = update_scale(alone[i], torch.tensor(row)) if loss else alone[i]
+    assert all(map(same_bits, state, stacked(alone) if shape else alone[0]))
+
+
+def test_one_flag_of_the_losses_serves_all_scales():
+    state = scale_state(8.0, shape=2)
+    finite = torch.tensor([False, True])
+    assert update_scale(state, finite, losses_finite=torch.tensor(False)).scale.tolist() == [8.0, 8.0]
+    assert update_scale(state, finite, losses_finite=torch.tensor(True)).scale.tolist() == [4.0, 8.0]
 
 
 def test_one_flag_serves_all_scales():
@@ -138,14 +198,18 @@ def test_one_flag_serves_all_scales():
 
 @pytest.mark.parametrize("finite", [torch.tensor([True, False]), torch.tensor([True])])
 def test_update_scale_refuses_flags_that_would_change_the_shape(finite):
-    with pytest.raises(ValueError, match=r"update_scale: expected one flag per scale \[\], found \[\d\]"):
+    with pytest.raises(ValueError, match=r"update_scale: expected one flag per scale \[\], found \[\d\] in finite"):
         update_scale(scale_state(), finite)
+    with pytest.raises(ValueError, match=r"update_scale: .* in losses_finite. For one scale, pass losses_finite.all()"):
+        update_scale(scale_state(), finite.all(), losses_finite=finite)
 
 
 @pytest.mark.parametrize("finite", [True, torch.tensor(1.0), torch.tensor(0)])
 def test_flags_are_bool_tensors(finite):
     with pytest.raises(TypeError, match="update_scale: finite must be a bool tensor"):
         update_scale(scale_state(), finite)
+    with pytest.raises(TypeError, match="update_scale: losses_finite must be a bool tensor"):
+        update_scale(scale_state(), torch.tensor(True), losses_finite=finite)
     with pytest.raises(TypeError, match="select: finite must be a bool tensor"):
         select(finite, torch.ones(1), torch.zeros(1))
 
@@ -490,7 +554,8 @@ def cycle(state: ScaleState, jacobian, params):
     """One step: everything in this file that runs in a step."""
     rows, finite = unscale(state, jacobian)
     moved = {key: params[key] - rows[key].sum(0) / multiplier(state).amax() for key in params}
-    return select(finite, moved, params), update_scale(state, finite), scale(state, rows), finite
+    new = update_scale(state, finite, losses_finite=params["b"] < 1)
+    return select(finite, moved, params), new, scale(state, rows), finite
 
 
 def example(overflow: bool = False, seed: int = 0):
