@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.precision.loss_scale import ScaleState
+from functional_jd.precision.loss_scale import ScaleState, range_of
 
 # The keys of GradScaler.state_dict(), in its order, with the field of ScaleState and its dtype.
 _ENTRIES = {
@@ -45,7 +45,8 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
         `ScaleState` with tensors `[]`, or `[m]` if there are lists.
 
     Raises:
-        ValueError: a missing or unknown key, a value that is not a number, or lists of different lengths.
+        ValueError: a missing or unknown key, a value that is not a number, lists of different lengths, a scale that is
+            zero, negative, infinite or NaN, or factors that `scale_state` would refuse.
 
     Differs: from `GradScaler.load_state_dict`, which may load some entries before it finds that one is missing.
     """
@@ -80,4 +81,10 @@ def _require_numbers(key: str, entry: Any, dtype: torch.dtype) -> None:
             raise ValueError(
                 f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
                 "Pass plain Python numbers, as in GradScaler.state_dict()."
+            )
+        holds, expected = range_of(_ENTRIES[key][0], number)
+        if not holds:
+            raise ValueError(
+                f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
+                "Nothing trains from here on with such a state: start anew with scale_state()."
             )

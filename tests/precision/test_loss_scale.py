@@ -34,6 +34,10 @@ factors = st.one_of(
     st.floats(min_value=1e-3, max_value=1e3),
     st.floats(width=64, allow_nan=False),
 )
+within = {
+    "growth": st.one_of(st.sampled_from([1.0, 2.0]), st.floats(1, 1e3)),
+    "backoff": st.one_of(st.sampled_from([0.5, 1.0]), st.floats(2.0**-1000, 1)),
+}
 FOUND_INF = [0.0, -0.0, 1.0, 2.0, -1.0, math.nan, math.inf]
 
 
@@ -484,7 +488,7 @@ def test_round_trip_through_grad_scaler_keeps_every_bit(value, growth, backoff, 
     assert all(map(same_bits, scale_state_from_dict(scaler.state_dict()), state))
 
 
-@given(st.lists(st.tuples(positive32, st.integers(0, 9), factors, factors, st.integers(-2, 9)), min_size=1, max_size=3))
+@given(st.lists(st.tuples(positive32, st.integers(0, 9), *within.values(), st.integers(-2, 9)), min_size=1, max_size=3))
 def test_round_trip_of_a_state_per_objective_keeps_every_bit(settings):
     state = stacked([record(*setting) for setting in settings])
     entries = scale_state_to_dict(state)
@@ -525,6 +529,10 @@ def test_a_number_beside_lists_serves_all():
         ({"scale": [[2.0]]}, r"'scale' must be a float"),
         ({"scale": [2.0, 4.0], "growth_factor": [2.0]}, r"every list needs m numbers"),
         ({"scale": []}, r"every list needs m numbers"),
+        *(({"scale": x}, r"'scale' must be positive and finite") for x in (0, -0.0, -1.0, math.inf, math.nan, 1e-60)),
+        ({"scale": [2.0, 1e39]}, r"'scale' must be positive and finite in float32, found 1e\+39"),
+        *(({"growth_factor": x}, r"'growth_factor' must be finite and at") for x in (0.5, 0, math.nan, math.inf)),
+        *(({"backoff_factor": x}, r"'backoff_factor' must be in \(0, 1\]") for x in (0.0, 1.5, -0.5, math.nan)),
         ({"growth": 2.0}, r"missing or unknown \['growth'\]"),
     ],
 )
