@@ -58,7 +58,7 @@ def adamw(
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
 
     Raises:
-        ValueError: a negative hyper-parameter, or a beta outside [0, 1).
+        ValueError: a negative, infinite or NaN hyper-parameter, or a beta outside [0, 1).
 
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the

@@ -10,7 +10,14 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.torch_internals import under_functorch
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import Optimizer, copy_with_strides, in_dtypes_of
+from functional_jd.optimizers.base import (
+    Optimizer,
+    check_settings,
+    copy_with_strides,
+    current_rate,
+    in_dtypes_of,
+    no_steps,
+)
 
 
 @displayed_as(outline)
@@ -18,11 +25,11 @@ class TorchState(NamedTuple):
     """The state of `from_torch`.
 
     Attributes:
-        started: bool `[]`, whether a step was taken.
+        steps: int64 `[]`, the number of steps taken.
         entries: one dict of tensors per leaf of params, as in `torch.optim.Optimizer.state`.
     """
 
-    started: Tensor
+    steps: Tensor
     entries: Tree
 
 
@@ -35,21 +42,24 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
 
     Args:
         cls: a class such as `torch.optim.Adam`; all tensors that it changes must be in its `state`.
-        hyper: its keyword arguments, the same for all leaves. On an accelerator, `capturable=True` keeps the step count
-            on the device, for classes that support it.
+        hyper: its keyword arguments, the same for all leaves; `by_label` makes groups. `lr` is a number, a tensor `[]`,
+            or a schedule of the number of steps taken so far. On an accelerator, `capturable=True` keeps the step count
+            and the rate on the device, for classes that support it; others read a rate that is a tensor.
 
     Returns:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
         TypeError: the class needs a closure (LBFGS), keeps state that is not a tensor, or changes its param groups.
-        ValueError: called under a `torch.func` transform.
+        ValueError: called under a `torch.func` transform; an `lr` that is negative, infinite or NaN.
 
     Laws:
-        Pure. Refuses vmap, grad and jvp, because `torch.optim` works in place. Compiles with a graph break.
+        Pure. A skipped step does not advance the schedule. Refuses vmap, grad and jvp, because `torch.optim` works in
+        place. Compiles with a graph break.
 
     Example:
         >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
+        >>> warmed_up = from_torch(torch.optim.RAdam, lr=lambda steps: 1e-3 * ((steps + 1) / 100).clamp(max=1))
     """
     name = cls.__name__
     closure = inspect.signature(cls.step).parameters.get("closure")
@@ -58,10 +68,17 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             f"from_torch: expected a class whose step needs no closure, found {name}, which evaluates the losses in "
             "its step. Use a class such as torch.optim.Adam."
         )
+    schedule: Any = hyper.get("lr", 0.0)
+    check_settings("from_torch", lr=schedule)
+    scheduled = isinstance(schedule, Tensor) or callable(schedule)
+    if scheduled:
+        hyper = hyper | {"lr": 1.0}  # the constructors compare the rate with zero, which would wait for the device
 
     def init(params: Params) -> TorchState:
         leaves, _ = floating_leaves(params, "from_torch")
-        optimizer = _instance(cls, hyper, leaves, [torch.zeros_like(leaf) for leaf in leaves], [{} for _ in leaves])
+        steps, zeros = no_steps(params, "from_torch"), [torch.zeros_like(leaf) for leaf in leaves]
+        rate = _rate(schedule, steps) if scheduled else None
+        optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
         before = [_settings(group) for group in optimizer.param_groups]
         optimizer.step()
         entries = _entries(optimizer)
@@ -73,22 +90,23 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
                 f"from_torch: the state of {name} must be one dict of tensors per parameter, found other values or "
                 f"changes in {sorted(unsupported) or 'its state'}. Use another class, or write init and update."
             )
-        return TorchState(torch.zeros((), dtype=torch.bool, device=leaves[0].device), tuple(entries))
+        return TorchState(steps, tuple(entries))
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
         leaves, structure = floating_leaves(params, "from_torch")
         gradients = tree_leaves(in_dtypes_of(direction, params))
+        rate = _rate(schedule, state.steps) if scheduled else None
         results: list[Any] = []
         for entries in ([{} for _ in leaves], state.entries):
-            optimizer = _instance(cls, hyper, leaves, gradients, entries)
+            optimizer = _instance(cls, hyper, rate, leaves, gradients, entries)
             optimizer.step()
             results.append((optimizer.param_groups[0]["params"], tuple(_entries(optimizer))))
 
         def select(first: Tensor, later: Tensor) -> Tensor:
-            return torch.where(state.started.to(later.device), later, first)
+            return torch.where((state.steps > 0).to(later.device), later, first)
 
         new_leaves, entries = tree_map(select, *results)
-        return tree_unflatten(structure, new_leaves), TorchState(torch.ones_like(state.started), entries)
+        return tree_unflatten(structure, new_leaves), TorchState(state.steps + 1, entries)
 
     eager: Any = torch.compiler.disable(update, reason="torch.optim creates its state in its first step")
     return Optimizer(init, eager)
@@ -130,8 +148,18 @@ def from_transformation(transformation: Any) -> Optimizer:
     return Optimizer(transformation.init, update)
 
 
-def _instance(cls: Any, hyper: dict[str, Any], params: list[Tensor], gradients: list[Tensor], entries: Any) -> Any:
-    """Return an instance of the class with copies of the parameters, gradients and state."""
+def _rate(lr: Any, steps: Tensor) -> Any:
+    """Return the learning rate of this step: a number, if no device has to be waited for."""
+    rate = current_rate(lr, steps)
+    if isinstance(rate, Tensor) and not under_functorch():
+        return rate.item() if rate.is_cpu else rate.float()  # fused kernels take no other dtype
+    return rate
+
+
+def _instance(
+    cls: Any, hyper: dict[str, Any], rate: Any, params: list[Tensor], gradients: list[Tensor], entries: Any
+) -> Any:
+    """Return an instance of the class with copies of the parameters, gradients and state, at this learning rate."""
     if under_functorch():
         raise ValueError(
             "from_torch: expected no transform, since torch.optim works in place, found one of torch.func (vmap, grad, "
@@ -139,6 +167,8 @@ def _instance(cls: Any, hyper: dict[str, Any], params: list[Tensor], gradients: 
         )
     copies = [leaf.detach().clone() for leaf in params]
     optimizer = cls(copies, **hyper)
+    if rate is not None:
+        optimizer.param_groups[0]["lr"] = rate  # as a scheduler of torch does
     for copy, gradient, entry in zip(copies, gradients, entries, strict=True):
         copy.grad = copy_with_strides(gradient.detach(), copy)
         optimizer.state[copy] = {key: copy_with_strides(value.detach(), copy) for key, value in entry.items()}

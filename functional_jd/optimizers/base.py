@@ -1,6 +1,7 @@
 """The protocol of optimizers, and what `sgd` and `adamw` share."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,10 +33,24 @@ class Optimizer(NamedTuple):
 
 
 def check_settings(where: str, **values: Any) -> None:
+    """Refuse numbers that are negative, infinite or NaN. Tensors are values and are not read.
+
+    Raises:
+        TypeError: `lr` is not a number, a tensor or a schedule.
+        ValueError: a number is out of range.
+    """
     for name, value in values.items():
-        if isinstance(value, int | float) and not value >= 0:
+        if isinstance(value, Tensor) or callable(value):
+            continue
+        number: Any = value
+        if not isinstance(value, int | float) and not isinstance(value, Real):  # such as numpy.float32
+            more = ", a tensor or a schedule" if name == "lr" else ""
+            raise TypeError(
+                f"{where}: {name} must be a number{more}, found {type(value).__name__}. Pass for instance {name}=0.1."
+            )
+        if not 0 <= number < float("inf"):
             raise ValueError(
-                f"{where}: {name} must be a number >= 0, found {value}. A step goes against the direction."
+                f"{where}: {name} must be a finite number >= 0, found {value}. A step goes against the direction."
             )
 
 

@@ -49,7 +49,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         An `Optimizer` with `SgdState`; params keep their dtypes.
 
     Raises:
-        ValueError: a negative hyper-parameter, or `nesterov` without momentum.
+        ValueError: a negative, infinite or NaN hyper-parameter, or `nesterov` without momentum.
 
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
