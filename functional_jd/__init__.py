@@ -57,6 +57,7 @@ from functional_jd.objectives import functional, merge, multitask, partition, pe
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.by_label import by_label
 from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
@@ -96,6 +97,7 @@ __all__ = [
     "aggregate",
     "aligned_mtl",
     "autocast",
+    "by_label",
     "cagrad",
     "chosen_engine",
     "clip_by_norm",

@@ -1,0 +1,121 @@
+"""Groups of parameters, each with an optimizer of its own."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from functional_jd.core.tree import floating_leaves, leaves_like, tree_names, tree_unflatten
+from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.optimizers.base import Optimizer
+from functional_jd.precision.loss_scale import select
+
+
+def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], str]) -> Optimizer:
+    """Give every parameter the optimizer of its label: what the param groups of `torch.optim` are for.
+
+    Args:
+        optimizers: the optimizers by label.
+        labels: `labels(name, leaf) -> label`, with dotted names such as `"encoder.0.weight"`. It is called in every
+            step, so it must depend on the name, shape and dtype only, not on the values.
+
+    Returns:
+        An `Optimizer`. Its state is a dict with the state of each optimizer, whose params are a dict `{name: leaf}`.
+
+    Raises:
+        TypeError: an entry of `optimizers` is not an `Optimizer`, or `labels` is not a function.
+        ValueError: no optimizers; when training starts: a leaf with a label that is unknown, a label without leaves, or
+            two leaves with one name.
+
+    Laws:
+        Every group moves as if it were alone. Pure; composes with the transforms that all the optimizers compose with.
+
+    Differs: from `torch.optim`, where a parameter that is in no group stays where it is without a word.
+
+    Example:
+        Without weight decay on norms and biases, and with another rate for the trunk:
+
+        >>> def labels(name, leaf):
+        ...     return "trunk" if name.startswith("shared") else "plain" if leaf.ndim < 2 else "decayed"
+        >>> optimizer = by_label(
+        ...     {"trunk": adamw(1e-4), "plain": adamw(1e-3, weight_decay=0.0), "decayed": adamw(1e-3)}, labels
+        ... )
+    """
+    _check(optimizers, labels)
+    optimizers = dict(optimizers)
+
+    def init(params: Params) -> Tree:
+        leaves, _ = floating_leaves(params, "by_label")
+        groups = _groups(params, leaves, optimizers, labels)
+        return {label: optimizers[label].init(_chosen(leaves, group)) for label, group in groups.items()}
+
+    def step(moving: Tensor | None, direction: Direction, state: Tree, params: Params) -> tuple[Params, Tree]:
+        leaves, structure = floating_leaves(params, "by_label")
+        directions, new_leaves = leaves_like(structure, direction), list(leaves)
+        new_state: dict[str, Tree] = {}
+        for label, group in _groups(params, leaves, optimizers, labels).items():
+            arguments = _chosen(directions, group), state[label], _chosen(leaves, group)
+            moved, new_state[label] = _updated(optimizers[label], moving, *arguments)
+            for name, index in group.items():
+                new_leaves[index] = moved[name]
+        return tree_unflatten(structure, new_leaves), new_state
+
+    guarded = step if any(optimizer.guarded_update for optimizer in optimizers.values()) else None
+    return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), guarded)
+
+
+def _check(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], str]) -> None:
+    if not isinstance(optimizers, Mapping) or not callable(labels):
+        raise TypeError(
+            "by_label: expected a dict of optimizers and a function labels(name, leaf), found "
+            f"{type(optimizers).__name__} and {type(labels).__name__}. "
+            'Pass for instance {"decayed": adamw(1e-3), "plain": adamw(1e-3, weight_decay=0.0)}.'
+        )
+    if not optimizers:
+        raise ValueError("by_label: expected at least one optimizer, found none. Pass one for each label.")
+    for label, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"by_label: the optimizer {label!r} must be a pair (init, update), found {type(optimizer).__name__}. "
+                "Call its builder: adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
+            )
+
+
+def _groups(
+    params: Params, leaves: list[Tensor], optimizers: dict[str, Optimizer], labels: Callable[[str, Tensor], str]
+) -> dict[str, dict[str, int]]:
+    """Return for each label the names of its leaves, and which leaves they are."""
+    names = tree_names(params)
+    if len(set(names)) < len(names):
+        twice = sorted(name for name in set(names) if names.count(name) > 1)
+        raise ValueError(
+            f"by_label: every leaf must have a name of its own, found {twice} twice. Rename the keys with dots."
+        )
+    groups: dict[str, dict[str, int]] = {label: {} for label in optimizers}
+    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        label = labels(name, leaf)
+        if label not in groups:
+            raise ValueError(
+                f"by_label: every leaf must have one of the labels {list(optimizers)}, found {label!r} for {name!r}. "
+                "Add an optimizer for it, or return another label."
+            )
+        groups[label][name] = index
+    if unused := [label for label, group in groups.items() if not group]:
+        raise ValueError(
+            f"by_label: every label must be that of some leaf, found no leaf for {unused} among {names}. "
+            "Compare the names with those that labels expects, or leave the optimizer out."
+        )
+    return groups
+
+
+def _chosen(leaves: list[Tensor], group: dict[str, int]) -> dict[str, Tensor]:
+    return {name: leaves[index] for name, index in group.items()}
+
+
+def _updated(
+    optimizer: Optimizer, moving: Tensor | None, direction: Direction, state: Tree, params: Params
+) -> tuple[Params, Tree]:
+    """One step of one group, where `moving` is true."""
+    if moving is not None and optimizer.guarded_update is not None:
+        return optimizer.guarded_update(moving, direction, state, params)
+    new = optimizer.update(direction, state, params)
+    return new if moving is None else select(moving, new, (params, state))

@@ -1,0 +1,249 @@
+"""Groups of parameters: what `torch.optim` computes with param groups, and what each group computes alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names
+from functional_jd.optimizers.adamw import adamw
+from functional_jd.optimizers.adapters import from_torch
+from functional_jd.optimizers.by_label import by_label
+from functional_jd.optimizers.sgd import sgd
+
+# The first forward-mode derivative makes torch import modules that it scripts itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
+
+
+LAYERS = {"trunk": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
+SHAPES = {key: {name: torch.zeros(p.shape) for name, p in layer.named_parameters()} for key, layer in LAYERS.items()}
+
+
+def labels(name, leaf):
+    return "trunk" if name.startswith("trunk.") else "plain" if leaf.ndim < 2 else "decayed"
+
+
+def tree(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return tree_map(lambda p: torch.randn(p.shape, generator=draw, dtype=torch.float64), SHAPES)
+
+
+def run(optimizer, params, directions, state=None):
+    state = optimizer.init(params) if state is None else state
+    path = []
+    for direction in directions:
+        params, state = optimizer.update(direction, state, params)
+        path.append(params)
+    return path, state
+
+
+def assert_close(found, expected, rtol=1e-12, atol=1e-14):
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def run_torch(cls, seed, directions, groups):
+    """The params after each step of torch with param groups and LambdaLR; `groups`: label -> (schedule, settings)."""
+    leaves = tree_map(lambda p: p.clone().requires_grad_(), tree(seed))
+    members = {label: [] for label in groups}
+    for name, leaf in zip(tree_names(leaves), tree_leaves(leaves), strict=True):
+        members[labels(name, leaf)].append(leaf)
+    optimizer = cls([{"params": members[label], "lr": 1.0, **hyper} for label, (_, hyper) in groups.items()])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [schedule for schedule, _ in groups.values()])
+    path = []
+    for direction in directions:
+        for leaf, towards in zip(tree_leaves(leaves), tree_leaves(direction), strict=True):
+            leaf.grad = towards.clone()
+        optimizer.step()
+        scheduler.step()
+        path.append(tree_map(lambda p: p.detach().clone(), leaves))
+    return path
+
+
+SCHEDULES = {"trunk": lambda k: 0.01 * 0.5**k, "plain": lambda k: 0.1 / (1 + k), "decayed": lambda _: 0.1}
+SETTINGS = {
+    "adamw": {"trunk": {"betas": (0.8, 0.9)}, "plain": {"weight_decay": 0.0}, "decayed": {"weight_decay": 0.3}},
+    "sgd": {"trunk": {"momentum": 0.9, "nesterov": True}, "plain": {}, "decayed": {"weight_decay": 0.3}},
+}
+CLASSES = {"adamw": (adamw, torch.optim.AdamW), "sgd": (sgd, torch.optim.SGD)}
+
+
+def grouped(name, rate=1.0, builder=None):
+    builder, settings = builder or CLASSES[name][0], SETTINGS[name]
+    rates = {label: lambda steps, f=f: rate * f(steps.double()) for label, f in SCHEDULES.items()}
+    return by_label({label: builder(lr=rates[label], **settings[label]) for label in SCHEDULES}, labels)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["ours", "from_torch"])
+@pytest.mark.parametrize("name", CLASSES)
+@given(seed=st.integers(0, 2**16))
+def test_it_is_torch_with_param_groups_and_schedules(name, wrapped, seed):
+    cls, settings = CLASSES[name][1], SETTINGS[name]
+    directions = [tree(seed + i) for i in range(1, 6)]
+    optimizer = grouped(name, builder=partial(from_torch, cls) if wrapped else CLASSES[name][0])
+    expected = run_torch(cls, seed, directions, {label: (f, settings[label]) for label, f in SCHEDULES.items()})
+    assert_close(run(optimizer, tree(seed), directions)[0], expected)
+
+
+def test_groups_move_as_if_alone():
+    optimizers = {"a": sgd(0.1, momentum=0.5), "b": adamw(0.1)}
+    params, directions = {"a": tree(0), "b": tree(1)}, [{"a": tree(i), "b": tree(i + 9)} for i in range(3)]
+    found, _ = run(by_label(optimizers, lambda name, _: name.split(".")[0]), params, directions)
+    for key, optimizer in optimizers.items():
+        alone, _ = run(optimizer, params[key], [direction[key] for direction in directions])
+        assert_close([step[key] for step in found], alone, rtol=0, atol=0)
+
+
+def test_labels_are_given_dotted_names_and_leaves_and_the_state_keeps_the_names():
+    seen = {}
+    optimizer = by_label({"all": sgd(0.1, momentum=0.9)}, lambda name, leaf: seen.update({name: leaf.shape}) or "all")
+    state = optimizer.init(tree(0))
+    expected = {name: p.shape for name, p in nn.ModuleDict(LAYERS).named_parameters()}
+    assert seen == expected
+    assert state["all"].velocity.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("params", [torch.ones(2), [torch.ones(2), (torch.ones(1),)]], ids=["one", "lists"])
+def test_any_pytree_keeps_its_structure(params):
+    optimizer = by_label({"all": sgd(0.5)}, lambda name, leaf: "all")
+    state = optimizer.init(params)
+    found, after = optimizer.update(params, state, params)
+    assert_close(found, tree_map(lambda p: p / 2, params))
+    assert tree_flatten(found)[1] == tree_flatten(params)[1]
+    assert tree_flatten(after)[1] == tree_flatten(state)[1]
+
+
+# --- Skipped steps
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@given(flags=st.lists(st.booleans(), min_size=1, max_size=4))
+def test_a_guarded_update_stands_where_it_is_told_not_to_move(requires_grad, flags):
+    optimizer = by_label({"trunk": adamw(0.1), "plain": sgd(0.1, momentum=0.9), "decayed": adamw(0.2)}, labels)
+    params = tree(0)
+    state = optimizer.init(params)
+    kept, left = params, state
+    for i, flag in enumerate(flags):
+        direction = tree(i + 1)
+        spoiled = direction if flag else tree_map(lambda d: torch.full_like(d, torch.nan), direction)
+        given = tree_map(lambda p: p.detach().clone().requires_grad_(requires_grad), params)
+        params, state = optimizer.guarded_update(torch.tensor(flag), spoiled, state, given)
+        params, state = tree_map(torch.Tensor.detach, (params, state))
+        if flag:
+            given = tree_map(lambda p: p.detach().clone().requires_grad_(requires_grad), kept)
+            kept, left = tree_map(torch.Tensor.detach, optimizer.update(direction, left, given))
+    assert_close((params, state), (kept, left), rtol=0, atol=0)
+
+
+def test_every_group_keeps_its_own_guard():
+    seen = []
+    watched = adamw(0.1)
+
+    def guarded(moving, *arguments):
+        seen.append(sorted(arguments[-1]))
+        return watched.guarded_update(moving, *arguments)
+
+    optimizer = by_label({"a": watched._replace(guarded_update=guarded), "b": sgd(0.1)}, lambda name, _: name[0])
+    params = {"a": torch.ones(1), "b": torch.ones(1), "a.c": torch.ones(1)}
+    optimizer.guarded_update(torch.tensor(True), params, optimizer.init(params), params)
+    assert seen == [["a", "a.c"]]
+
+
+def test_without_guards_there_is_none():
+    assert by_label({"all": sgd(0.1)}, labels).guarded_update is None
+
+
+# --- Pure, and under transforms
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_pure(name):
+    optimizer = grouped(name)
+    params, direction = tree(0), tree(1)
+    _, state = run(optimizer, params, [tree(2)])
+    before = tree_map(torch.clone, (params, direction, state))
+    first = optimizer.update(direction, state, params)
+    assert_close(first, optimizer.update(direction, state, params), rtol=0, atol=0)
+    assert_close((params, direction, state), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_vmap_over_replicas_is_the_loop(name):
+    optimizer, stack = grouped(name), lambda trees: tree_map(lambda *x: torch.stack(x), trees[0], *trees[1:])
+    directions = [[tree(10 * i + k) for k in range(3)] for i in range(3)]
+    params = stack([tree(i) for i in range(3)])
+    state = torch.vmap(optimizer.init)(params)
+    for k in range(3):
+        params, state = torch.vmap(optimizer.update)(stack([d[k] for d in directions]), state, params)
+    assert_close(params, stack([run(optimizer, tree(i), directions[i])[0][-1] for i in range(3)]))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_derivatives_through_steps_are_finite_differences(name):
+    def final(rate, size):
+        path, _ = run(grouped(name, rate), tree(0), [tree_map(lambda d: d * size, tree(i)) for i in (1, 2)])
+        return sum(leaf.sum() for leaf in tree_leaves(path[-1]))
+
+    inputs = tuple(torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.5, 0.7))
+    assert torch.autograd.gradcheck(final, inputs, check_forward_ad=True)
+    plain = tuple(x.detach() for x in inputs)
+    gradients = torch.func.grad(final, argnums=(0, 1))(*plain)
+    _, slope = torch.func.jvp(final, plain, (torch.ones_like(plain[0]),) * 2)
+    torch.testing.assert_close(sum(gradients), slope)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_compiles_once_for_all_steps(name):
+    optimizer, counter = grouped(name), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(optimizer.update, fullgraph=True, backend=counter)
+    params, state = tree(0), optimizer.init(tree(0))
+    for i in range(1, 4):
+        params, state = compiled(tree(i), state, params)
+    expected, expected_state = run(optimizer, tree(0), [tree(i) for i in range(1, 4)])
+    assert counter.frame_count == 1
+    assert_close((params, state), (expected[-1], expected_state))
+
+
+# --- Errors
+
+
+@pytest.mark.parametrize(
+    ("labelled", "message"),
+    [
+        (lambda name, _: name[0], r"one of the labels \['a', 'b'\], found 'c' for 'c.0'. Add an optimizer"),
+        (lambda name, _: "a", r"every label must be that of some leaf, found no leaf for \['b'\] among \['a', 'b', "),
+        (lambda name, _: None, r"found None for 'a'"),
+    ],
+)
+def test_labels_and_optimizers_must_fit_when_training_starts(labelled, message):
+    params = {"a": torch.ones(1), "b": torch.ones(1), "c": [torch.ones(1)]}
+    with pytest.raises(ValueError, match=f"by_label: .*{message}"):
+        by_label({"a": sgd(0.1), "b": sgd(0.2)}, labelled).init(params)
+
+
+def test_two_leaves_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"by_label: every leaf must have a name of its own, found \['a.b'\] twice"):
+        by_label({"x": sgd(0.1)}, lambda name, _: "x").init({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "labelled", "error", "message"),
+    [
+        ({}, labels, ValueError, "by_label: expected at least one optimizer"),
+        ([sgd(0.1)], labels, TypeError, "by_label: expected a dict of optimizers and a function .* found list"),
+        ({"a": sgd(0.1)}, "a", TypeError, "found dict and str"),
+        ({"a": sgd}, labels, TypeError, "the optimizer 'a' must be a pair .* found function. Call its builder"),
+    ],
+)
+def test_what_is_no_dict_of_optimizers_is_named(optimizers, labelled, error, message):
+    with pytest.raises(error, match=message):
+        by_label(optimizers, labelled)
+
+
+def test_params_must_be_floating():
+    with pytest.raises(TypeError, match=r"by_label: .*floating-point tensors, found torch\.int64 in 'n'"):
+        by_label({"a": sgd(0.1)}, lambda name, _: "a").init({"n": torch.arange(3)})
