@@ -67,9 +67,11 @@ from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scal
 from functional_jd.precision.policy import Policy, policy
 from functional_jd.training.engines import chosen_engine
 from functional_jd.training.fit import fit
+from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
+from functional_jd.training.steps import steps
 
 __version__ = "0.1.0"
 
@@ -92,6 +94,7 @@ __all__ = [
     "SlowPathWarning",
     "StepInfo",
     "TrainState",
+    "TrainingStalled",
     "adamw",
     "after_step",
     "aggregate",
@@ -166,6 +169,7 @@ __all__ = [
     "stateless",
     "stch",
     "step",
+    "steps",
     "tchebycheff",
     "total",
     "train_state",

@@ -106,7 +106,7 @@ def attempt(
         journal.undo()
         set_random_state(draws)
     result = slow()
-    warnings.warn(f"{where}: {instead}, because {reason}", SlowPathWarning, stacklevel=_user_level())
+    warnings.warn(f"{where}: {instead}, because {reason}", SlowPathWarning, stacklevel=user_level())
     return result
 
 
@@ -133,7 +133,7 @@ def _reason(error: BaseException) -> str:
     return f"{place}{type(error).__name__}: {message}"
 
 
-def _user_level() -> int:
+def user_level() -> int:
     """The `stacklevel` of the nearest caller outside this package and torch."""
     frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):

@@ -1,11 +1,14 @@
 """The loop around the step: short enough to write by hand, which is what to do as soon as it does not fit."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from inspect import signature
 from operator import length_hint
 from typing import Any
 
-from functional_jd.core.tree import tree_leaves
+from functional_jd.training.progress import Bar
 from functional_jd.training.state import StepInfo, TrainState
+from functional_jd.training.steps import iterate
 
 
 def fit(
@@ -13,12 +16,13 @@ def fit(
     state: TrainState,
     batches: Iterable[Any],
     *,
-    on_step: Callable[[StepInfo], Any] | None = None,
+    on_step: Callable[..., Any] | None = None,
     progress: bool = False,
+    patience: int | None = 200,
 ) -> TrainState:
     """Take one step per batch.
 
-    `for batch in batches: state, info = step(state, *batch); on_step(info)`
+    `for batch in batches: state, info = step(state, *batch); on_step(info, state)`
 
     Args:
         step: `step(state, *batch) -> (state, info)`: `functools.partial(functional_jd.step, losses=..., aggregator=...,
@@ -27,24 +31,39 @@ def fit(
             spend the first on it, `train_state(params, *next(batches), **method)`.
         batches: a `DataLoader`, a list, a generator. A tuple or a list is spread over the arguments of `step`; anything
             else, such as a tensor or a dict, is one argument.
-        on_step: called after every step. `history.append`, with `history = []`, keeps all that plots and logs need;
-            whatever it raises ends the loop.
+        on_step: `on_step(info, state)`, called after every step. A function that may be called with one argument is
+            given the info alone: `history.append`, with `history = []`, keeps all that plots and logs need. Whatever it
+            raises ends the loop.
         progress: whether to show a bar of tqdm on stderr, with the mean of the losses and the steps skipped. Values are
             fetched from the device only when the bar is drawn, several times a second at most.
+        patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
+            `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.
 
     Returns:
         The state after the last batch; `state` itself, where there is none.
 
     Raises:
         ImportError: `progress` without tqdm.
-        TypeError: `step` is not callable.
+        TypeError: `step` is not callable, or `on_step` takes neither one nor two arguments.
+        ValueError: `patience` is not a positive integer.
+        TrainingStalled: too many steps in a row were skipped.
 
     Laws:
-        Two calls on halves of the batches are one call on all. Prints nothing, but for the bar.
+        Two calls on halves of the batches are one call on all. Prints nothing, but for the bar. No exception loses the
+        state: whatever ends the loop, Ctrl-C and what `step`, `on_step` or `batches` raise, has the state after the
+        last step as its attribute `state`, unless it has an attribute of that name already. `steps` is the same loop as
+        an iterator.
 
     Example:
         >>> history = []
         >>> state = fit(partial(step, **method), state, loader, on_step=history.append, progress=True)
+
+        To stop with Ctrl-C and go on with what there is (in a notebook, `sys.last_value.state` has it too):
+
+        >>> try:
+        ...     state = fit(partial(step, **method), state, loader)
+        ... except KeyboardInterrupt as stopped:
+        ...     state = stopped.state
 
         An info does not tell the scale that the step ran at. A step of your own keeps it, for `plotting.scales` and
         `plotting.history`:
@@ -55,54 +74,55 @@ def fit(
         ...     return step(state, *batch, **method)
         >>> state = fit(keep, state, loader, on_step=history.append)
     """
-    if not callable(step):
-        raise TypeError(
-            f"fit: step must be a function, found {type(step).__name__}. "
-            "Pass functools.partial(functional_jd.step, losses=..., aggregator=..., optimizer=...)."
-        )
-    bar = _Bar(length_hint(batches)) if progress else None
+    told = _as_pair(on_step)
+    pairs = iterate(step, state, batches, patience, "fit")
+    bar = Bar(length_hint(batches)) if progress else None
+    taken = 0
     try:
-        for batch in batches:
-            state, info = step(state, *(batch if isinstance(batch, tuple | list) else (batch,)))
-            if on_step is not None:
-                on_step(info)
+        for state, info in pairs:
+            taken += 1
+            if told is not None:
+                told(info, state)
             if bar is not None:
                 bar.advance(info)
+    except BaseException as error:
+        _carry(error, state, taken)
+        raise
     finally:
         if bar is not None:
             bar.close()
     return state
 
 
-class _Bar:
-    """A bar of tqdm that leaves values on the device until it is drawn."""
+def _as_pair(on_step: Callable[..., Any] | None) -> Callable[[StepInfo, TrainState], Any] | None:
+    """Return a function of the info and the state that calls `on_step` with both, or with the info if that will do."""
+    if on_step is None:
+        return None
 
-    def __init__(self, length: int):
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(
-                "fit: progress=True draws a bar with tqdm, which is not installed. "
-                "Install it (pip install tqdm), or follow the steps with on_step."
-            ) from error
-        self.bar = tqdm(total=length or None, unit="step")
-        self.unread: list[StepInfo] = []
-        self.skipped = 0
+    def with_info(info: StepInfo, _: TrainState) -> None:
+        on_step(info)
 
-    def advance(self, info: StepInfo) -> None:
-        # The flags and losses only: weights that count entry by entry are as large as a Jacobian.
-        self.unread.append(info._replace(weights=()))
-        if self.bar.update():
-            self.read()
+    if not callable(on_step):
+        raise TypeError(
+            f"fit: on_step must be a function, found {type(on_step).__name__}. Pass history.append for a list history."
+        )
+    try:
+        parameters = signature(on_step)
+    except ValueError:  # some functions written in C have no signature
+        return with_info
+    for chosen, arguments in ((with_info, (None,)), (on_step, (None, None))):
+        with suppress(TypeError):
+            parameters.bind(*arguments)
+            return chosen
+    raise TypeError(
+        f"fit: on_step must be a function of the info and the state, or of the info, found {parameters}. "
+        "Bind its other arguments with functools.partial."
+    )
 
-    def read(self) -> None:
-        if self.unread:
-            self.skipped += sum(not info.finite.all() for info in self.unread)
-            leaves = tree_leaves(self.unread[-1].losses)
-            mean = sum(float(leaf.detach().sum()) for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
-            self.bar.set_postfix(loss=f"{mean:.4g}", skipped=self.skipped, refresh=False)
-            self.unread.clear()
 
-    def close(self) -> None:
-        self.read()
-        self.bar.close()
+def _carry(error: BaseException, state: TrainState, taken: int) -> None:
+    """Give an exception the state as an attribute, and a note that says so."""
+    if not hasattr(error, "state"):
+        with suppress(AttributeError):  # an exception may have slots
+            error.state = state  # pyright: ignore[reportAttributeAccessIssue]
+            error.add_note(f"fit: the attribute `state` of this exception is the state after {taken} steps.")

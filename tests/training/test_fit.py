@@ -1,6 +1,7 @@
 """The loop around the step."""
 
 import sys
+from collections import deque
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from functional_jd import fit, scale_state, sgd, step, total, train_state, upgrad
+from functional_jd import StepInfo, TrainingStalled, fit, scale_state, sgd, step, total, train_state, upgrad
 
 
 def losses(params, x):
@@ -66,9 +67,134 @@ def test_a_callback_may_end_the_loop():
         if len(seen) == 2:
             raise StopIteration
 
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration) as stopped:
         fit(STEP, start(), batches(9), on_step=stop, progress=True)
     assert len(seen) == 2
+    torch.testing.assert_close(stopped.value.state, fit(STEP, start(), batches(9)[:2]), rtol=0, atol=0)
+
+
+class Told:
+    """A callback that is given what it asks for."""
+
+    def __init__(self):
+        self.seen = []
+
+    def one(self, info):
+        self.seen.append((info,))
+
+    def one_with_options(self, info, mark="mark"):
+        self.seen.append((info,))
+        assert mark == "mark"
+
+    def any_number(self, *given):
+        self.seen.append(given)
+
+    def two(self, info, state):
+        self.seen.append((info, state))
+
+    def two_at_least(self, info, state, *more):
+        self.seen.append((info, state, *more))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("one", 1), ("one_with_options", 1), ("any_number", 1), ("two", 2), ("two_at_least", 2)]
+)
+def test_a_callback_is_given_the_info_and_the_state_if_it_asks_for_both(name, count):
+    told = Told()
+    after = fit(STEP, start(), batches(3), on_step=getattr(told, name))
+    assert [len(given) for given in told.seen] == [count] * 3
+    assert all(isinstance(given[0], StepInfo) for given in told.seen)
+    if count == 2:
+        torch.testing.assert_close(told.seen[-1][1], after, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("collect", [print, torch.nn.Identity(), [].append, deque().append])
+def test_callables_of_all_kinds_are_given_the_info(collect):
+    fit(STEP, start(), batches(1), on_step=collect)
+
+
+@pytest.mark.parametrize(
+    ("on_step", "message"),
+    [
+        (lambda: None, r"on_step must be a function of the info and the state, or of the info, found \(\)"),
+        (lambda a, b, c: None, r"found \(a, b, c\). Bind its other arguments"),
+        ([], "fit: on_step must be a function, found list. Pass history.append"),
+    ],
+)
+def test_a_callback_that_cannot_be_called_is_refused_before_the_first_step(on_step, message):
+    with pytest.raises(TypeError, match=message):
+        fit(STEP, start(), batches(1), on_step=on_step)
+
+
+# --- Nothing is lost
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, StopIteration])
+@pytest.mark.parametrize("where", ["on_step", "batches", "step"])
+def test_an_exception_carries_the_state_after_the_last_step(error, where):
+    done, data = [], batches(5)
+
+    def fail(*_):
+        if len(done) == 3:
+            raise error
+        return True
+
+    def stream():
+        for x in data:
+            if where == "batches":
+                fail()
+            yield x
+
+    def taken(state, x):
+        if where == "step":
+            fail()
+        state, info = STEP(state, x)
+        done.append(info)
+        return state, info
+
+    # Generators turn StopIteration into RuntimeError.
+    raised = RuntimeError if error is StopIteration and where != "on_step" else error
+    with pytest.raises(raised) as stopped:
+        fit(taken, start(), stream(), on_step=fail if where == "on_step" else None)
+    torch.testing.assert_close(stopped.value.state, fit(STEP, start(), data[:3]), rtol=0, atol=0)
+    assert stopped.value.__notes__ == ["fit: the attribute `state` of this exception is the state after 3 steps."]
+
+
+def test_a_state_that_an_exception_has_already_is_left_alone():
+    class OwnError(Exception):
+        state = "own"
+
+    def stop(info):
+        raise OwnError
+
+    with pytest.raises(OwnError) as stopped:
+        fit(STEP, start(), batches(1), on_step=stop)
+    assert stopped.value.state == "own"
+
+
+# --- Skipped steps in a row
+
+
+def corrupt(n):
+    return [torch.full((3,), torch.nan)] * n
+
+
+@pytest.mark.filterwarnings("ignore:fit. the last 20 steps were skipped:RuntimeWarning")
+def test_training_that_stalls_ends_with_the_last_good_state():
+    state, history = start(scale=scale_state(growth_interval=2)), []
+    with pytest.raises(TrainingStalled, match="fit: the last 200 steps were skipped") as stalled:
+        fit(STEP, state, batches(7) + corrupt(500), on_step=history.append)
+    assert len(history) == 207
+    torch.testing.assert_close(stalled.value.state, fit(STEP, state, batches(7)), rtol=0, atol=0)
+
+
+def test_the_warning_points_to_the_line_that_called_fit():
+    with (
+        pytest.warns(RuntimeWarning, match="Training stops after 30 of them") as caught,
+        pytest.raises(TrainingStalled),
+    ):
+        fit(STEP, start(), corrupt(99), patience=30)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def two(params, x, y):
@@ -132,3 +258,9 @@ def test_without_tqdm_the_bar_says_what_to_do(monkeypatch):
 def test_a_step_that_is_none_is_named():
     with pytest.raises(TypeError, match="step must be a function, found TrainState"):
         fit(start(), STEP, batches(1))
+
+
+@pytest.mark.parametrize("patience", [0, -1, 1.5, True, "ten"])
+def test_patience_is_a_number_of_steps(patience):
+    with pytest.raises(ValueError, match="fit: patience must be a number of steps > 0, or None, found "):
+        fit(STEP, start(), batches(1), patience=patience)

@@ -1,0 +1,45 @@
+"""The progress bar of `fit`."""
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Losses
+from functional_jd.training.skips import was_taken
+from functional_jd.training.state import StepInfo
+
+
+class Bar:
+    """A bar of tqdm that leaves values on the device until it is drawn."""
+
+    def __init__(self, length: int):
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise ImportError(
+                "fit: progress=True draws a bar with tqdm, which is not installed. "
+                "Install it (pip install tqdm), or follow the steps with on_step."
+            ) from error
+        self.bar = tqdm(total=length or None, unit="step")
+        self.losses: Losses = None
+        self.unread: list[Tensor] = []
+        self.skipped = 0
+
+    def advance(self, info: StepInfo) -> None:
+        # The flags and losses only: the rest of an info may be as large as a Jacobian.
+        self.losses = info.losses
+        self.unread.append(was_taken(info))
+        if self.bar.update():
+            self.read()
+
+    def read(self) -> None:
+        if self.unread:
+            self.skipped += torch.stack(self.unread).logical_not().sum().item()
+            leaves = tree_leaves(self.losses)
+            mean = sum(float(leaf.detach().sum()) for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
+            self.bar.set_postfix(loss=f"{mean:.4g}", skipped=self.skipped, refresh=False)
+            self.unread.clear()
+
+    def close(self) -> None:
+        self.read()
+        self.bar.close()

@@ -1,0 +1,105 @@
+"""Skipped steps in a row: a warning, then an error that carries the last good state."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.names import objective_names
+from functional_jd.core.slow_path import user_level
+from functional_jd.core.tree import tree_leaves
+from functional_jd.training.state import StepInfo, TrainState
+
+WARN_AFTER = 20
+"""How many steps in a row are skipped before there is a warning: more than it takes a scale to settle."""
+
+_READ_EVERY = 10
+
+
+class TrainingStalled(RuntimeError):  # noqa: N818, as StopIteration
+    """Raised by `fit` and `steps` when too many steps in a row were skipped.
+
+    Attributes:
+        state: the state after the last step that was taken, its scale included; the state at the start, if none was.
+    """
+
+    def __init__(self, message: str, state: Any = None):
+        super().__init__(message)
+        self.state = state
+
+
+class SkipWatch:
+    """Counts the steps that were skipped in a row.
+
+    The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits: the
+    warning and the error come after exactly as many steps as they say.
+    """
+
+    def __init__(self, where: str, patience: int | None):
+        whole = isinstance(patience, int) and not isinstance(patience, bool) and patience > 0
+        if patience is not None and not whole:
+            raise ValueError(
+                f"{where}: patience must be a number of steps > 0, or None, found {patience!r}. None never stops."
+            )
+        self.where, self.patience = where, patience
+        # Of all steps since the last of which it is known that it was taken: the scale before, the flags, the answer.
+        self.run: list[tuple[Any, Tensor, Tensor]] = []
+        self.skipped = 0  # how many of them, from the first on, are known to be skipped
+
+    def follow(self, scale: Any, state: Any, info: Any) -> None:
+        """Count a step, given the scale before it.
+
+        Raises:
+            TrainingStalled: it was the last of `patience` skipped steps in a row.
+        """
+        if not isinstance(info, StepInfo):
+            return
+        self.run.append((scale, info.finite, was_taken(info)))
+        if len(self.run) - self.skipped < _READ_EVERY and len(self.run) not in (WARN_AFTER, self.patience):
+            return
+        self._read()
+        if self.skipped == self.patience:
+            good = state._replace(scale=self.run[0][0]) if isinstance(state, TrainState) else state
+            last = "The attribute `state` of this exception is the state after the last step that was taken."
+            raise TrainingStalled(f"{self._account(info)} {last}", good)
+        if self.skipped == WARN_AFTER:
+            end = "" if self.patience is None else f" Training stops after {self.patience} of them."
+            warnings.warn(self._account(info) + end, RuntimeWarning, stacklevel=user_level())
+
+    def _read(self) -> None:
+        taken = torch.stack([answer for *_, answer in self.run[self.skipped :]]).tolist()
+        last = max((index for index, answer in enumerate(taken) if answer), default=None)
+        if last is not None:
+            del self.run[: self.skipped + last + 1]
+        self.skipped = len(self.run)
+
+    def _account(self, info: StepInfo) -> str:
+        """Return what was skipped, which losses are to blame, and what may help."""
+        reasons = [f"{self.where}: the last {len(self.run)} steps were skipped, because not everything was finite."]
+        names = objective_names(info.losses)
+        bad = [name for name, value in zip(names, _values(info), strict=True) if not abs(value) < float("inf")]
+        if bad:
+            reasons.append(f"In the last step, losses were not finite themselves: {', '.join(bad)}.")
+        if info.finite.shape == (len(names),):
+            counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()
+            rows = [f"{name} ({count} times)" for name, count in zip(names, counts, strict=True) if count]
+            reasons.append(f"Rows that were not finite: {', '.join(rows)}.")
+        else:
+            reasons.append("Which rows were not finite is told by one scale per objective, scale_state(shape=(m,)).")
+        reasons.append("Look for NaN in the batches and the losses (info.losses), and for overflows in low precision.")
+        return " ".join(reasons)
+
+
+def was_taken(info: StepInfo) -> Tensor:
+    """Return whether a step was taken, bool `[]`; of a batch of steps under vmap, whether any of them was."""
+    m = sum(leaf.numel() for leaf in tree_leaves(info.losses))
+    batch = isinstance(info.weights, Tensor) and info.weights.ndim > 1
+    if info.finite.ndim == 0 or (info.finite.shape == (m,) and not batch):
+        return info.finite.all()
+    return info.finite.reshape(len(info.finite), -1).all(1).any()
+
+
+def _values(info: StepInfo) -> list[float]:
+    leaves = [leaf.detach().reshape(-1).double() for leaf in tree_leaves(info.losses)]
+    return torch.cat([leaf.to(leaves[0].device) for leaf in leaves]).tolist()

@@ -1,0 +1,67 @@
+"""The loop around the step, as an iterator."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from functional_jd.training.skips import SkipWatch
+from functional_jd.training.state import StepInfo, TrainState
+
+
+def steps(
+    step: Callable[..., tuple[TrainState, StepInfo]],
+    state: TrainState,
+    batches: Iterable[Any],
+    *,
+    patience: int | None = 200,
+) -> Iterator[tuple[TrainState, StepInfo]]:
+    """Take one step per batch, and yield the state and the info after each: `fit` as a loop of your own.
+
+    Args:
+        step: `step(state, *batch) -> (state, info)`, as for `fit`.
+        state: from `train_state`, or from the last loop.
+        batches: as for `fit`.
+        patience: after so many skipped steps in a row the loop ends with an error; `None`: never.
+
+    Returns:
+        An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
+        assigns to its own variable.
+
+    Raises:
+        TypeError: `step` is not callable.
+        ValueError: `patience` is not a positive integer.
+        TrainingStalled: too many steps in a row were skipped.
+
+    Laws:
+        The last pair holds `fit(step, state, batches)`. After an exception, `break` or Ctrl-C, the variable of the
+        loop holds the last state.
+
+    Example:
+        >>> for state, info in steps(partial(step, **method), state, loader):
+        ...     if info.losses["kind"] < 0.1:
+        ...         break
+    """
+    return iterate(step, state, batches, patience, "steps")
+
+
+def iterate(
+    step: Callable[..., tuple[TrainState, StepInfo]],
+    state: TrainState,
+    batches: Iterable[Any],
+    patience: int | None,
+    where: str,
+) -> Iterator[tuple[TrainState, StepInfo]]:
+    """`steps`, with the name of the calling function for the errors."""
+    if not callable(step):
+        raise TypeError(
+            f"{where}: step must be a function, found {type(step).__name__}. "
+            "Pass functools.partial(functional_jd.step, losses=..., aggregator=..., optimizer=...)."
+        )
+    return _iterate(step, state, batches, SkipWatch(where, patience))
+
+
+def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
+    for batch in batches:
+        scale = getattr(state, "scale", None)
+        state, info = step(state, *(batch if isinstance(batch, tuple | list) else (batch,)))
+        yield state, info
+        watch.follow(scale, state, info)  # afterwards, so that the last step is seen too

@@ -1,0 +1,135 @@
+"""Skipped steps in a row: counted exactly, with few looks at the device, and with the names of the losses."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_jd import StepInfo, TrainingStalled
+from functional_jd.training.skips import SkipWatch, was_taken
+
+NAMES = ["far", "near"]
+
+
+def record(**fields):
+    return StepInfo(**dict.fromkeys(StepInfo._fields, ()) | fields)
+
+
+def info(*finite, losses=(1.0, 2.0)):
+    """An info of two losses; one flag is that of one scale for all."""
+    flags = torch.tensor(finite[0] if len(finite) == 1 else finite)
+    values = dict(zip(NAMES, map(torch.tensor, losses), strict=True))
+    return record(losses=values, weights=torch.ones(2, dtype=torch.float64), finite=flags)
+
+
+def followed(watch, infos):
+    """How many steps it took until the error, and after how many there were warnings."""
+    warned = []
+    for count, each in enumerate(infos, 1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                watch.follow(None, count, each)
+            except TrainingStalled:
+                return count, warned
+        warned += [count] * len(caught)
+    return None, warned
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 45)), max_size=8), st.integers(1, 50), st.booleans())
+def test_the_count_is_exact(runs, patience, per_row):
+    flags = [flag for flag, length in runs for _ in range(length)]
+    expected_warnings, expected_error, row = [], None, 0
+    for count, flag in enumerate(flags, 1):
+        row = 0 if flag else row + 1
+        if row == patience:
+            expected_error = count
+            break
+        if row == 20:
+            expected_warnings.append(count)
+    infos = [info(True, flag) if per_row else info(flag) for flag in flags]
+    assert followed(SkipWatch("fit", patience), infos) == (expected_error, expected_warnings)
+
+
+def test_without_patience_it_never_ends():
+    assert followed(SkipWatch("fit", None), [info(False)] * 500) == (None, [20])
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that travel to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_flags_are_read_ten_at_a_time(monkeypatch):
+    reads, read = [], SkipWatch._read
+    monkeypatch.setattr(SkipWatch, "_read", lambda watch: reads.append(len(watch.run)) or read(watch))
+    watch = SkipWatch("fit", 200)
+    with HostReads() as host:
+        for _ in range(9):
+            watch.follow(None, None, info(True, True))
+    assert host.count == len(reads) == 0
+    assert followed(watch, [info(True, True)] * 91) == (None, [])
+    assert reads == [10] * 10
+    assert not watch.run
+
+
+@pytest.mark.parametrize("limit", [20, 25])
+def test_the_losses_to_blame_are_named(limit):
+    infos = [info(False, True)] * 3 + [info(True, False)] * (limit - 3)
+    watch = SkipWatch("fit", 25)
+    words = (
+        rf"fit: the last {limit} steps were skipped.*Rows that were not finite: far \(3 times\), near \({limit - 3} "
+    )
+    if limit == 20:
+        with pytest.warns(RuntimeWarning, match=words):
+            followed_quietly(watch, infos)
+    else:
+        with pytest.warns(RuntimeWarning), pytest.raises(TrainingStalled, match=words):
+            followed_quietly(watch, infos)
+
+
+def followed_quietly(watch, infos):
+    for each in infos:
+        watch.follow(None, None, each)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("flags", [(False,), (False, False)])
+def test_losses_that_are_not_finite_themselves_are_named(flags, value):
+    with pytest.raises(TrainingStalled, match="losses were not finite themselves: near") as stalled:
+        followed_quietly(SkipWatch("fit", 3), [info(*flags, losses=(1.0, value))] * 3)
+    assert ("one scale per objective" in str(stalled.value)) == (len(flags) == 1)
+
+
+def test_of_a_batch_of_steps_one_that_is_taken_is_enough():
+    def batch(finite, m):
+        return record(losses={"a": torch.ones(3, m)}, weights=torch.ones(3, m), finite=torch.tensor(finite))
+
+    assert was_taken(batch([True, False, False], 2))
+    assert not was_taken(batch([False] * 3, 2))
+    assert was_taken(batch([True, False, False], 1))  # three replicas with one loss, and one scale for each
+    assert was_taken(batch([[True, True], [False, True], [False, False]], 2))
+    assert not was_taken(batch([[False, True], [False, True], [True, False]], 2))
+
+
+def test_other_infos_are_not_looked_at():
+    watch = SkipWatch("fit", 1)
+    watch.follow(None, None, {"finite": torch.tensor(False)})
+    watch.follow(None, None, None)
+    assert not watch.run
+
+
+def test_the_error_can_be_pickled():
+    error = pickle.loads(pickle.dumps(TrainingStalled("why", {"w": 1})))
+    assert (str(error), error.state) == ("why", {"w": 1})
