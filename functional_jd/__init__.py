@@ -65,7 +65,8 @@ from functional_jd.precision.custom_functions import custom, float32_island
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scale_state, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
-from functional_jd.training.engines import chosen_engine
+from functional_jd.training.choice import chosen_engine
+from functional_jd.training.engines import Engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.training.fit import fit
 from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
@@ -86,6 +87,7 @@ __all__ = [
     "Aggregation",
     "Aggregator",
     "Diagnosis",
+    "Engine",
     "EngineChoice",
     "MultitaskJacobian",
     "Optimizer",
@@ -133,10 +135,12 @@ __all__ = [
     "gradnorm",
     "gradvac",
     "gramian",
+    "gramian_engine",
     "gramian_fn",
     "grouped",
     "imtl_g",
     "imtl_l",
+    "jacobian_engine",
     "jacobian_fn",
     "krum",
     "losses",
@@ -178,6 +182,7 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
+    "weighted_engine",
     "weighted_fn",
 ]
 

@@ -89,7 +89,7 @@ def aggregate(
             f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
             "with the Jacobian."
         )
-    weights, state = weigh(aggregator, jacobian, state, *others, losses=losses)
+    weights, state, _ = weigh(aggregator, jacobian, state, *others, losses=losses)
     return Aggregation(combine(jacobian, weights), weights, state)
 
 
@@ -101,13 +101,18 @@ def check_rule(aggregator: Any, where: str) -> None:
         )
 
 
+def view_name(aggregator: Aggregator) -> str:
+    """The name of the view that a rule needs, for errors."""
+    return repr(getattr(aggregator.view, "__name__", aggregator.view))
+
+
 def weigh(
     aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
-) -> tuple[Weights, Tree]:
-    """The weights that `aggregate` multiplies the rows by, and the next state."""
+) -> tuple[Weights, Tree, View]:
+    """The weights that `aggregate` multiplies the rows by, the next state, and the view that the rule received."""
     with autocast_disabled(jacobian):
         view = aggregator.view(jacobian, *others, losses=losses)
-        return aggregator.update(view, aggregator.init(view) if state is None else state)
+        return *aggregator.update(view, aggregator.init(view) if state is None else state), view
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:

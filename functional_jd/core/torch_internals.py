@@ -27,7 +27,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from math import prod
 from types import FrameType, FunctionType
 from typing import Any
@@ -203,8 +203,13 @@ def without_view(x: Tensor) -> Tensor:
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
     ends = {get_gradient_edge(x).node for x in inputs}
+    return nodes_from([y.grad_fn for y in outputs if y.grad_fn is not None], ends)
+
+
+def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
+    """The nodes that a backward pass from these nodes may visit, without those behind the ends."""
     # Dicts keep the order, so that what is appended below is visited too.
-    found = dict.fromkeys(y.grad_fn for y in outputs if y.grad_fn is not None)
+    found = dict.fromkeys(roots)
     order: list[Any] = list(found)
     for node in order:
         for following, _ in () if node in ends else node.next_functions:

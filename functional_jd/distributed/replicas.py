@@ -1,16 +1,16 @@
-"""Replicas: the step of several processes, each with its own batch, as one process would do with all of it."""
+"""Replicas: the engine of several processes, each with its own batch, as one process would do with all of it."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, weigh
+from functional_jd.aggregation.aggregate import combine, view_name, weigh
 from functional_jd.aggregation.views import gramian, needs_no_rows
 from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_map
-from functional_jd.core.types import Jacobian, Losses, LossFunction, Params, Tree
+from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
 from functional_jd.distributed.collectives import (
     Group,
     collective,
@@ -24,13 +24,9 @@ from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.weighted import weighted_fn
-from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.loss_scale import ScaleState, unscale
-from functional_jd.training.engines import EngineResult, loss_rows
-from functional_jd.training.start import detach_parameters
-from functional_jd.training.start import train_state as start_alone
-from functional_jd.training.state import StepInfo, TrainState, check_method
-from functional_jd.training.step import finish_step
+from functional_jd.objectives.buffers import Carried
+from functional_jd.precision.loss_scale import unscale
+from functional_jd.training.engines import ENGINES, Engine, EngineResult, Problem, loss_rows, start_without_rows
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -99,161 +95,145 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
     return tree_map(lambda leaf: collective("first", leaf, group), tree)
 
 
-def train_state(
-    params: Params,
-    *batch: Any,
-    losses: LossFunction,
-    aggregator: Aggregator,
-    optimizer: Optimizer,
-    scale: ScaleState | None = None,
-    group: Group = None,
-) -> TrainState:
-    """Start training on several replicas: `functional_jd.train_state`, the same on all of them.
+def replicated(engine: str = "auto", group: Group = None) -> Engine:
+    """The engine of several replicas, each with its own batch: the mean Jacobian over them in the place of the
+    Jacobian.
+
+    Pass it to `train_state` and to `step` on all replicas. The parameters, and the state that `train_state` returns,
+    are the first replica's.
 
     Args:
-        params: pytree of floating-point tensors, of which the first replica's count. The values of an `nn.Parameter`
-            are taken and its graph is left behind; other tensors keep theirs.
-        batch: this replica's own. The rule starts with what it sees in the mean over the replicas.
-        losses: as for `functional_jd.train_state`; so are `aggregator`, `optimizer` and `scale`.
+        engine: `"jacobian"`: the mean of all rows on every replica. `"columns"`: each of R replicas keeps 1/R of the
+            mean Jacobian's columns: the rows are reduced and scattered `[m, n / R]`, the Gramians of these shares added
+            up `[m, m]`, their directions gathered `[n]`; `(m + 1) / 2m` of the traffic, 1/R of the mean's memory and of
+            the Gramian's work, for rules whose view is `gramian`, `losses` or `no_gradients`. `"weighted"`: one
+            backward pass, for rules whose view is `losses` or `no_gradients`, with one scale for all objectives.
+            `"auto"`: `"weighted"` where it serves the rule, else `"jacobian"`.
         group: the replicas, as for `mean_jacobian`.
 
     Returns:
-        `TrainState(params, optimizer, aggregator, scale)`, the same bits on every replica.
+        An `Engine`. Row i is the same objective on all replicas, and its mean is meant: losses that are means over
+        examples need equally many on each. The rows of `per_example` losses are the examples of all replicas, the first
+        one's first: R m rows, again with equally many on each; scale i of `[m]` serves the rows i of all replicas. The
+        losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's own. Of buffers,
+        floating-point tensors are averaged, and others are the first replica's.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `functional_jd.train_state` and `step` say.
-    """
-    check_method("train_state", aggregator, optimizer)
-    # A broadcast keeps the graph of what it is given: the state would hold that of every step to come.
-    params = replicate(detach_parameters(params), group)
-
-    def init(values: Tensor) -> Tree:
-        return aggregator.init(_pooled(losses, values, group))
-
-    def view(jacobian: Jacobian, *others: Jacobian, **values: Losses) -> Any:
-        seen = [_pooled(losses, rows, group) for rows in (jacobian, *others)]
-        return aggregator.view(*seen, losses=_pooled(losses, values["losses"], group))
-
-    # Rules that need no gradients start with the losses, which are pooled afterwards: no rows are needed.
-    together = aggregator._replace(init=init) if needs_no_rows(aggregator) else aggregator._replace(view=view)
-    state = start_alone(params, *batch, losses=losses, aggregator=together, optimizer=optimizer, scale=scale)
-    return replicate(state, group)
-
-
-def step(
-    state: TrainState,
-    *batch: Any,
-    losses: LossFunction,
-    aggregator: Aggregator,
-    optimizer: Optimizer,
-    group: Group = None,
-    sharded: bool = False,
-) -> tuple[TrainState, StepInfo]:
-    """One step of Jacobian descent on several replicas, each with its own batch.
-
-    `functional_jd.step` with the mean Jacobian over the replicas in the place of the Jacobian.
-
-    Args:
-        state: from `train_state` or from the last step, the same on all replicas.
-        batch: this replica's own.
-        losses: as for `functional_jd.step`. Row i is the same objective on all replicas, and its mean is meant: losses
-            that are means over examples need equally many on each. The rows of `per_example` losses are the examples of
-            all replicas, the first one's first: R m rows, again with equally many on each; scale i of `[m]` serves the
-            rows i of all replicas.
-        aggregator: the rule, the same on all replicas and in every step; so is `optimizer`.
-        group: the replicas, as for `mean_jacobian`.
-        sharded: whether each of R replicas keeps 1/R of the mean Jacobian's columns: the rows are reduced and scattered
-            `[m, n / R]`, the Gramians of the shards added up `[m, m]`, the directions of the shards gathered `[n]`.
-            `(m + 1) / 2m` of the traffic, 1/R of the mean's memory and of the Gramian's work. For rules whose view is
-            `gramian`, `losses` or `blank`; with one scale, the latter two exchange directions anyway, not rows.
-
-    Returns:
-        `(TrainState, StepInfo(losses, weights, finite))`: the same on all replicas; the losses are the mean, or all
-        replicas' examples'.
-
-    Raises:
-        TypeError: what `functional_jd.step` raises.
-        ValueError: likewise; `sharded` with `per_example` losses or a rule that looks at more than the Gramian.
-        RuntimeError: a replica stopped, or did not answer in time: see `mean_jacobian`.
+        ValueError: an unknown engine; in `step` and `train_state`, one that does not give the rule what it needs,
+            `"columns"` with `per_example` losses, no process group, or a group that this process is not in.
+        RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
     Laws:
-        The replicas stay equal, bit for bit, on equal machines. Equal, to rounding, to `functional_jd.step` on the
-        whole batch. One replica's overflow skips the step on all, and each row's scale follows what all say of that
-        row. Compiles in a full graph.
+        The replicas stay equal, bit for bit, on equal machines. Equal, to rounding, to a step on the whole batch. One
+        replica's overflow skips the step on all, and each row's scale follows what all say of that row. Compiles in a
+        full graph.
 
     Differs:
         From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
-        that draw random numbers draw each replica's own.
+        that draw random numbers without a key draw each replica's own.
     """
-    check_method("step", aggregator, optimizer)
-    differentiate = _engine(losses, aggregator, state.scale, sharded)
-    return finish_step(state, optimizer, differentiate(state, batch, losses, aggregator, group))
+    if engine not in ("auto", *_WAYS):
+        raise ValueError(f"replicated: engine must be one of auto, {', '.join(_WAYS)}, found {engine!r}.")
+
+    def differentiate(problem: Problem) -> EngineResult:
+        way = choose_replica_engine(problem.aggregator, problem.scale.scale, engine).engine
+        return _WAYS[way](problem, group)
+
+    return Engine(partial(_check, engine), partial(_start, group), differentiate, partial(replicate, group=group))
 
 
-def _engine(
-    losses: LossFunction, aggregator: Aggregator, scale: ScaleState, sharded: bool
-) -> Callable[..., EngineResult]:
-    choice = choose_replica_engine(aggregator, scale.scale, sharded).engine
-    if choice == "shards" and not needs_no_rows(aggregator) and aggregator.view is not gramian:
+def _check(engine: str, where: str, problem: Problem) -> None:
+    blind = needs_no_rows(problem.aggregator)
+    if engine == "weighted" and (not blind or problem.scale.scale.ndim):
         raise ValueError(
-            "step: sharded=True serves rules that need no gradients, the losses or the Gramian, found one that needs "
-            f"{getattr(aggregator.view, '__name__', aggregator.view)!r}. Use sharded=False."
+            f"{where}: replicated('weighted') serves rules that need no gradients, with one scale, found one that "
+            f"needs {view_name(problem.aggregator)} and a scale {list(problem.scale.scale.shape)}. Use replicated()."
         )
-    if choice == "shards" and kind_of(losses).rows_are_examples:
+    if engine == "columns" and not blind and problem.aggregator.view is not gramian:
         raise ValueError(
-            "step: sharded=True needs rows that are the same objectives on all replicas, found per_example losses, "
-            "whose rows are each replica's own examples. Use sharded=False."
+            f"{where}: replicated('columns') serves rules that need no gradients, the losses or the Gramian, found one "
+            f"that needs {view_name(problem.aggregator)}. Use replicated()."
         )
-    return {"weighted": _by_weights, "shards": _by_shards, "jacobian": _by_jacobian}[choice]
+    if engine == "columns" and kind_of(problem.losses).rows_are_examples:
+        raise ValueError(
+            f"{where}: replicated('columns') needs rows that are the same objectives on all replicas, found "
+            "per_example losses, whose rows are each replica's own examples. Use replicated()."
+        )
 
 
-def _by_weights(
-    state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> EngineResult:
-    values, pullback = weighted_fn(losses, scale=state.scale)(state.params, *batch)
-    values = _pooled(losses, values, group)
-    weights, memory = weigh(aggregator, loss_rows(values), state.aggregator, losses=values)
+def _start(group: Group, problem: Problem) -> Tree:
+    """The rule starts with what it sees in the mean over the replicas."""
+    rule = problem.aggregator
+    if needs_no_rows(rule):  # it starts with the losses, which are pooled afterwards: no rows are needed
+        pooled = rule._replace(init=lambda values: rule.init(_pooled(problem.losses, values, group)))
+        return start_without_rows(problem._replace(aggregator=pooled))
+
+    def view(jacobian: Jacobian, *, losses: Losses) -> Tree:
+        return rule.view(_pooled(problem.losses, jacobian, group), losses=_pooled(problem.losses, losses, group))
+
+    return ENGINES["jacobian"].start(problem._replace(aggregator=rule._replace(view=view)))
+
+
+def _by_weights(problem: Problem, group: Group) -> EngineResult:
+    (values, carried), pullback = weighted_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    values = _pooled(problem.losses, values, group)
+    weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values)
     add, mine = mean_over_group, weights
-    if kind_of(losses).rows_are_examples:
+    if kind_of(problem.losses).rows_are_examples:
         _, replicas, rank = known_group(group)
         add, mine = sum_over_group, weights.reshape(replicas, -1)[rank]
     # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-    direction_finite = all_finite(weights)
-    direction, finite = pullback(torch.where(direction_finite, mine, 0), last=True)
-    direction = add(direction, group)
-    return EngineResult(
-        direction, weights, memory, values, agree(finite, group), direction_finite & all_finite(direction)
-    )
+    weights_finite = all_finite(weights)
+    direction, finite = pullback(torch.where(weights_finite, mine, 0), last=True)
+    direction, finite = add(direction, group), agree(finite, group)
+    carried = _pooled_buffers(carried, group)
+    return EngineResult(direction, weights, memory, values, finite, weights_finite & all_finite(direction), carried)
 
 
-def _by_jacobian(
-    state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> EngineResult:
-    jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
-    jacobian, finite = unscale(state.scale, jacobian)
-    jacobian, values = _pooled(losses, jacobian, group), _pooled(losses, values, group)
-    direction, weights, memory = aggregate(aggregator, jacobian, state.aggregator, losses=values)
+def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
+    jacobian, (values, carried) = jacobian_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    jacobian, finite = unscale(problem.scale, jacobian)
+    jacobian, values = (_pooled(problem.losses, tree, group) for tree in (jacobian, values))
+    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values)
+    direction = combine(jacobian, weights)
     direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
-    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite)
+    seen = view if problem.aggregator.view is gramian else ()
+    carried = _pooled_buffers(carried, group)
+    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
 
 
-def _by_shards(
-    state: TrainState, batch: tuple[Any, ...], losses: LossFunction, aggregator: Aggregator, group: Group
-) -> EngineResult:
-    jacobian, values = jacobian_fn(losses, scale=state.scale)(state.params, *batch)
-    jacobian, finite = unscale(state.scale, jacobian)
+def _by_columns(problem: Problem, group: Group) -> EngineResult:
+    jacobian, (values, carried) = jacobian_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    jacobian, finite = unscale(problem.scale, jacobian)
     values = mean_over_group(values, group)
 
     rows, heads = split_heads(jacobian)
-    like = direction_of_rows(state.params, heads)
+    like = direction_of_rows(problem.args[0], heads)
     shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
-    if aggregator.view is gramian:
-        aggregator = aggregator._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
-    weights, memory = weigh(aggregator, shard, state.aggregator, losses=values)
+    rule = problem.aggregator
+    if rule.view is gramian:
+        rule = rule._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
+    weights, memory, view = weigh(rule, shard, problem.memory, losses=values)
     direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
     direction_finite = all_finite(direction)
     direction = direction_with_heads(direction, mean_over_group(heads, group))
-    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite)
+    seen = view if problem.aggregator.view is gramian else ()
+    carried = _pooled_buffers(carried, group)
+    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
+
+
+_WAYS: dict[str, Callable[[Problem, Group], EngineResult]] = {
+    "jacobian": _by_jacobian,
+    "columns": _by_columns,
+    "weighted": _by_weights,
+}
+
+
+def _pooled_buffers(carried: Carried, group: Group) -> Carried:
+    """Means of floating-point buffers, the first replica's of others; aux is the replica's own."""
+    buffers, aux = carried
+    pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
+    return tree_map(pool, buffers), aux
 
 
 def _pooled(losses: LossFunction, tree: Tree, group: Group) -> Tree:

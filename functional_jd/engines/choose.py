@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, view_name
 from functional_jd.aggregation.views import gramian, needs_no_rows
 from functional_jd.core.rows import HALVE_FROM
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
@@ -55,7 +55,7 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
     if needs_no_rows(aggregator):
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
     if aggregator.view is not gramian:
-        return EngineChoice("jacobian", f"the rule needs {_name(aggregator)}, which only rows give")
+        return EngineChoice("jacobian", f"the rule needs {view_name(aggregator)}, which only rows give")
     if any(leaf.dtype.itemsize < 4 for leaf in leaves):
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
@@ -65,17 +65,13 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
     return EngineChoice("gramian", f"m n = {elements:,} is at least 2^20: the rows would leave the caches")
 
 
-def choose_replica_engine(aggregator: Aggregator, scale: Tensor, sharded: bool) -> EngineChoice:
-    """The engine of a step on several replicas."""
+def choose_replica_engine(aggregator: Aggregator, scale: Tensor, engine: str) -> EngineChoice:
+    """The engine of a step on several replicas, of which the user named one."""
     if needs_no_rows(aggregator) and not scale.ndim:
         return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
-    if sharded:
-        return EngineChoice("shards", "each replica keeps a share of the columns")
+    if engine == "columns":
+        return EngineChoice("columns", "each replica keeps a share of the columns")
     return EngineChoice("jacobian", "the mean of the rows is needed on every replica")
-
-
-def _name(aggregator: Aggregator) -> str:
-    return repr(getattr(aggregator.view, "__name__", aggregator.view))
 
 
 # Rows

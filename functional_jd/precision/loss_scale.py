@@ -23,11 +23,11 @@ from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 
-FLOOR = 2.0**-4
-"""The scale below which `update_scale` does not back off.
+FLOOR = 2.0**-14
+"""The scale below which `update_scale` does not back off: the smallest normal float16.
 
-At this scale, float16 holds gradients from 2**-20 to 2**20, a range with 1 in its middle: larger gradients overflow for
-other reasons than the scale, and smaller ones are seldom all there is. 20 doublings lead back to 2**16, the default.
+At this scale float16 holds gradients up to 2**30, and loses those below 2**-11 altogether: much lower, steps would be
+taken that move nothing. 25 doublings lead to 2**11, where gradients of 2**-25 have all their bits; 30 to the default.
 """
 
 # The smallest normal float32. Its inverse is finite, also if subnormal numbers are flushed to zero.
@@ -71,7 +71,7 @@ def scale_state(
     """Create a loss scale.
 
     Args:
-        init_scale: the initial scale, positive and finite in float32. Below 2**-4, it never backs off.
+        init_scale: the initial scale, positive and finite in float32. Below 2**-14, it never backs off.
         growth_factor: finite and at least 1.
         backoff_factor: in (0, 1].
         growth_interval: the number of finite steps until the scale grows; if 0 or negative, it never grows.
@@ -243,7 +243,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
 def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
     """Increase the scale after `growth_interval` finite steps, and decrease it after a non-finite step.
 
-    Not finite: `scale * backoff_factor`, but at least 2**-4, tracker 0. Finite for the `growth_interval`-th time in a
+    Not finite: `scale * backoff_factor`, but at least 2**-14, tracker 0. Finite for the `growth_interval`-th time in a
     row: `scale * growth_factor` unless that is infinite, tracker 0. Otherwise the tracker increases by 1. Loss not
     finite: nothing changes.
 
@@ -260,7 +260,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
 
     Laws:
         Bit-equal to `torch._amp_update_scale_` down to the floor, elementwise: products are computed in float64 and
-        rounded once. The scale is never zero, also after a scale of zero. A scale that starts below 2**-4 grows from
+        rounded once. The scale is never zero, also after a scale of zero. A scale that starts below 2**-14 grows from
         there, and does not back off.
 
     Source: `torch.amp.GradScaler.update`.

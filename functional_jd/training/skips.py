@@ -93,6 +93,9 @@ class SkipWatch:
 
 def was_taken(info: StepInfo) -> Tensor:
     """Return whether a step was taken, bool `[]`; of a batch of steps under vmap, whether any of them was."""
+    if isinstance(info.moved, Tensor):
+        return info.moved.any()
+    # The record of a step by hand.
     m = sum(leaf.numel() for leaf in tree_leaves(info.losses))
     batch = isinstance(info.weights, Tensor) and info.weights.ndim > 1
     if info.finite.ndim == 0 or (info.finite.shape == (m,) and not batch):

@@ -4,17 +4,18 @@ from typing import Any
 
 from torch import nn
 
-from functional_jd.aggregation.aggregate import Aggregator, start
-from functional_jd.aggregation.views import gramian as look_at_gramian
-from functional_jd.aggregation.views import needs_no_rows
-from functional_jd.core.tree import floating_leaves, tree_map
-from functional_jd.core.types import LossFunction, Params
-from functional_jd.engines.jacobian import jacobian_fn
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import gramian, needs_no_rows
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.tree import floating_leaves, tree_map, tree_names
+from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.engines.kinds import kind_of
+from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import ScaleState, no_scale, unscale
-from functional_jd.training.engines import gramian_without_overflow, loss_rows
+from functional_jd.precision.loss_scale import ScaleState, no_scale
+from functional_jd.training.checks import check_batch, check_learning
+from functional_jd.training.choice import find_engine
+from functional_jd.training.engines import ENGINES, Engine, Problem, start_without_rows
 from functional_jd.training.state import TrainState, check_method
 
 
@@ -25,42 +26,87 @@ def train_state(
     aggregator: Aggregator,
     optimizer: Optimizer,
     scale: ScaleState | None = None,
+    buffers: Tree = (),
+    engine: str | Engine = "auto",
+    has_aux: bool = False,
 ) -> TrainState:
     """Start training: the state that the first `step` takes.
 
     Args:
         params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
             `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs.
-        batch: one batch, to learn what the rule looks at. Its losses are computed once, and their Gramian or their
-            Jacobian where the rule looks at that.
-        losses: `losses(params, *batch)`, as for `jacobian_fn`.
+        batch: one batch, to learn what the rule looks at and which parameters the losses reach.
+        losses: as for `step`.
         aggregator: the rule.
         optimizer: a pair `(init, update)`.
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling.
+        buffers: pytree of tensors that the losses take after the parameters and return beside the losses, such as
+            `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet. `()`
+            for losses without buffers.
+        engine: as for `step`.
+        has_aux: as for `step`.
 
     Returns:
-        `TrainState(params, optimizer, aggregator, scale)`.
+        `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError, ValueError: parameters or losses that are none, as `jacobian_fn` says; a scale that does not fit m.
+        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not return what the buffers
+            and `has_aux` ask for.
+        ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
+            (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
+            it as aux). The graph of the losses decides, never values.
+
+    Warns:
+        UserWarning: losses that are not finite.
+
+    Laws:
+        Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
+        place is put back. Under a transform and torch.compile they are evaluated once, and not checked.
     """
     check_method("train_state", aggregator, optimizer)
     leaves, _ = floating_leaves(params, "train_state")
-    params = detach_parameters(params)
+    _refuse_frozen(params)
+    check_batch("train_state", batch)
+    # Detached first: a copy for all replicas would keep the graph of what it is given.
+    replicate = engine.replicate if isinstance(engine, Engine) else lambda tree: tree
+    params = replicate(detach_parameters(params))
     scale = no_scale(device=leaves[0].device) if scale is None else scale
-    if needs_no_rows(aggregator):
-        values, _ = weighted_fn(losses, scale=scale)(params, *batch)
-        memory = start(aggregator, loss_rows(values), losses=values)
-    elif aggregator.view is look_at_gramian:
-        products, *_ = gramian_without_overflow(params, batch, losses, scale)
-        with autocast_disabled(products):
-            memory = aggregator.init(products)
-    else:
-        jacobian, values = jacobian_fn(losses, scale=scale)(params, *batch)
-        memory = start(aggregator, unscale(scale, jacobian)[0], losses=values)
-    return TrainState(params, optimizer.init(params), memory, scale)
+    buffers = tree_map(lambda x: x.detach().clone(), buffers)
+    threaded = kind_of(losses).thread(losses, batch, Form("train_state", buffers, has_aux))
+    problem = Problem(threaded.losses, (params, *threaded.args), aggregator, None, scale)
+    if not under_transform():
+        check_learning("train_state", problem)
+    state = TrainState(params, buffers, optimizer.init(params), (), scale)
+    return replicate(state._replace(aggregator=_memory(engine, problem, state, losses, batch)))
 
 
 def detach_parameters(params: Params) -> Params:
     """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
     return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
+
+
+def _memory(
+    engine: str | Engine, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
+) -> Tree:
+    """The rule's initial state."""
+    if isinstance(engine, Engine) or engine not in ("auto", *ENGINES):
+        return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
+    if needs_no_rows(problem.aggregator):
+        return start_without_rows(problem)
+    return ENGINES["gramian" if problem.aggregator.view is gramian else "jacobian"].start(problem)
+
+
+def _refuse_frozen(params: Params) -> None:
+    leaves, _ = floating_leaves(params, "train_state")
+    frozen = [
+        name
+        for name, p in zip(tree_names(params), leaves, strict=True)
+        if isinstance(p, nn.Parameter) and not p.requires_grad
+    ]
+    if frozen:
+        raise ValueError(
+            "train_state: expected parameters that require grad, since all of them are trained, found frozen "
+            f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
+            "trained, constant = partition(params, lambda name, p: p.requires_grad), and merge(trained, constant) in "
+            "the losses."
+        )

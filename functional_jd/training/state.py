@@ -10,17 +10,19 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.torch_internals import has_values
 from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Losses, Params, Tree, Weights
+from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import ScaleState
 
 
 def step_table(info: Any) -> Table:
     """Losses by name, with their weights, and which of them were finite; of a batch of steps, the outline."""
-    losses, weights, finite = info
+    losses, weights, finite, moved, *_ = info
     leaves = tree_leaves(losses)
     m = sum(leaf.numel() for leaf in leaves if has_values(leaf))
     single = all(map(has_values, [*leaves, finite])) and finite.ndim < 2 and finite.numel() in (1, m)
+    if isinstance(moved, Tensor):
+        single = single and has_values(moved) and moved.ndim == 0
     if isinstance(weights, Tensor):
         single = single and has_values(weights) and weights.shape == (m,)
     if not single:
@@ -35,7 +37,8 @@ def step_table(info: Any) -> Table:
     if finite.ndim:
         heads.append("finite")
         columns.append(["yes" if flag else "no" for flag in flags])
-    taken = "step taken" if all(flags) else "step skipped, not everything was finite"
+    is_taken = bool(moved) if isinstance(moved, Tensor) else all(flags)
+    taken = "step taken" if is_taken else "step skipped, not everything was finite"
     entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
     title = f"{type(info).__name__}: {taken}{entrywise}"
     return title, heads, shortened([list(row) for row in zip(*columns, strict=True)])
@@ -47,12 +50,15 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: the parameters.
+        buffers: what the losses carry from step to step, such as the statistics of BatchNorm or a key; `()` for losses
+            without buffers.
         optimizer: what the optimizer remembers.
         aggregator: what the rule remembers.
         scale: the loss scale, one for all or one per objective.
     """
 
     params: Params
+    buffers: Tree
     optimizer: Tree
     aggregator: Tree
     scale: ScaleState
@@ -65,13 +71,19 @@ class StepInfo(NamedTuple):
     Attributes:
         losses: the values before the step, unscaled, in the structure that the losses gave them.
         weights: how much each row counted: float64 `[m]`, or a pytree like the Jacobian.
-        finite: bool with the scale's shape: which rows were finite; none, if the direction is not. The step was
-            skipped unless all are.
+        finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not.
+        moved: bool `[]`: whether the step was taken. It was skipped unless all are finite.
+        gramian: float64 `[m, m]`, the Gramian that the rule received, for rules whose view is `gramian`: zero for rows
+            that overflowed, and `diagnose(info.gramian)` costs no derivative. Else `()`.
+        aux: what the losses returned as aux, with `has_aux=True`; else `()`.
     """
 
     losses: Losses
     weights: Weights
     finite: Tensor
+    moved: Tensor | tuple[()] = ()
+    gramian: Gramian | tuple[()] = ()
+    aux: Tree = ()
 
 
 def check_method(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:

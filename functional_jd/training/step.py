@@ -2,12 +2,19 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.types import LossFunction
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Losses, LossFunction, Tree
+from functional_jd.engines.kinds import kind_of
+from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import select, update_scale
-from functional_jd.training.engines import EngineResult, engine_of
+from functional_jd.training.choice import find_engine
+from functional_jd.training.engines import Engine, EngineResult, Problem
 from functional_jd.training.state import StepInfo, TrainState, check_method
 
 
@@ -17,56 +24,82 @@ def step(
     losses: LossFunction,
     aggregator: Aggregator,
     optimizer: Optimizer,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
+    has_aux: bool = False,
 ) -> tuple[TrainState, StepInfo]:
     """One step of Jacobian descent, in mixed precision if the losses are.
 
     Args:
         state: from `train_state` or from the last step.
-        batch: what the losses take after the parameters.
-        losses: `losses(params, *batch)`, as for `jacobian_fn`.
+        batch: what the losses take after the parameters, and after the buffers if there are any.
+        losses: `losses(params, *batch) -> losses`, as for `jacobian_fn`. With buffers in the state,
+            `losses(params, buffers, *batch) -> (losses, buffers)`: the buffers that come back are those of the next
+            step. `multitask` passes them on: `features(shared, buffers, *batch) -> (features, buffers)`, then
+            `heads(own, features, buffers, *batch) -> (losses, buffers)`. Under `per_example` every example receives the
+            same buffers; the next ones are the mean over the examples, of integers the first example's. A key (int64
+            `[2]`, with a name that ends in `key`) is split: every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
         engine: `"jacobian"` computes all rows; `"gramian"`, for rules whose view is `gramian`, computes their inner
             products without forming `[m, n]` where layers allow; `"weighted"`, for rules whose view is `no_gradients`
             or `losses`, takes one backward pass with the weights as cotangent. `"auto"` takes the engine that
-            `chosen_engine` returns.
+            `chosen_engine` returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
+        has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:
-        `(TrainState, StepInfo(losses, weights, finite))`.
+        `(TrainState, StepInfo(losses, weights, finite, moved, gramian, aux))`.
 
     Raises:
-        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; an engine that is unknown, or does not give the
-            rule what it needs. Never because of values.
+        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not return what `has_aux` and
+            the buffers ask for; an engine that is unknown, or does not give the rule what it needs. Never because of
+            values.
 
     Laws:
-        Pure. A step is skipped unless every row and the direction are finite (a rule may refuse losses by weights that
-        are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag. With
-        `engine="weighted"` and one scale per objective, the backward pass runs at the largest scale that serves all,
-        and all flags are equal. The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
-        Does not synchronize with the device, unless the rule does: its docstring says so.
+        Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
+        weights that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag, but
+        stays as it is where the loss itself is not finite, which no scale would mend. With `engine="weighted"` and one
+        scale per objective, the backward pass runs at the largest scale that serves all, and all flags are equal. The
+        engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
+        the device, unless the rule does: its docstring says so.
     """
     check_method("step", aggregator, optimizer)
-    differentiate = engine_of(engine, state, batch, losses, aggregator)
-    return finish_step(state, optimizer, differentiate(state, batch, losses, aggregator))
+    form = Form("step", state.buffers, has_aux)
+    threaded = kind_of(losses).thread(losses, batch, form)
+    problem = Problem(threaded.losses, (state.params, *threaded.args), aggregator, state.aggregator, state.scale)
+    found = find_engine(engine, "step", problem, state, losses, batch).differentiate(problem)
+    return _finished(state, optimizer, found, threaded.next_buffers(found.carried[0]))
 
 
-def finish_step(state: TrainState, optimizer: Optimizer, found: EngineResult) -> tuple[TrainState, StepInfo]:
+def _finished(
+    state: TrainState, optimizer: Optimizer, found: EngineResult, buffers: Tree
+) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, memory, values, finite, direction_finite = found
-    rows_finite = finite.all()
-    moving = rows_finite & direction_finite
+    direction, weights, memory, values, rows_finite, direction_finite, (_, aux), gramian = found
+    losses_finite = _finite_losses(values, state.scale.scale)
+    moved = rows_finite.all() & direction_finite & losses_finite.all()
     guarded = None if under_transform() else optimizer.guarded_update  # torch.compile fuses `select` by itself
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
     if guarded is not None:
-        params, moments = guarded(moving, direction, state.optimizer, state.params)
+        params, moments = guarded(moved, direction, state.optimizer, state.params)
     else:
         params, moments = optimizer.update(direction, state.optimizer, state.params)
         del direction
-        params = select(moving, params, state.params)
-        moments = select(moving, moments, state.optimizer)
-    memory = select(moving, memory, state.aggregator)
-    new = TrainState(params, moments, memory, update_scale(state.scale, finite))
+        params = select(moved, params, state.params)
+        moments = select(moved, moments, state.optimizer)
+    new = TrainState(
+        params,
+        select(moved, buffers, state.buffers),
+        moments,
+        select(moved, memory, state.aggregator),
+        update_scale(state.scale, rows_finite, losses_finite=losses_finite),
+    )
     # The flags show that the step was skipped, also where the direction alone is not finite.
-    return new, StepInfo(values, weights, finite & (direction_finite | ~rows_finite))
+    finite = rows_finite & losses_finite
+    return new, StepInfo(values, weights, finite & (direction_finite | ~finite.all()), moved, gramian, aux)
+
+
+def _finite_losses(values: Losses, scale: Tensor) -> Tensor:
+    """Which losses are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
+    finite = torch.cat([leaf.detach().reshape(-1).isfinite() for leaf in tree_leaves(values)])
+    return finite.reshape(-1, *scale.shape).all(0)

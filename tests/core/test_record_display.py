@@ -209,7 +209,7 @@ def everywhere(x):
     """All records, holding x."""
     scale = jd.scale_state()._replace(scale=x)
     yield scale
-    yield jd.TrainState({"w": x}, jd.sgd(0.1, 0.9).init({"w": x}), (), scale)
+    yield jd.TrainState({"w": x}, {"n": x}, jd.sgd(0.1, 0.9).init({"w": x}), (), scale)
     yield OPTIMIZER.init({"w": x})
     yield jd.StepInfo({"a": x}, x, x > 0)
     yield jd.StepInfo(x, {"w": x}, x > 0)

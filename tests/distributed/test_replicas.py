@@ -123,22 +123,25 @@ def test_rules_and_optimizers_are_checked_before_anything_is_sent():
     ):
         kind = ValueError if "content" in words else TypeError
         with pytest.raises(kind, match=f"step: {words}"):
-            distributed.step(state, x, **(how | wrong))
+            fj.step(state, x, engine=distributed.replicated(), **(how | wrong))
         with pytest.raises(kind, match=f"train_state: {words}"):
-            distributed.train_state(params, x, **(how | wrong))
+            fj.train_state(params, x, engine=distributed.replicated(), **(how | wrong))
 
 
-def test_what_cannot_be_sharded_is_refused_before_anything_is_sent():
+def test_what_an_engine_does_not_serve_is_refused_before_anything_is_sent():
     params, x = {"w": torch.ones(3)}, torch.ones(3)
     how = {"losses": line, "aggregator": fj.trimmed_mean(0), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, x, **how)
-    with pytest.raises(
-        ValueError, match=r"sharded=True serves rules .*found one that needs 'full_jacobian'.*sharded=False"
-    ):
-        distributed.step(state, x, sharded=True, **how)
+    columns = distributed.replicated("columns")
+    with pytest.raises(ValueError, match=r"step: replicated\('columns'\) serves .*needs 'full_jacobian'"):
+        fj.step(state, x, engine=columns, **how)
+    with pytest.raises(ValueError, match=r"step: replicated\('weighted'\) serves .*needs 'full_jacobian'"):
+        fj.step(state, x, engine=distributed.replicated("weighted"), **how)
+    with pytest.raises(ValueError, match=r"replicated: engine must be one of auto, .*found 'rows'"):
+        distributed.replicated("rows")
     examples = how | {"losses": fj.per_example(lambda p, x: (p["w"] * x).sum()), "aggregator": fj.upgrad()}
-    with pytest.raises(ValueError, match=r"found per_example losses.*sharded=False"):
-        distributed.step(state, x[None], sharded=True, **examples)
+    with pytest.raises(ValueError, match=r"replicated\('columns'\) needs rows .*found per_example losses"):
+        fj.step(state, x[None], engine=columns, **examples)
 
 
 def test_autocast_in_threads_is_each_threads_own():

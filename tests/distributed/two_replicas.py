@@ -28,9 +28,10 @@ def main(steps=100):
     batch = x[mine], (x @ targets)[mine]
 
     how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
-    state = distributed.train_state({"w": torch.zeros(2, 2, dtype=torch.float64)}, *batch, **how)
+    how["engine"] = distributed.replicated("columns")
+    state = fj.train_state({"w": torch.zeros(2, 2, dtype=torch.float64)}, *batch, **how)
     for _ in range(steps):
-        state, info = distributed.step(state, *batch, sharded=True, **how)
+        state, info = fj.step(state, *batch, **how)
     if dist.get_rank() == 0:
         first, second = info.losses.tolist()
         print(f"{dist.get_world_size()} replicas, {steps} steps: losses {first:.4f} and {second:.4f}")

@@ -90,6 +90,18 @@ def one_example(p, x, y, z):
 MULTITASK, PER_EXAMPLE = fj.multitask(features, top), fj.per_example(one_example)
 
 
+def engine(sharded=False, group=None):
+    return distributed.replicated("columns" if sharded else "auto", group)
+
+
+def begin(*args, group=None, **how):
+    return fj.train_state(*args, engine=engine(group=group), **how)
+
+
+def step(*args, sharded=False, group=None, **how):
+    return fj.step(*args, engine=engine(sharded, group), **how)
+
+
 def trained(first, next_, method, scale, params, batch, n=3):
     state = first(params, *batch, scale=scale, **method)
     infos = []
@@ -104,8 +116,8 @@ def check_a_modules_parameters_leave_their_graph_behind():
     losses = lambda p, x: torch.func.functional_call(linear, p, (x,)).square().mean(0)
     method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw(0.1)}
     batch = (torch.randn(4, 5),)
-    state = distributed.train_state(dict(linear.named_parameters()), *batch, **method)
-    after, info = distributed.step(state, *batch, **method)
+    state = begin(dict(linear.named_parameters()), *batch, **method)
+    after, info = step(state, *batch, **method)
     assert not any(leaf.requires_grad for leaf in tree_leaves((tuple(state), tuple(after), tuple(info))))
 
 
@@ -128,7 +140,7 @@ def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
     for losses, rule, options, shape in cases:
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.adamw(1e-2)}
         scale = fj.scale_state(2.0**10, shape=shape)
-        begin, proceed = distributed.train_state, partial(distributed.step, **options)
+        proceed = partial(step, **options)
         state, infos = trained(begin, proceed, how, scale, params, mine(batch))
         assert same_everywhere((state, infos))
         assert all(info.finite.all() for info in infos)
@@ -143,8 +155,8 @@ def check_in_float16_the_replicas_stay_equal_too():
     for losses, sharded in ((plain, False), (MULTITASK, True)):
         how = {"losses": fj.autocast(losses) if losses is plain else losses, "aggregator": fj.upgrad()}
         how |= {"optimizer": fj.sgd(1e-2, momentum=0.9)}
-        proceed = partial(distributed.step, sharded=sharded)
-        state, infos = trained(distributed.train_state, proceed, how, fj.scale_state(), params, mine(batch))
+        proceed = partial(step, sharded=sharded)
+        state, infos = trained(begin, proceed, how, fj.scale_state(), params, mine(batch))
         assert same_everywhere((state, infos))
         assert not same(state.params, params)
 
@@ -157,14 +169,14 @@ def check_one_replicas_overflow_skips_the_step_on_all():
     for rule in (fj.upgrad(), fj.total()):
         how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2, momentum=0.9)}
         for shape, sharded in itertools.product(((), (2,)), (False, True)):
-            state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(2.0**120, shape=shape), **how)
-            after, info = distributed.step(state, x, y, z, sharded=sharded, **how)
+            state = begin(params, *mine(batch), scale=fj.scale_state(2.0**120, shape=shape), **how)
+            after, info = step(state, x, y, z, sharded=sharded, **how)
             assert same_everywhere((after, info.finite))
             assert same(after[:3], state[:3]), "nothing but the scale changes"
             finite = torch.tensor([False, True] if shape else False)
             assert torch.equal(info.finite, finite)
             assert torch.equal(after.scale.scale, torch.where(finite, 2.0**120, 2.0**119))
-            again, info = distributed.step(after, *mine(batch), sharded=sharded, **how)
+            again, info = step(after, *mine(batch), sharded=sharded, **how)
             assert info.finite.all()
             assert not same(again.params, params), "the next step is taken"
 
@@ -173,9 +185,9 @@ def check_a_rule_that_refuses_skips_the_step_but_not_the_scale():
     params, batch = problem()
     refusing = fj.stateless(fj.gramian, lambda G: G.diagonal() * torch.nan)
     how = {"losses": plain, "aggregator": refusing, "optimizer": fj.sgd(1e-2)}
-    state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
+    state = begin(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
     for sharded in (False, True):
-        after, info = distributed.step(state, *mine(batch), sharded=sharded, **how)
+        after, info = step(state, *mine(batch), sharded=sharded, **how)
         assert not info.finite.any()
         assert same(after[:3], state[:3])
         assert after.scale.scale == 8
@@ -230,9 +242,9 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
         return sum((p[k] * local[k]).unsqueeze(-1).flatten(1).sum(1) for k in p)
 
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
-    state = fj.TrainState(params, how["optimizer"].init(params), (), fj.no_scale())
+    state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.no_scale())
     for sharded in (False, True):
-        after, _ = distributed.step(state, sharded=sharded, **how)
+        after, _ = step(state, sharded=sharded, **how)
         close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
         assert same_everywhere(after)
 
@@ -286,7 +298,7 @@ def check_a_step_of_a_step_can_be_differentiated():
 
     def after(take, batch, options, rate):
         how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(lambda _: rate)}
-        state = fj.TrainState(params, how["optimizer"].init(params), (), fj.no_scale())
+        state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.no_scale())
         for _ in range(2):
             state, info = take(state, *batch, **how, **options)
         return sum((leaf**2).sum() for leaf in tree_leaves(state.params)) + sum(info.losses.values())
@@ -294,7 +306,7 @@ def check_a_step_of_a_step_can_be_differentiated():
     rate = torch.tensor(0.05, dtype=torch.float64)
     whole = torch.func.grad(partial(after, fj.step, batch, {}))(rate)
     for sharded in (False, True):
-        f = partial(after, distributed.step, mine(batch), {"sharded": sharded})
+        f = partial(after, step, mine(batch), {"sharded": sharded})
         torch.testing.assert_close(torch.func.jvp(f, (rate,), (torch.ones_like(rate),))[1], whole)
 
 
@@ -302,8 +314,8 @@ def check_the_step_compiles_in_a_full_graph():
     params, batch = problem()
     rule = fj.stateless(fj.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
     how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-    state = distributed.train_state(params, *mine(batch), scale=fj.scale_state(), **how)
-    take = partial(distributed.step, sharded=True, **how)
+    state = begin(params, *mine(batch), scale=fj.scale_state(), **how)
+    take = partial(step, sharded=True, **how)
     compiled = torch.compile(take, fullgraph=True, backend="aot_eager")
     close(compiled(state, *mine(batch)), take(state, *mine(batch)), rtol=1e-9, atol=1e-12)
     mean = torch.compile(distributed.mean_jacobian, fullgraph=True, backend="aot_eager")
@@ -314,7 +326,7 @@ def check_the_first_replicas_state_counts():
     params, batch = problem()
     own = tree_map(lambda p: p + rank(), params)
     how = {"losses": plain, "aggregator": fj.random_weights(fj.random.key(rank())), "optimizer": fj.sgd(1e-2)}
-    state = distributed.train_state(own, *mine(batch), **how)
+    state = begin(own, *mine(batch), **how)
     assert same(state.params, params)
     assert same_everywhere(state)
     odd = {"flag": torch.tensor(rank() == 0), "count": torch.tensor([rank()]), "none": torch.zeros(0)}
@@ -335,11 +347,11 @@ def check_only_the_members_of_a_group_count():
 def check_nothing_runs_in_half_under_autocast_outside():
     params, batch = problem(torch.float32)
     how = {"losses": fj.autocast(plain, torch.bfloat16), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
-    state = distributed.train_state(params, *mine(batch), **how)
+    state = begin(params, *mine(batch), **how)
     for sharded in (False, True):
-        within = distributed.step(state, *mine(batch), sharded=sharded, **how)
+        within = step(state, *mine(batch), sharded=sharded, **how)
         with torch.autocast("cpu", torch.bfloat16):
-            around = distributed.step(state, *mine(batch), sharded=sharded, **how)
+            around = step(state, *mine(batch), sharded=sharded, **how)
         assert same(within, around)
 
 
@@ -371,16 +383,16 @@ def survive(port, me):
     impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     params, batch = problem()
     how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
-    state = distributed.train_state(params, *mine(batch), **how)
+    state = begin(params, *mine(batch), **how)
     for group in (impatient, None):
-        state, _ = distributed.step(state, *mine(batch), group=group, **how)
+        state, _ = step(state, *mine(batch), group=group, **how)
     if rank():
         time.sleep(4)
         os._exit(3)
     for group in (impatient, None):
         start = time.perf_counter()
         try:
-            distributed.step(state, *mine(batch), group=group, **how)
+            step(state, *mine(batch), group=group, **how)
             print(json.dumps(["no error", 0.0]))
         except RuntimeError as error:
             print(json.dumps([str(error), time.perf_counter() - start]), flush=True)

@@ -355,7 +355,7 @@ def test_a_training_shows_its_losses_and_where_it_was_skipped():
     assert list(_lines(ax)["skipped"].get_xdata()) == [2]
     assert _labels(ax) == ["far", "near", "skipped"]
     ax = plotting.scales(states, infos)
-    np.testing.assert_array_equal(_lines(ax)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 16, 16, 17]))
+    np.testing.assert_array_equal(_lines(ax)["all objectives"].get_ydata(), 2.0 ** np.array([16, 16, 17, 17, 17, 18]))
     assert ax.get_yscale() == "log"
 
 

@@ -123,7 +123,7 @@ def test_training_goes_on_bit_for_bit(rule, optimizer):
             flags.append(bool(info.finite.all()))
         return state, flags
 
-    scale = fj.scale_state(2.0**20, growth_interval=2, shape=(3,))
+    scale = fj.scale_state(2.0**17, growth_interval=2, shape=(3,))
     begun = fj.train_state(params, *batches[0], scale=scale, **method())
     whole, flags = train(begun, batches, method())
     half, _ = train(begun, batches[:5], method())

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, Params, Tree
+from functional_jd.objectives.buffers import Form, Threaded
 
 Args: TypeAlias = tuple[Any, ...]
 """What the losses are called with: the parameters and the batch."""
@@ -30,6 +31,8 @@ class Kind(NamedTuple):
         weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass.
         row_params: `row_params(losses, params)`: the parameters that have rows.
         objectives: `objectives(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
+        thread: `thread(losses, batch, form)`: losses with or without buffers and aux, in one form.
+        sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the graph.
         rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
     """
 
@@ -38,4 +41,6 @@ class Kind(NamedTuple):
     weighted: Callable[..., FoundWeighted]
     row_params: Callable[[Any, Params], Tree]
     objectives: Callable[[Any, Params, Args], int]
+    thread: Callable[[Any, Args, Form], Threaded]
+    sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]]
     rows_are_examples: bool = False

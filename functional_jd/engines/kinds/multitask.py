@@ -1,7 +1,7 @@
 """Several tasks on one trunk: rows for the trunk, one summed gradient for the heads."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, 
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
 from functional_jd.objectives import Multitask
+from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
 from functional_jd.precision.loss_scale import unscale
 
@@ -98,19 +99,16 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
                 return losses.features(shared, *batch)
 
         features = with_op_tables(recorded_features, options.journal)(tree_unflatten(structure, points))
-        return [x for x in tree_leaves(features) if isinstance(x, Tensor) and x.is_floating_point()], features
+        return _differentiable(features), features
 
     point, uses, edges = recorded(trunk, leaves, options)
-    features, features_structure = tree_flatten(point.extra)
-    if any(isinstance(x, Tensor) and x.is_complex() for x in features):
+    if any(x.is_complex() for x in _differentiable(point.extra)):
         raise RowsNeededError("features are complex numbers")
 
     evaluated: list[tuple[Any, list[Tensor]]] = []
 
     def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
-        rest = iter(differentiated)
-        filled = [next(rest) if isinstance(x, Tensor) and x.is_floating_point() else x for x in features]
-        found = losses.heads(heads, tree_unflatten(features_structure, filled), *batch)
+        found = losses.heads(heads, _with_differentiable(point.extra, differentiated), *batch)
         if not under_transform():
             evaluated[:] = [(found[0] if options.has_aux else found, differentiated)]
         return found
@@ -171,14 +169,12 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         found = with_op_tables(losses.features, options.journal)(tree_unflatten(shared_structure, inputs), *batch)
-        return [x for x in tree_leaves(found) if _is_differentiable(x)], found
+        return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable)
-    found, structure = tree_flatten(below.extra)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        differentiated = iter(inputs[len(own) :])
-        filled = tree_unflatten(structure, [next(differentiated) if _is_differentiable(x) else x for x in found])
+        filled = _with_differentiable(below.extra, inputs[len(own) :])
         mine = tree_unflatten(own_structure, inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
         _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
@@ -252,7 +248,22 @@ def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tenso
         return torch.tensordot(inverse, rows, dims=1)
 
 
-def _is_differentiable(value: Any) -> bool:
+def _differentiable(features: Tree) -> list[Tensor]:
+    """The leaves of the features that a gradient goes through."""
+    through = features.features if isinstance(features, FeaturesAndBuffers) else features
+    return [x for x in tree_leaves(through) if _has_gradient(x)]
+
+
+def _with_differentiable(features: Tree, differentiated: list[Tensor]) -> Tree:
+    """The features with other tensors in the place of those that a gradient goes through."""
+    if isinstance(features, FeaturesAndBuffers):
+        return FeaturesAndBuffers(_with_differentiable(features.features, differentiated), features.buffers)
+    rest = iter(differentiated)
+    leaves, structure = tree_flatten(features)
+    return tree_unflatten(structure, [next(rest) if _has_gradient(x) else x for x in leaves])
+
+
+def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -265,4 +276,38 @@ def _objectives(losses: Multitask, params: Params, batch: Args) -> int:  # noqa:
     return max(4, len(tree_leaves(losses.split(params)[1])) // 2)
 
 
-MULTITASK = Kind(jacobian, gramian, weighted, _row_params, _objectives)
+class FeaturesAndBuffers(NamedTuple):
+    """What a trunk with buffers returns: no derivative goes through the buffers."""
+
+    features: Tree
+    buffers: Tree
+
+
+def _thread(losses: Multitask, batch: Args, form: Form) -> Threaded:
+    """The trunk's buffers go on to the heads."""
+    if not form.takes_buffers:
+        heads = lambda own, features, *batch: uniform(losses.heads(own, features, *batch), form)
+        return Threaded(Multitask(losses.features, heads), batch, next_as_found(form))
+
+    def features_and_buffers(shared: Params, *args: Any) -> FeaturesAndBuffers:
+        found = losses.features(shared, *args)
+        if not (isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2):
+            raise TypeError(
+                f"{form.where}: with buffers, features must return a pair (features, buffers), found "
+                f"{type(found).__name__}. Return the buffers unchanged where the trunk has none."
+            )
+        features, buffers = cast("tuple[Any, Any]", found)
+        return FeaturesAndBuffers(features, tree_map(torch.Tensor.detach, buffers))
+
+    def heads_with_buffers(own: Params, found: FeaturesAndBuffers, _: Tree, *batch: Any) -> Any:
+        return uniform(losses.heads(own, found.features, found.buffers, *batch), form)
+
+    threaded = Multitask(features_and_buffers, heads_with_buffers)
+    return Threaded(threaded, (form.buffers, *batch), next_as_found(form))
+
+
+def _sample(losses: Any, args: Args) -> tuple[Any, Args]:
+    return losses, args
+
+
+MULTITASK = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)

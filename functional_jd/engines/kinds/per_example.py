@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
-from functional_jd.core.tree import floating_leaves, tree_unflatten
+from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
     Options,
@@ -29,8 +29,10 @@ from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, to_dense, vjp
 from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
+from functional_jd.objectives.buffers import Form, Threaded, check_buffers, is_key, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale
+from functional_jd.random import split
 
 
 def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
@@ -199,4 +201,38 @@ def _objectives(losses: PerExample, params: Params, batch: Args) -> int:  # noqa
     return losses.count(batch)
 
 
-PER_EXAMPLE = Kind(jacobian, gramian, weighted, _row_params, _objectives, rows_are_examples=True)
+def _thread(losses: PerExample, batch: Args, form: Form) -> Threaded:
+    """Every example receives the same buffers, and keys of its own."""
+    if not form.takes_buffers:
+        alone = PerExample(lambda params, *example: uniform(losses.loss(params, *example), form), losses.in_dims)
+        return Threaded(alone, batch, next_as_found(form))
+    leaves, structure = tree_flatten(form.buffers)
+    names, m = tree_names(form.buffers), losses.count(batch)
+    keys = {i: split(x, m + 1) for i, x in enumerate(leaves) if is_key(names[i], x, form.buffers)}
+
+    def loss(params: Params, own_keys: list[Tensor], shared: Tree, *example: Any) -> Any:
+        filled = list(tree_leaves(shared))
+        for index, own in zip(keys, own_keys, strict=True):
+            filled[index] = own
+        return uniform(losses.loss(params, tree_unflatten(structure, filled), *example), form)
+
+    def next_buffers(found: Tree) -> Tree:
+        check_buffers(form, found, rows=True)
+        # Running means over the examples are the mean of each example's; counters are equal in all examples.
+        moved = [x.mean(0) if x.is_floating_point() else x[0] for x in tree_leaves(found)]
+        for index, rows in keys.items():
+            moved[index] = rows[0]
+        return tree_unflatten(structure, moved)
+
+    own_keys = [rows[1:] for rows in keys.values()]
+    dims = (0 if keys else None, None, *losses.dims(batch))
+    return Threaded(PerExample(loss, dims), (own_keys, form.buffers, *batch), next_buffers)
+
+
+def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
+    """The first example stands for all: they have one graph."""
+    params, *batch = args
+    return losses.loss, (params, *losses.examples(tuple(batch))[0])
+
+
+PER_EXAMPLE = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample, rows_are_examples=True)

@@ -26,6 +26,7 @@ from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, 
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale
 
@@ -155,4 +156,15 @@ def _objectives(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG00
     return 4
 
 
-PLAIN = Kind(jacobian, gramian, weighted, _row_params, _objectives)
+def _thread(losses: Any, batch: Args, form: Form) -> Threaded:
+    def threaded(params: Params, *args: Any) -> Any:
+        return uniform(losses(params, *args), form)
+
+    return Threaded(threaded, (form.buffers, *batch) if form.takes_buffers else batch, next_as_found(form))
+
+
+def _sample(losses: Any, args: Args) -> tuple[Any, Args]:
+    return losses, args
+
+
+PLAIN = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)

@@ -1,0 +1,113 @@
+"""Buffers: what losses carry from step to step beside the parameters, as an argument and a result."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.tree import tree_flatten, tree_names
+from functional_jd.core.types import Losses, Tree
+
+Carried = tuple[Tree, Tree]
+"""`(buffers, aux)`; `()` in the place of what the losses do not return."""
+
+
+class Form(NamedTuple):
+    """What losses take and return beside the parameters, the batch and their values.
+
+    Attributes:
+        where: the function that the user called, for errors.
+        buffers: the buffers that the losses take after the parameters; `()` where they take none.
+        has_aux: whether they return aux, last.
+    """
+
+    where: str
+    buffers: Tree
+    has_aux: bool
+
+    @property
+    def takes_buffers(self) -> bool:
+        """An empty dict counts: that of a module without buffers."""
+        return not (isinstance(self.buffers, tuple) and len(cast("tuple[Any, ...]", self.buffers)) == 0)
+
+
+class Threaded(NamedTuple):
+    """Losses that return `(losses, (buffers, aux))`, whatever the user's return.
+
+    Attributes:
+        losses: of the kind of the user's losses.
+        args: what they take after the parameters.
+        next_buffers: `next_buffers(found)`: the buffers for the next step, from those that the engine returns.
+    """
+
+    losses: Callable[..., Any]
+    args: tuple[Any, ...]
+    next_buffers: Callable[[Tree], Tree]
+
+
+def uniform(result: Any, form: Form) -> tuple[Losses, Carried]:
+    """`(losses, (buffers, aux))` from what losses of this form returned."""
+    parts = ["losses", *(["buffers"] if form.takes_buffers else []), *(["aux"] if form.has_aux else [])]
+    if len(parts) == 1:
+        return result, ((), ())
+    if not (isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == len(parts)):
+        given = (["buffers"] if form.takes_buffers else []) + (["has_aux=True"] if form.has_aux else [])
+        raise TypeError(
+            f"{form.where}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
+            f"{_described(result)}. Return a tuple of these {len(parts)}."
+        )
+    values, *rest = cast("tuple[Any, ...]", result)
+    return values, (rest[0] if form.takes_buffers else (), rest[-1] if form.has_aux else ())
+
+
+def check_buffers(form: Form, found: Tree, *, rows: bool = False) -> None:
+    """Refuse buffers that are unlike those that the losses received.
+
+    Args:
+        form: with the buffers that they received.
+        found: the buffers that they returned.
+        rows: whether each has a first dimension of examples.
+    """
+    if not form.takes_buffers:
+        return
+    (old, structure), (new, other) = tree_flatten(form.buffers), tree_flatten(found)
+    if structure != other:
+        names = sorted(set(tree_names(found)) ^ set(tree_names(form.buffers)))
+        raise ValueError(
+            f"{form.where}: the losses must return buffers with the structure of those that they received, found "
+            f"another, which differs in {names[:5]}. Return all buffers, also those that did not change."
+        )
+    for index, (x, y) in enumerate(zip(old, new, strict=True)):
+        expected, given = (_shaped(x), _shaped(y, rows))
+        if expected != given:
+            raise ValueError(
+                f"{form.where}: the losses must return buffers with the shapes and dtypes of those that they "
+                f"received, found {given} in {tree_names(form.buffers)[index]!r}, expected {expected}."
+            )
+
+
+def next_as_found(form: Form) -> Callable[[Tree], Tree]:
+    """The buffers that the engine returns are those of the next step."""
+
+    def next_buffers(found: Tree) -> Tree:
+        check_buffers(form, found)
+        return found
+
+    return next_buffers
+
+
+def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
+    """Whether a leaf of the buffers is a key of `functional_jd.random`: int64 `[2]`, with a name that ends in `key`."""
+    shaped = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
+    return shaped and (name.endswith("key") or leaf is buffers)
+
+
+def _shaped(value: Any, rows: bool = False) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape[1:] if rows else value.shape)}"
+
+
+def _described(result: Any) -> str:
+    return f"a tuple of {len(cast(Any, result))}" if isinstance(result, tuple) else type(result).__name__

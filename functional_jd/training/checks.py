@@ -1,0 +1,88 @@
+"""What `train_state` checks: that there is something to learn, and something to learn it from."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.names import objective_names
+from functional_jd.core.slow_path import StateJournal, random_state, set_random_state, user_level
+from functional_jd.core.torch_internals import nodes_from
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.types import Losses
+from functional_jd.engines.evaluate import Options, evaluate_losses
+from functional_jd.engines.kinds import kind_of
+from functional_jd.training.engines import Problem
+
+
+def check_batch(where: str, batch: tuple[Any, ...]) -> None:
+    """Refuse a batch without a single element."""
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    if tensors and not any(x.numel() for x in tensors):
+        shapes = ", ".join(str(list(x.shape)) for x in tensors[:3])
+        raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
+
+
+def check_learning(where: str, problem: Problem) -> None:
+    """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
+
+    The losses are evaluated once, as if they had not been: what they change is put back.
+    """
+    journal, draws = StateJournal(), random_state()
+    leaves, structure = tree_flatten(problem.args[0])
+    points = [x.detach().requires_grad_() for x in leaves]
+    options = Options(where, True, None, differentiable=False, journal=journal)
+    try:
+        with torch.enable_grad():
+            args = (tree_unflatten(structure, points), *problem.args[1:])
+            _, (values, _) = evaluate_losses(*kind_of(problem.losses).sample(problem.losses, args), options)
+    finally:
+        journal.undo()
+        set_random_state(draws)
+    _refuse_unreached(where, values, points)
+    _warn_unless_finite(where, values)
+
+
+def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
+    names = objective_names(values)
+    reached = [found for y in tree_leaves(values) for found in _reached(y, {id(x) for x in points})]
+    if not any(reached):
+        raise ValueError(
+            f"{where}: expected losses that depend on the parameters, found none that does. Use the parameters that "
+            "the losses receive, functional(model)(params, ...) and not model(...), and do not detach the losses."
+        )
+    if not all(reached):
+        unreached = [name for name, yes in zip(names, reached, strict=True) if not yes]
+        raise ValueError(
+            f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
+            f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
+            "has_aux=True."
+        )
+
+
+def _reached(loss: Tensor, points: set[int]) -> list[bool]:
+    """By element, whether its graph reaches one of the points. Losses that were stacked are looked at one by one."""
+    node: Any = loss.grad_fn
+    parts = () if node is None else node.next_functions
+    if node is not None and node.name() == "StackBackward0" and loss.ndim == 1 and len(parts) == loss.numel():
+        return [part is not None and _nodes_reach([part], points) for part, _ in parts]
+    found = id(loss) in points or (node is not None and _nodes_reach([node], points))
+    return [found] * loss.numel()
+
+
+def _nodes_reach(nodes: list[Any], points: set[int]) -> bool:
+    return any(id(getattr(node, "variable", None)) in points for node in nodes_from(nodes))
+
+
+def _warn_unless_finite(where: str, values: Losses) -> None:
+    flags = torch.cat([leaf.detach().reshape(-1).isfinite() for leaf in tree_leaves(values)]).tolist()
+    lost = [name for name, finite in zip(objective_names(values), flags, strict=True) if not finite]
+    if lost:
+        warnings.warn(
+            f"{where}: the losses start with values that are not finite, in {', '.join(map(repr, lost[:3]))}"
+            f"{' and others' * (len(lost) > 3)}: every step on such a batch is skipped. Look at the batch and at the "
+            "first parameters.",
+            UserWarning,
+            stacklevel=user_level(),
+        )

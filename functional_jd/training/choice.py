@@ -1,0 +1,58 @@
+"""Which engine a step takes."""
+
+from typing import Any
+
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import LossFunction
+from functional_jd.engines.choose import EngineChoice, choose_engine
+from functional_jd.engines.kinds import kind_of
+from functional_jd.training.engines import ENGINES, Engine, Problem
+from functional_jd.training.state import TrainState
+
+
+def chosen_engine(losses: LossFunction, state: TrainState, *batch: Any, aggregator: Aggregator) -> EngineChoice:
+    """Which engine `step(engine="auto")` takes, and why.
+
+    Args:
+        losses: as for `step`.
+        state: from `train_state`.
+        batch: what the losses take after the parameters and buffers; only shapes are read, nothing is evaluated.
+        aggregator: the rule.
+
+    Returns:
+        `EngineChoice(engine, reason)`: a name and a sentence.
+
+    Raises:
+        TypeError, ValueError: what is no rule; a batch or parameters that do not fit the losses' structure.
+
+    Laws:
+        Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike.
+
+    Example:
+        >>> params, x = {"w": torch.ones(3)}, torch.ones(2, 3)
+        >>> losses = lambda params, x: x @ params["w"]
+        >>> method = {"losses": losses, "aggregator": upgrad(), "optimizer": sgd(0.1)}
+        >>> chosen_engine(losses, train_state(params, x, **method), x, aggregator=upgrad()).engine
+        'jacobian'
+    """
+    check_rule(aggregator, "chosen_engine")
+    kind, scale = kind_of(losses), state.scale.scale
+    m = len(scale) if scale.ndim else kind.objectives(losses, state.params, batch)
+    return choose_engine(aggregator, m, tree_leaves(kind.row_params(losses, state.params)), scale)
+
+
+def find_engine(
+    engine: str | Engine, where: str, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
+) -> Engine:
+    """The engine that the user named or made, if it gives the rule what it needs."""
+    if engine == "auto":
+        return ENGINES[chosen_engine(losses, state, *batch, aggregator=problem.aggregator).engine]
+    found = ENGINES.get(engine) if isinstance(engine, str) else engine
+    if not isinstance(found, Engine):
+        raise ValueError(
+            f"{where}: engine must be one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like, "
+            f"found {engine!r}. 'auto' takes the cheapest that the rule allows."
+        )
+    found.check(where, problem)
+    return found

@@ -1,0 +1,330 @@
+"""Buffers and aux: what losses carry from step to step, in every engine, kind of losses and transform."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from two_tasks import close, same
+
+import functional_jd as fj
+
+TASKS = ("class", "size")
+
+
+class Block(nn.Module):
+    """Two convolutions with BatchNorm and a way around them, as in a ResNet."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x):
+        return nn.functional.relu(x + self.body(x))
+
+
+def residual_net(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        stem = [nn.Conv2d(1, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+        trunk = nn.Sequential(*stem, Block(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return trunk, nn.ModuleDict({"class": nn.Linear(4, 3), "size": nn.Linear(4, 1)})
+
+
+def images(seed=0, n=6):
+    draw = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, 1, 8, 8, generator=draw),
+        torch.randint(3, (n,), generator=draw),
+        torch.randn(n, generator=draw),
+    )
+
+
+def task_losses(found, y, size):
+    return {
+        "class": nn.functional.cross_entropy(found["class"], y),
+        "size": nn.functional.mse_loss(found["size"][:, 0], size),
+    }
+
+
+def states(module):
+    return dict(module.named_parameters()), dict(module.named_buffers())
+
+
+def problem(kind, seed=0, wrap=lambda f: f):
+    """Parameters, buffers and losses of a residual net with two heads."""
+    trunk, heads = residual_net(seed)
+    apply_trunk, apply_heads = fj.functional(trunk), {name: fj.functional(head) for name, head in heads.items()}
+    shared, buffers = states(trunk)
+    params = {"shared": shared, "heads": {name: states(head)[0] for name, head in heads.items()}}
+
+    def features(shared, buffers, x, y, size):
+        return wrap(apply_trunk)(shared, buffers, x)
+
+    def top(own, h, buffers, x, y, size):
+        outputs = {name: wrap(apply_heads[name])(own[name], {}, h)[0].float() for name in TASKS}
+        return task_losses(outputs, y, size), buffers
+
+    def plain(params, buffers, *batch):
+        h, buffers = features(params["shared"], buffers, *batch)
+        return top(params["heads"], h, buffers, *batch)
+
+    return params, buffers, fj.multitask(features, top) if kind == "multitask" else plain
+
+
+def how(losses, rule=None, optimizer=None, **others):
+    return {
+        "losses": losses,
+        "aggregator": rule or fj.upgrad(),
+        "optimizer": optimizer or fj.sgd(0.05, momentum=0.9),
+        **others,
+    }
+
+
+def trained(state, n, method, **options):
+    infos = []
+    for seed in range(n):
+        state, info = fj.step(state, *images(seed), **method, **options)
+        infos.append(info)
+    return state, infos
+
+
+def by_hand(n, seed=0):
+    """The statistics and parameters of a plain loop, which trains the sum of the losses."""
+    trunk, heads = residual_net(seed)
+    parameters = [*trunk.parameters(), *heads.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    for step in range(n):
+        x, y, size = images(step)
+        h = trunk(x)
+        optimizer.zero_grad()
+        sum(task_losses({name: heads[name](h) for name in TASKS}, y, size).values()).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in trunk.named_parameters()}, dict(trunk.named_buffers())
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "weighted", "compiled"])
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
+def test_statistics_and_parameters_are_those_of_a_plain_loop(kind, engine):
+    params, buffers, losses = problem(kind)
+    method = how(losses, rule=fj.total())
+    state = fj.train_state(params, *images(), buffers=buffers, **method)
+    if engine == "compiled":
+        torch._dynamo.reset()
+        take = torch.compile(partial(fj.step, **method), backend="aot_eager", fullgraph=True)
+    else:
+        take = partial(fj.step, engine=engine, **method)
+    for seed in range(3):
+        state, _ = take(state, *images(seed))
+    expected_params, expected_buffers = by_hand(3)
+    close(state.buffers, expected_buffers, rtol=1e-5, atol=1e-6)
+    close(state.params["shared"], expected_params, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
+def test_the_gramian_engine_carries_the_same_buffers(kind):
+    params, buffers, losses = problem(kind)
+    method = how(losses)
+    state = fj.train_state(params, *images(), buffers=buffers, **method)
+    (found, infos), (expected, others) = (trained(state, 3, method, engine=e) for e in ("gramian", "jacobian"))
+    close(found, expected, rtol=1e-4, atol=1e-5)
+    close([info.gramian for info in infos], [info.gramian for info in others], rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_but_the_state_changes_and_the_start_moves_nothing():
+    trunk, heads = residual_net()
+    before = [x.clone() for x in (*trunk.buffers(), *trunk.parameters(), *heads.parameters())]
+    params, buffers, losses = problem("multitask")
+    method = how(losses)
+    state = fj.train_state(params, *images(), buffers=buffers, **method)
+    assert same(state.buffers, buffers)
+    kept = tree_map(torch.clone, state)
+    trained(state, 2, method)
+    assert same(state, kept)
+    assert same([*trunk.buffers(), *trunk.parameters(), *heads.parameters()], before)
+
+
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
+def test_seeds_under_vmap_train_as_one_by_one(kind):
+    _, _, losses = problem(kind)
+    method = how(losses)
+    starts = [problem(kind, seed)[:2] for seed in range(4)]
+    batch = images()
+    begin = lambda params, buffers: fj.train_state(params, *batch, buffers=buffers, **method)
+    alone = [trained(begin(*start), 2, method)[0] for start in starts]
+    detached = tree_map(lambda *x: torch.stack(x).detach(), *starts)
+    state = torch.vmap(begin)(*detached)
+    for seed in range(2):
+        state, _ = torch.vmap(partial(fj.step, **method), in_dims=(0, None, None, None))(state, *images(seed))
+    close(state, tree_map(lambda *x: torch.stack(x), *alone), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "multitask"])
+def test_it_trains_under_autocast_with_a_scale_for_each_task(kind, dtype):
+    params, buffers, losses = problem(kind, wrap=lambda f: fj.autocast(f, dtype))
+    method = how(losses)
+    state = fj.train_state(params, *images(), buffers=buffers, scale=fj.scale_state(2.0**10, shape=(2,)), **method)
+    batch = images()
+    infos = []
+    for _ in range(15):
+        state, info = fj.step(state, *batch, **method)
+        infos.append(info)
+    assert all(info.moved for info in infos)
+    assert sum(tree_leaves(infos[-1].losses)) < 0.9 * sum(tree_leaves(infos[0].losses))
+    assert int(state.buffers["1.num_batches_tracked"]) == 15
+    assert all(x.isfinite().all() and x.dtype in (torch.float32, torch.int64) for x in tree_leaves(state.buffers))
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_a_skipped_step_keeps_the_statistics(engine):
+    params, buffers, losses = problem("plain")
+    method = how(losses)
+    state = fj.train_state(params, *images(), buffers=buffers, **method)
+    x, y, size = images(1)
+    after, info = fj.step(state, x.index_fill(0, torch.tensor([2]), torch.nan), y, size, engine=engine, **method)
+    assert not info.moved
+    assert same(after.buffers, state.buffers)
+    again, info = fj.step(after, x, y, size, engine=engine, **method)
+    assert info.moved
+    assert int(again.buffers["1.num_batches_tracked"]) == 1
+
+
+def test_training_goes_on_bit_for_bit_from_a_file():
+    params, buffers, losses = problem("multitask")
+    method = how(losses, optimizer=fj.adamw(1e-2))
+    state, _ = trained(fj.train_state(params, *images(), buffers=buffers, **method), 2, method)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert same(trained(loaded, 2, method)[0], trained(state, 2, method)[0])
+
+
+@given(st.lists(st.booleans(), max_size=8))
+def test_buffers_count_the_steps_that_were_taken(taken):
+    def losses(p, buffers, x):
+        return p * x, {"steps": buffers["steps"] + 1, "mean": buffers["mean"] + x.detach()}
+
+    method = how(losses, rule=fj.mean())
+    start = {"steps": torch.tensor(0), "mean": torch.zeros(())}
+    state = fj.train_state(torch.ones(2), torch.ones(()), buffers=start, **method)
+    for yes in taken:
+        state, info = fj.step(state, torch.tensor(1.0 if yes else torch.inf), **method)
+        assert info.moved == yes
+    assert int(state.buffers["steps"]) == float(state.buffers["mean"]) == sum(taken)
+
+
+def test_examples_share_buffers_and_draw_with_keys_of_their_own():
+    def loss(p, buffers, x):
+        noise = fj.random.uniform(buffers["key"], (3,))
+        moved = {"key": buffers["key"], "mean": 0.5 * buffers["mean"] + 0.5 * x.sum(), "n": buffers["n"] + 1}
+        return (p * (x + noise)).sum(), moved, noise
+
+    buffers = {"key": fj.random.key(3), "mean": torch.tensor(2.0), "n": torch.tensor(4)}
+    method = how(fj.per_example(loss), rule=fj.mean(), has_aux=True)
+    x = torch.arange(12.0).reshape(4, 3)
+    state = fj.train_state(torch.ones(3), x, buffers=buffers, **method)
+    assert same(state.buffers, buffers)
+    keys = fj.random.split(buffers["key"], 5)
+    for engine in ("jacobian", "weighted"):
+        after, info = fj.step(state, x, engine=engine, **method)
+        close(info.aux, torch.stack([fj.random.uniform(key, (3,)) for key in keys[1:]]), rtol=0, atol=0)
+        assert torch.equal(after.buffers["key"], keys[0])
+        torch.testing.assert_close(after.buffers["mean"], 0.5 * 2.0 + 0.5 * x.sum(1).mean())
+        assert int(after.buffers["n"]) == 5
+        torch.testing.assert_close(after.params, 1 - 0.05 * (x + info.aux).mean(0))
+    gramian = how(fj.per_example(loss), has_aux=True)
+    found, expected = (fj.step(state, x, engine=engine, **gramian) for engine in ("gramian", "jacobian"))
+    close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+@pytest.mark.parametrize("kind", ["plain", "multitask", "per_example"])
+def test_aux_comes_back_from_every_kind_and_engine(kind, engine):
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    values = lambda z: {"a": z.square().sum(), "b": (z - 1).square().sum()}
+    if kind == "multitask":
+        params = {"shared": {"w": torch.ones(3, 2)}, "heads": {"v": torch.ones(2)}}
+        losses = fj.multitask(lambda p, x: x @ p["w"], lambda p, h, x: (values(h * p["v"]), {"h": h, "n": 1}))
+        h = x @ params["shared"]["w"]
+    elif kind == "plain":
+        params = {"w": torch.ones(3, 2)}
+        losses = lambda p, x: (values(x @ p["w"]), {"h": x @ p["w"], "n": 1})
+        h = x @ params["w"]
+    else:
+        params = {"w": torch.ones(3, 2)}
+        losses = fj.per_example(lambda p, x: ((x @ p["w"]).square().sum(), {"h": x @ p["w"]}))
+        h = x @ params["w"]
+    method = how(losses, has_aux=True)
+    state = fj.train_state(params, x, **method)
+    _, info = fj.step(state, x, engine=engine, **method)
+    torch.testing.assert_close(info.aux["h"], h)
+    assert not info.aux["h"].requires_grad
+    if kind == "per_example":
+        torch.testing.assert_close(info.losses, h.square().sum(1))
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(fj.step, engine=engine, **method), backend="aot_eager", fullgraph=True)
+    close(compiled(state, x)[1].aux["h"], h, rtol=1e-5, atol=1e-6)
+
+
+def test_derivatives_go_through_a_step_with_buffers():
+    def after(rate):
+        def losses(p, buffers, x):
+            return (p * x - buffers).square(), 0.9 * buffers + p.detach() * x
+
+        method = how(losses, rule=fj.mean(), optimizer=fj.sgd(rate))
+        x = torch.tensor([1.0, 2.0, -0.5], dtype=torch.float64)
+        buffers = torch.zeros(3, dtype=torch.float64)
+        state = fj.train_state(torch.ones(3, dtype=torch.float64), x, buffers=buffers, **method)
+        for _ in range(2):
+            state, _ = fj.step(state, x, **method)
+        return state.params.sum()
+
+    rate, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
+    expected = (after(rate + h) - after(rate - h)) / (2 * h)
+    found = torch.func.grad(after)(rate)
+    # Central differences: the truncation, h^2 times a third derivative below 100, and the rounding eps / h.
+    torch.testing.assert_close(found, expected, rtol=0, atol=100 * h**2 + 20 * torch.finfo(torch.float64).eps / h)
+    forward = torch.func.jvp(after, (rate,), (torch.ones_like(rate),))[1]
+    torch.testing.assert_close(forward, found)
+
+
+def test_what_does_not_fit_is_named():
+    params, x = torch.ones(3), torch.ones(3)
+    start = {"a": torch.zeros(2), "n": torch.tensor(0)}
+
+    def begin(result, **others):
+        return fj.train_state(params, x, **how(lambda p, *_: result(p), **others))
+
+    with pytest.raises(TypeError, match=r"train_state: with buffers the losses .* \(losses, buffers\).*found Tensor"):
+        begin(lambda p: p, buffers=start)
+    with pytest.raises(TypeError, match=r"buffers and has_aux=True .*\(losses, buffers, aux\), found a tuple of 2"):
+        begin(lambda p: (p, start), buffers=start, has_aux=True)
+    with pytest.raises(TypeError, match=r"with has_aux=True the losses must return \(losses, aux\), found Tensor"):
+        begin(lambda p: p, has_aux=True)
+    state = begin(lambda p: (p, start), buffers=start)
+    for returned, words in (
+        ({"a": torch.zeros(2)}, r"structure .* differs in \['n'\]"),
+        (
+            {"a": torch.zeros(3), "n": torch.tensor(0)},
+            r"found torch.float32 \[3\] in 'a', expected torch.float32 \[2\]",
+        ),
+        ({"a": torch.zeros(2), "n": torch.tensor(0.0)}, r"found torch.float32 \[\] in 'n', expected torch.int64 \[\]"),
+    ):
+        with pytest.raises(ValueError, match=f"step: the losses must return buffers .*{words}"):
+            fj.step(state, x, **how(lambda p, *_, returned=returned: (p, returned)))
+    trunk = {"shared": params, "heads": ()}
+    tasks = fj.multitask(lambda p, b, x: p * x, lambda own, h, b, x: (h, b))
+    with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found Tensor"):
+        fj.train_state(trunk, x, buffers=start, **how(tasks))

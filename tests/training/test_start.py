@@ -1,0 +1,136 @@
+"""How training starts: what `train_state` refuses, by the graph of the losses, and what it leaves as it was."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import functional_jd as fj
+
+METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def begin(losses, params=None, *batch, **others):
+    params = {"w": torch.ones(3, 2), "v": torch.ones(2)} if params is None else params
+    return fj.train_state(params, *(batch or (X,)), losses=losses, **(METHOD | others))
+
+
+def output(p, x):
+    return x @ p["w"] * p["v"]
+
+
+REACHED = {
+    "dict": lambda p, x: {"a": output(p, x).sum(), "b": p["v"].sum()},
+    "stack": lambda p, x: torch.stack([output(p, x).sum(), p["v"].sum()]),
+    "vector": lambda p, x: output(p, x).square().mean(1),
+    "the parameter itself": lambda p, x: p["v"],
+    "checkpoint": lambda p, x: checkpoint(output, p, x, use_reentrant=False).mean(0),
+    "half": lambda p, x: output(p, x).half().mean(0),
+    "one parameter only": lambda p, x: [p["v"].sum(), p["v"].square().sum()],
+    "inner gradient": lambda p, x: torch.func.grad(lambda v: (v * p["v"]).square().sum())(torch.ones(2)),
+    "examples": fj.per_example(lambda p, x: output(p, x).sum()),
+}
+
+
+@pytest.mark.parametrize("losses", REACHED.values(), ids=REACHED)
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mean, lambda: fj.trimmed_mean(0)], ids=["upgrad", "mean", "trimmed"])
+def test_losses_that_reach_a_parameter_start(losses, rule):
+    begin(losses, aggregator=rule())
+
+
+UNREACHED = {
+    "detached": lambda p, x: output(p, x).detach().mean(0),
+    "an accuracy": lambda p, x: [(output(p, x) > 0).float().mean()],
+    "other tensors": lambda p, x: x.sum(0),
+    "examples": fj.per_example(lambda p, x: x.sum()),
+}
+
+
+@pytest.mark.parametrize("losses", UNREACHED.values(), ids=UNREACHED)
+def test_losses_that_reach_no_parameter_are_refused(losses):
+    with pytest.raises(ValueError, match=r"train_state: expected losses that depend on the parameters, found none"):
+        begin(losses)
+
+
+def test_a_module_that_is_called_directly_is_refused():
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"found none that does.*functional\(model\)\(params"):
+        begin(lambda p, x: net(x).square().mean(0), dict(net.named_parameters()))
+    begin(lambda p, x: functional_call(net, p, (x,)).square().mean(0), dict(net.named_parameters()))
+
+
+PARTLY = {
+    "dict": (lambda p, x: {"loss": output(p, x).sum(), "accuracy": (output(p, x) > 0).float().mean()}, "'accuracy'"),
+    "stack": (lambda p, x: torch.stack([output(p, x).sum(), (output(p, x) > 0).float().mean()]), "'1'"),
+    "multitask": (
+        fj.multitask(lambda p, x: x @ p["w"], lambda h, z, x: {"a": (z * h).sum(), "b": x.sum(), "c": x.mean()}),
+        "'b', 'c'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("losses", "name"), PARTLY.values(), ids=PARTLY)
+def test_an_objective_that_reaches_no_parameter_is_named(losses, name):
+    params = {"shared": {"w": torch.ones(3, 2)}, "heads": torch.ones(2)} if name == "'b', 'c'" else None
+    with pytest.raises(ValueError, match=rf"all depend on the parameters, found {name} without a gradient.*has_aux"):
+        begin(losses, params)
+
+
+def test_frozen_parameters_are_refused_and_partition_is_the_cure():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    net[0].weight.requires_grad_(False)
+    params = dict(net.named_parameters())
+    losses = lambda p, x: functional_call(net, p, (x,)).square().mean(0)
+    with pytest.raises(ValueError, match=r"train_state: .*found frozen '0.weight'\. .*partition\("):
+        begin(losses, params)
+    trained, constant = fj.partition(params, lambda name, p: p.requires_grad)
+    state = begin(lambda p, x: losses(fj.merge(p, constant), x), trained)
+    assert sorted(state.params) == ["0.bias", "1.bias", "1.weight"]
+
+
+def test_an_empty_batch_is_refused_and_losses_that_are_not_finite_are_said():
+    losses = lambda p, x: {"a": output(p, x).mean(), "b": p["v"].sum()}
+    with pytest.raises(ValueError, match=r"train_state: expected a batch with elements, found .* \[0, 3\]"):
+        begin(losses, None, torch.ones(0, 3))
+    with pytest.warns(UserWarning, match=r"train_state: the losses start .* not finite, in 'a': every") as seen:
+        begin(losses, None, X * torch.nan)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(losses)
+
+
+class Noted(nn.Module):
+    """Counts its calls in a buffer, and draws a number in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.drawn = []
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.drawn.append(torch.rand(()))
+        return x * self.drawn[-1]
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mean])
+def test_the_look_at_the_losses_leaves_no_trace(rule):
+    noted = Noted()
+    torch.manual_seed(0)
+    begin(lambda p, x: noted(output(p, x)).mean(0), aggregator=rule())
+    assert noted.calls == 1
+    assert torch.equal(*noted.drawn)
+    after = torch.rand(())
+    torch.manual_seed(0)
+    torch.rand(())
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_under_vmap_nothing_is_checked():
+    start = torch.vmap(lambda w: begin(lambda p, x: x.mean(0), {"w": w}))
+    assert start(torch.ones(3, 2)).params["w"].shape == (3, 2)
