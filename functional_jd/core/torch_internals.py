@@ -23,6 +23,11 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `ops.aten._unsafe_view` | the layer recorder | loudly |
 | `ops._c10d_functional` | collectives | loudly |
 | `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
+| `_C._autograd._top_saved_tensors_default_hooks` | modes where checkpoints run again | loudly |
+| `_C._autograd._push_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` | the same | loudly |
+| `frame` of `utils.checkpoint._checkpoint_hook`, `_CheckpointFrame.recompute_fn` | the same | loudly |
+| `gen` and `new_frame` inside `utils.checkpoint.checkpoint` (`_checkpoint_impl`) | `calling_modules` | loudly |
+| `nn.Module._call_impl`, `_parameters`, `_buffers` | `calling_modules`, `module_tensors` | loudly |
 | globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
 """
 
@@ -41,6 +46,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as torch_pytree
+from torch.utils import checkpoint as torch_checkpoint
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _forward_ad: Any = torch.autograd.forward_ad
@@ -67,6 +73,14 @@ collective_ops: Any = torch.ops._c10d_functional
 GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  # pyright: ignore
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
+
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_top_hooks: Any = _autograd._top_saved_tensors_default_hooks
+
+# From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
+_CHECKPOINT: Any = inspect.unwrap(getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)).__code__
+_REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
+_CALL: Any = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
@@ -130,6 +144,57 @@ def _is_forward(frame: FrameType) -> bool:
         classes += cls.__subclasses__()
     # Below `functools.wraps`: the code of a wrapper is that of all functions that it wraps.
     return any(getattr(inspect.unwrap(cls.forward), "__code__", None) is code for cls in classes)
+
+
+def saved_tensors_hook() -> Any:
+    """The innermost function that packs what autograd saves, which identifies the checkpoint that runs; or None."""
+    hooks = _top_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def checkpoint_frames(around: Any = None) -> list[Any]:
+    """The records that `torch.utils.checkpoint` keeps of the checkpoints that run, from the innermost to the last one
+    inside the hook `around`.
+    """
+    hooks: list[Any] = []
+    while (top := _top_hooks(False)) is not None and top[0] is not around:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        _autograd._push_saved_tensors_default_hooks(*pair)
+    packs = [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+    return [pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents for pack in packs]
+
+
+def calling_modules(checkpoint_frame: Any) -> list[nn.Module]:
+    """The modules that are being called around a checkpoint, from the innermost to the outermost."""
+    found: list[nn.Module] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        elif frame.f_code is _CHECKPOINT and _record_of(frame) is checkpoint_frame:
+            found.clear()
+        frame = frame.f_back
+    return found
+
+
+def _record_of(frame: FrameType) -> Any:
+    """The record of the checkpoint whose Python frame this is; None while it is being made."""
+    return frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _REENTRANT_CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
+    """The parameters and the buffers of a module, without those of its children, where it keeps them."""
+    return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
 
 
 def untraced(handler: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from functional_jd.core import torch_internals as internals
 
@@ -268,6 +269,83 @@ def test_the_forward_of_a_custom_function_is_recognised():
     torch.vmap(torch.func.grad(lambda x: Separate.apply(x).sum()))(torch.ones(2, 1))
     answers.append(internals.in_custom_function())
     assert answers == [False, True, True, True, True, True, False]
+
+
+def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
+    def inner(x):
+        hook = internals.saved_tensors_hook()
+        frames.extend(internals.checkpoint_frames())
+        # Asking changes nothing.
+        assert internals.saved_tensors_hook() is hook
+        assert internals.checkpoint_frames() == frames
+        assert internals.checkpoint_frames(around=outside[0]) == frames[:1]
+        assert internals.checkpoint_frames(around=hook) == []
+        with torch.autograd.graph.save_on_cpu():
+            assert internals.saved_tensors_hook() is not hook
+            assert internals.checkpoint_frames() == frames
+        return x.sin()
+
+    def outer(x):
+        outside.append(internals.saved_tensors_hook())
+        return checkpoint(inner, x.exp(), use_reentrant=False)
+
+    frames, outside = [], []
+    assert internals.saved_tensors_hook() is None
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(outer, x, use_reentrant=False)
+    assert len(set(map(id, frames))) == 2
+    assert internals.saved_tensors_hook() is None
+    calls, found = [], frames.copy()
+    for i, frame in enumerate(found):
+        frame.recompute_fn = lambda *args, run=frame.recompute_fn, i=i: (calls.append(i), run(*args))
+    frames.clear()
+    outside.clear()
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (x.exp().cos() * x.exp()).detach())
+    assert set(calls) == {0, 1}
+
+
+def test_the_modules_around_a_checkpoint_are_known():
+    class Outer(nn.Module):
+        def forward(self, x):
+            return checkpoint(middle, x, use_reentrant=False)
+
+    class Middle(nn.Module):
+        def forward(self, x):
+            return checkpoint(inner, x.sin(), use_reentrant=False)
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            if not found:
+                found.extend(internals.calling_modules(frame) for frame in internals.checkpoint_frames())
+            return x.sin()
+
+    found = []
+    outer, middle, inner = Outer(), Middle(), Inner()
+    outer(torch.ones(2, requires_grad=True))
+    assert found == [[middle, outer], [outer]]
+    assert internals.calling_modules(None) == []
+
+
+def test_reentrant_checkpoints_are_recognised():
+    f = lambda x: (answers.append(internals.in_reentrant_checkpoint()), x.sin())[1]
+    answers = []
+    x = torch.ones(2, requires_grad=True)
+    f(x)
+    checkpoint(f, x, use_reentrant=False)
+    checkpoint(f, x, use_reentrant=True)
+    assert answers == [False, False, True]
+    with Seen() as seen:
+        checkpoint(torch.sin, x, use_reentrant=True)
+    assert "_set_grad_enabled" in seen.names
+
+
+def test_a_module_keeps_its_tensors_where_they_are_put():
+    norm = nn.BatchNorm1d(2)
+    parameters, buffers = internals.module_tensors(norm)
+    assert set(parameters) == {"weight", "bias"}
+    assert "running_mean" in buffers
+    parameters["weight"] = buffers["running_mean"] = torch.zeros(2)
+    assert norm.weight is norm.running_mean
 
 
 def test_functional_collectives_are_there():

@@ -1,0 +1,97 @@
+"""Activation checkpoints: what a backward pass runs again runs as its forward pass did, under the same modes and with
+the same tensors in the modules.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.core.torch_internals import calling_modules, checkpoint_frames, module_tensors, saved_tensors_hook
+
+
+class RecomputedMode(TorchFunctionMode):
+    """A mode under which `torch.utils.checkpoint(..., use_reentrant=False)` runs again what ran under it.
+
+    A subclass can be made without arguments; its handler calls `note_checkpoints` first. torch.compile, which traces
+    checkpoints with the modes around them, needs none of this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A checkpoint around this mode enters it again by itself.
+        self.around = self.seen = None if torch.compiler.is_compiling() else saved_tensors_hook()
+
+    def note_checkpoints(self) -> None:
+        """Make the checkpoints that run inside this mode run again under a mode of this class."""
+        # Where no checkpoint begins or ends, this is the whole price, about a tenth of that of a small op.
+        if torch.compiler.is_compiling():
+            return
+        hook = saved_tensors_hook()
+        if hook is not self.seen:
+            self.seen = hook
+            self.note_frames()
+
+    def note_frames(self) -> None:
+        """The same, where a checkpoint began or ended since the last op."""
+        for frame in checkpoint_frames(self.around):
+            if not isinstance(frame.recompute_fn, _Recomputation):
+                frame.recompute_fn = _Recomputation(frame.recompute_fn, calling_modules(frame))
+            # A class, not this mode, which would keep the graph alive.
+            frame.recompute_fn.modes[id(self)] = type(self)
+
+
+class _Slot(NamedTuple):
+    """A place of a module for a tensor.
+
+    Attributes:
+        home: the module's parameters or buffers by name.
+        name: the name in `home`.
+        tensor: what stood there in the forward pass.
+    """
+
+    home: dict[str, Any]
+    name: str
+    tensor: Tensor | None
+
+
+class _Recomputation:
+    """The function of a checkpoint, as torch runs it again.
+
+    Args:
+        run: what torch would run without us.
+        callers: the modules whose calls surround the checkpoint. `torch.func.functional_call` puts tensors into a
+            module for the time of the call only, so that it holds others when the function runs again.
+    """
+
+    def __init__(self, run: Callable[..., None], callers: list[nn.Module]):
+        self.run = run
+        modules = {id(module): module for caller in callers for module in caller.modules()}.values()
+        homes = [home for module in modules for home in module_tensors(module)]
+        self.slots = [_Slot(home, name, tensor) for home in homes for name, tensor in home.items()]
+        self.modes: dict[int, Callable[[], TorchFunctionMode]] = {}
+
+    def __call__(self, *args: Any) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_filled(self.slots))
+            # An inner mode sees an op before an outer one does, and came first.
+            for mode in reversed(self.modes.values()):
+                stack.enter_context(mode())
+            self.run(*args)
+
+
+@contextmanager
+def _filled(slots: list[_Slot]) -> Generator[None]:
+    """Give modules the tensors of the forward pass; afterwards they have those that they had before."""
+    others = [slot for slot in slots if slot.home.get(slot.name, slot.tensor) is not slot.tensor]
+    before = [slot._replace(tensor=slot.home[slot.name]) for slot in others]
+    try:
+        for home, name, tensor in others:
+            home[name] = tensor
+        yield
+    finally:
+        for home, name, tensor in before:
+            home[name] = tensor

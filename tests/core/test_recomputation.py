@@ -1,0 +1,154 @@
+"""Modes and modules where a checkpoint runs again."""
+
+import gc
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from functional_jd.core.recomputation import RecomputedMode
+
+
+class Scales(RecomputedMode):
+    """Doubles what `sin` returns, and counts."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.note_checkpoints()
+        y = func(*args, **(kwargs or {}))
+        if func is not torch.sin:
+            return y
+        type(self).calls += 1
+        return y * 2
+
+
+class Shifts(RecomputedMode):
+    """Adds one to what `sin` returns: another result inside `Scales` than around it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.note_checkpoints()
+        y = func(*args, **(kwargs or {}))
+        return y + 1 if func is torch.sin else y
+
+
+def chain(functions, x, depth):
+    """Apply functions one after the other: as they are, or each in `depth` checkpoints inside one another."""
+    for f in functions:
+        for _ in range(depth):
+            f = lambda x, f=f: checkpoint(f, x, use_reentrant=False)
+        x = f(x)
+    return x
+
+
+def block(x):
+    return torch.sin(x.exp()).square()
+
+
+@given(st.lists(st.sampled_from([Scales, Shifts]), max_size=3), st.integers(1, 2), st.integers(1, 3))
+def test_what_runs_again_runs_under_the_same_modes_in_the_same_order(modes, blocks, depth):
+    gradients = []
+    for nested in (0, depth):
+        x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            y = chain([block] * blocks, x, nested).sum()
+        first = torch.autograd.grad(y, x, create_graph=True)[0]
+        gradients.append([first, *torch.autograd.grad(first.sum(), x)])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_mode_is_active_in_the_forward_pass_and_in_each_backward_pass():
+    x = torch.ones(2, requires_grad=True)
+    Scales.calls = 0
+    with Scales():
+        y = checkpoint(block, x, use_reentrant=False).sum()
+    counts = [Scales.calls]
+    for _ in range(2):
+        torch.autograd.grad(y, x, retain_graph=True)
+        counts.append(Scales.calls)
+    assert counts == [1, 2, 3]
+
+
+def test_a_mode_inside_a_checkpoint_is_not_active_around_itself():
+    def inside(x):
+        y = torch.sin(x)
+        with Scales():
+            return torch.sin(y) * torch.sin(x).exp()
+
+    x = torch.ones(2, requires_grad=True)
+    expected, found = (
+        torch.autograd.grad(f(x).sum(), x)[0] for f in (inside, lambda x: checkpoint(inside, x, use_reentrant=False))
+    )
+    assert torch.equal(found, expected)
+
+
+def test_nothing_keeps_the_graph_alive():
+    def run():
+        x = torch.ones(2, requires_grad=True)
+        w = torch.ones(2)
+        with Scales():
+            y = checkpoint(lambda x: torch.sin(x * w), x, use_reentrant=False)
+        torch.autograd.grad(y.sum(), x)
+        return weakref.ref(w)
+
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
+
+
+class Outer(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        # Two names of one module, of which functional_call itself restores only the first.
+        self.again = self.inner if shared else nn.Identity()
+        self.fails = False
+
+    def forward(self, x):
+        return checkpoint(self.work, x, use_reentrant=False)
+
+    def work(self, x):
+        if self.fails:
+            raise ArithmeticError
+        return self.inner(torch.sin(self.again(x)))
+
+
+def swapped(module, weight, x):
+    """Call a module with another weight, by hand."""
+    own = module.inner._parameters["weight"]
+    module.inner._parameters["weight"] = weight
+    try:
+        return module(x)
+    finally:
+        module.inner._parameters["weight"] = own
+
+
+@pytest.mark.parametrize("call", ["functional_call", "by hand"])
+def test_modules_have_the_tensors_of_the_forward_pass_and_then_their_own(call):
+    shared = call == "by hand"
+    module, weight, x = Outer(shared), torch.eye(2).mul(3).requires_grad_(), torch.ones(1, 2)
+    own = module.inner.weight
+    bias = module.inner.bias.detach()
+    by_hand = lambda w: torch.sin(x @ w.T + bias if shared else x) @ w.T + bias
+    with Shifts():
+        if call == "functional_call":
+            y = torch.func.functional_call(module, {"inner.weight": weight}, (x,))
+        else:
+            y = swapped(module, weight, x)
+    with Shifts():
+        expected = torch.autograd.grad(by_hand(weight).sum(), weight)[0]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), weight, retain_graph=True)[0], expected)
+    assert module.inner.weight is own
+    module.fails = True
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(y.sum(), weight)
+    assert module.inner.weight is own
