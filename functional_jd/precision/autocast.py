@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
-from functional_jd.core.torch_internals import function_name, untraced
+from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, untraced
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -78,7 +78,9 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     return run
 
 
-def with_op_tables(f: Callable[..., Any], journal: StateJournal | None = None) -> Callable[..., Any]:
+def with_op_tables(
+    f: Callable[..., Any], journal: StateJournal | None = None, where: str | None = None
+) -> Callable[..., Any]:
     """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
 
     `with_op_tables(f)(x) = f(x)`, bit for bit, wherever native autocast is off.
@@ -86,6 +88,7 @@ def with_op_tables(f: Callable[..., Any], journal: StateJournal | None = None) -
     Args:
         f: any function of tensors, with or without `with torch.autocast(...)` in it; shapes and units stay.
         journal: notes what `f` changes in place, for `attempt`.
+        where: the function in whose name reentrant checkpoints are refused; None lets them pass.
 
     Returns:
         A function with the signature of `f`.
@@ -93,14 +96,15 @@ def with_op_tables(f: Callable[..., Any], journal: StateJournal | None = None) -
     Raises:
         TypeError: `f` cannot be called.
         RuntimeError: when `f` calls `binary_cross_entropy` under autocast.
+        ValueError: when `f` runs a reentrant checkpoint, with `where`.
 
     Laws:
-        Idempotent. Composes with every transform, inside and outside. Nothing of a call stays in autocast's cache.
+        Idempotent. Composes with every transform, inside and outside. Nothing of a call stays in autocast's cache. What
+        `torch.utils.checkpoint` runs again in a backward pass follows the tables too.
 
     Differs:
         From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
-        native autocast: it reaches the ops inside. What torch calls again by itself is out of reach: hand
-        `torch.utils.checkpoint` the wrapped block, `checkpoint(with_op_tables(block), x)`.
+        native autocast: it reaches the ops inside.
     """
     if not callable(f):
         raise TypeError(
@@ -111,11 +115,11 @@ def with_op_tables(f: Callable[..., Any], journal: StateJournal | None = None) -
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
-            with _OpTables(journal):
+            with _OpTables(journal, where):
                 return f(*args, **kwargs)
         cached = torch.is_autocast_cache_enabled()
         try:
-            with _OpTables(journal):
+            with _OpTables(journal, where):
                 return f(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -144,20 +148,23 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
     return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
 
 
-class _OpTables(TorchFunctionMode):
+class _OpTables(RecomputedMode):
     """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
 
-    def __init__(self, journal: StateJournal | None):
+    def __init__(self, journal: StateJournal | None = None, where: str | None = None):
         super().__init__()
-        self.journal = journal
+        self.journal, self.where = journal, where
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.note_checkpoints()
         if self.journal is not None and changes_in_place(func, args, kwargs):
             self.journal.note(func, args, kwargs)
         name = function_name(func)
         if name not in LISTED:
+            if self.where is not None and name == "_set_grad_enabled":
+                _refuse_reentrant_checkpoint(self.where)
             _forget_weights()
             return func(*args, **kwargs)
         tensors = _tensors((*args, *kwargs.values()))
@@ -183,6 +190,18 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     finally:
         torch.set_autocast_enabled(device, True)
+
+
+def _refuse_reentrant_checkpoint(where: str) -> None:
+    """Its function runs without a graph, and its backward calls `Tensor.backward`, which knows no rows. It is noticed
+    where it switches autograd off by hand.
+    """
+    if not torch.compiler.is_compiling() and in_reentrant_checkpoint():
+        raise ValueError(
+            f"{where}: expected checkpoints that torch.autograd.grad can differentiate, found torch.utils.checkpoint "
+            "with use_reentrant=True, which is its default. Pass use_reentrant=False; to a model of transformers by "
+            'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
+        )
 
 
 def _forget_weights() -> None:

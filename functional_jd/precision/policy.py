@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.torch_internals import function_name
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
@@ -148,10 +148,11 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tree], Tree]:
     return cast
 
 
-class _Float32NormsAndLosses(TorchFunctionMode):
+class _Float32NormsAndLosses(RecomputedMode):
     """Run norm layers and losses in float32. A function mode sees them before the transforms decompose them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note_checkpoints()
         kwargs = kwargs or {}
         name = function_name(func)
         if name not in NORM_LAYERS and name not in LOSS_FUNCTIONS:

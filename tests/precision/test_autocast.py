@@ -1001,12 +1001,28 @@ def test_plain_autocast_inside_compiles_in_one_graph(dtype):
 
 
 @both
-def test_checkpoints_of_wrapped_blocks_give_the_same_gradient(dtype):
+@pytest.mark.parametrize("wrap", [with_op_tables, lambda block: block], ids=["wrapped", "plain"])
+def test_checkpoints_of_blocks_give_the_same_gradient(wrap, dtype):
     block = lambda x, w: F.layer_norm(F.linear(x, w, w[0]), (4,)).softmax(-1) @ w
     x, w = draw(4, 4), draw(4, 4, key=1).requires_grad_()
     kept = autocast(lambda: block(x, w).float().sum(), dtype)()
-    again = autocast(lambda: checkpoint(with_op_tables(block), x, w, use_reentrant=False).float().sum(), dtype)()
+    again = autocast(lambda: checkpoint(wrap(block), x, w, use_reentrant=False).float().sum(), dtype)()
     assert torch.equal(torch.autograd.grad(kept, w)[0], torch.autograd.grad(again, w)[0])
+
+
+def test_a_wrapped_part_of_a_checkpoint_leaves_the_rest_to_native_autocast():
+    x, w = draw(4, 4), draw(4, 4, key=1).requires_grad_()
+    norm = with_op_tables(lambda x: F.layer_norm(x, (4,)))
+
+    def block(x, w):
+        seen.append(F.linear(x, w).exp().dtype)  # float32 by the tables, bfloat16 by native autocast on the CPU
+        return norm(F.linear(x, w)).sum()
+
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(block, x, w, use_reentrant=False)
+    torch.autograd.grad(y, w)
+    assert seen == [torch.bfloat16] * 2
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.precision import op_tables
@@ -351,3 +352,15 @@ def test_same_inputs_give_the_same_bits():
     f = jacrev(policy("c=half,o=full")(losses))
     first, second = f(params, draw(8, 5)), f(params, draw(8, 5))
     assert all(torch.equal(first[name], second[name]) for name in params)
+
+
+@both
+def test_checkpoints_run_again_under_the_policy(half):
+    block = lambda x, w: F.layer_norm(x @ w, (4,)).exp() @ w
+    x, w = draw(4, 4), draw(4, 4, key=1).requires_grad_()
+
+    def gradient(run):
+        losses = policy(f"params=float32,compute={half},output=float32")(lambda w: run(x.to(w.dtype), w).sum())
+        return torch.autograd.grad(losses(w), w)[0]
+
+    assert torch.equal(gradient(lambda *args: checkpoint(block, *args, use_reentrant=False)), gradient(block))
