@@ -48,7 +48,7 @@ class Options(NamedTuple):
 def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:
     """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned."""
     where, has_aux = options.where, options.has_aux
-    result = with_op_tables(losses, options.journal)(*args)
+    result = with_op_tables(losses, options.journal, where)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "

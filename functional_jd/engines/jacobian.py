@@ -53,7 +53,8 @@ def jacobian_fn(
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
         ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; hooks on tensors
-            or modules in `"forward"` mode, which under a transform or torch.compile ignores them.
+            or modules in `"forward"` mode, which under a transform or torch.compile ignores them; reentrant
+            checkpoints.
 
     Laws:
         Equal to a loop of plain autograd in every mode. Linear in the scale. Composes with vmap, grad, jvp and compile;
@@ -65,8 +66,9 @@ def jacobian_fn(
 
     Differs:
         From `torch.func.jacrev`: native autocast inside works with every layer, and the backward pass is never
-        autocast; custom functions without a vmap rule, buffers changed in place and checkpoints work in
-        `"auto"` and `"loop"`.
+        autocast; custom functions without a vmap rule, buffers changed in place and checkpoints
+        (`use_reentrant=False`) work in `"auto"` and `"loop"`. A checkpoint runs again as its forward pass did: in the
+        same precision, and with the tensors that `torch.func.functional_call` had put into modules around it.
     """
     if not callable(losses):
         raise TypeError(

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.torch_internals import untraced, weight_norm
 
 
-class SeparateNormAffine(TorchFunctionMode):
+class SeparateNormAffine(RecomputedMode):
     """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
 
     Where rows are differentiated together and the weight requires a gradient, torch treats the mean and deviation that
@@ -20,6 +20,7 @@ class SeparateNormAffine(TorchFunctionMode):
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note_checkpoints()
         norm = _NORMS.get(func)
         return (func if norm is None else norm)(*args, **(kwargs or {}))
 

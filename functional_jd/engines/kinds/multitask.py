@@ -98,7 +98,7 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
             with recorder:
                 return losses.features(shared, *batch)
 
-        features = with_op_tables(recorded_features, options.journal)(tree_unflatten(structure, points))
+        features = with_op_tables(recorded_features, options.journal, options.where)(tree_unflatten(structure, points))
         return _differentiable(features), features
 
     point, uses, edges = recorded(trunk, leaves, options)
@@ -168,7 +168,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     )
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        found = with_op_tables(losses.features, options.journal)(tree_unflatten(shared_structure, inputs), *batch)
+        features = with_op_tables(losses.features, options.journal, options.where)
+        found = features(tree_unflatten(shared_structure, inputs), *batch)
         return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable)

@@ -1,0 +1,347 @@
+"""Activation checkpoints inside the losses: in every engine and every precision they change no gradient."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.utils.checkpoint import checkpoint
+
+import functional_jd as fj
+from functional_jd.precision.autocast import with_op_tables
+
+EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+PRECISIONS = ["float32", "jd float16", "jd bfloat16", "native float16", "native bfloat16"]
+ENGINES = ["auto", "loop", "forward", "gramian", "weighted"]
+SLOPES = torch.tensor([1.0, 4.0, 0.25])
+
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+every_call = pytest.mark.parametrize("call", ["functional", "functional_call"])
+trained = pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "requires_grad"])
+
+
+class Block(nn.Module):
+    """Ops of every table, attention, and an island."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.norm(self.first(x)).softmax(-1) + self.shift
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        with torch.autocast("cpu", enabled=False):
+            h = h.float() @ h.float().mT
+        return self.second((h @ x).tanh()) + x
+
+
+class Net(nn.Module):
+    """Two blocks and a layer: `"none"` of the blocks is a checkpoint, each by itself, or both together as well."""
+
+    def __init__(self, checkpoints="none"):
+        super().__init__()
+        self.first, self.second, self.last = Block(), Block(), nn.Linear(4, 3)
+        self.checkpoints = checkpoints
+
+    def blocks(self, x):
+        if self.checkpoints == "none":
+            return self.second(self.first(x))
+        h = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.second, h, use_reentrant=False)
+
+    def forward(self, x):
+        nested = self.checkpoints == "nested"
+        return self.last(checkpoint(self.blocks, x, use_reentrant=False) if nested else self.blocks(x))
+
+
+class Small(nn.Module):
+    """A checkpoint around a norm, which forward mode can differentiate."""
+
+    def __init__(self, checkpoints="none"):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)), nn.Linear(4, 3)
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        plain = self.checkpoints == "none"
+        return self.last(self.first(x) if plain else checkpoint(self.first, x, use_reentrant=False))
+
+
+def drawn(module, key):
+    """The module with other weights."""
+    generator = torch.Generator().manual_seed(key)
+    with torch.no_grad():
+        for x in (*module.parameters(), *module.buffers()):
+            x.copy_(torch.rand(x.shape, generator=generator) - 0.5)
+    return module
+
+
+X = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(7)) - 0.5
+
+
+def made(kind, checkpoints, call, requires_grad=False):
+    """A function of parameters and inputs, and parameters and buffers that are not those of its module."""
+    module, others = drawn(kind(checkpoints), 1), drawn(kind(), 2)
+    params = {name: p.detach().requires_grad_(requires_grad) for name, p in others.named_parameters()}
+    buffers = dict(others.named_buffers())
+    apply = fj.functional(module)
+    if call == "functional":
+        return lambda params, x: apply(params, buffers, x)[0], params
+    return lambda params, x: functional_call(module, (params, buffers), (x,)), params
+
+
+def dtype_of(precision):
+    return getattr(torch, precision.split()[-1])
+
+
+def in_precision(f, precision):
+    dtype = dtype_of(precision)
+    if precision.startswith("jd"):
+        return fj.autocast(f, dtype)
+
+    def native(*args):
+        with torch.autocast("cpu", dtype):
+            return f(*args)
+
+    return native if precision.startswith("native") else f
+
+
+def batch_losses(f):
+    return lambda params, x: f(params, x).float().square().mean((0, 1)) * SLOPES
+
+
+def example_loss(f):
+    return lambda params, x: f(params, x[None]).float().square().mean() * SLOPES[0]
+
+
+def flat(tree):
+    return torch.cat([x.detach().double().flatten() for x in torch.utils._pytree.tree_leaves(tree)])
+
+
+def rows_by_loop(losses, params, *args):
+    """Plain autograd, one loss after the other, `[m, n]`."""
+    points = {name: p.detach().requires_grad_() for name, p in params.items()}
+    values = losses(points, *args)
+    rows = [torch.autograd.grad(y, list(points.values()), retain_graph=True) for y in values]
+    return torch.stack([flat(row) for row in rows])
+
+
+def found_by(engine, losses, params, *args):
+    """What an engine makes of the rows, and the same of given rows."""
+    weights = lambda m: torch.linspace(0.5, 1.5, m, dtype=torch.float64)
+    if engine == "gramian":
+        gramian, values, pullback = fj.gramian_fn(losses)(params, *args)
+        found = torch.cat([flat(gramian), flat(pullback(weights(len(values))))])
+        return found, lambda rows: torch.cat([(rows @ rows.T).flatten(), weights(len(rows)) @ rows])
+    if engine == "weighted":
+        values, pullback = fj.weighted_fn(losses)(params, *args)
+        return flat(pullback(weights(len(values)))[0]), lambda rows: weights(len(rows)) @ rows
+    jacobian, values = fj.jacobian_fn(losses, mode=engine)(params, *args)
+    rows = [flat([leaf[i] for leaf in jacobian.values()]) for i in range(len(values))]
+    return torch.stack(rows), lambda rows: rows
+
+
+def near(found, expected, precision):
+    # A path through two blocks rounds about thirty times, in the forward pass and in the backward pass.
+    return bool((found - expected).norm() <= 30 * EPS[dtype_of(precision)] * expected.norm())
+
+
+@every_precision
+@every_call
+@trained
+@pytest.mark.parametrize("checkpoints", ["each", "nested"])
+@pytest.mark.parametrize("engine", ["auto", "loop", "gramian", "weighted"])
+def test_checkpoints_change_no_gradient_of_losses(engine, checkpoints, requires_grad, call, precision):
+    plain, params = made(Net, "none", "functional", requires_grad)
+    losses = in_precision(batch_losses(made(Net, checkpoints, call)[0]), precision)
+    found, of_rows = found_by(engine, losses, params, X)
+    rows = rows_by_loop(with_op_tables(in_precision(batch_losses(plain), precision)), params, X)
+    assert near(found, of_rows(rows), precision)
+
+
+@every_precision
+@every_call
+@trained
+@every_engine
+def test_checkpoints_change_no_gradient_of_examples(engine, requires_grad, call, precision):
+    plain, params = made(Small, "none", "functional", requires_grad)
+    loss = in_precision(example_loss(made(Small, "each", call)[0]), precision)
+    found, of_rows = found_by(engine, fj.per_example(loss), params, X)
+    alone = with_op_tables(in_precision(example_loss(plain), precision))
+    rows = rows_by_loop(lambda params: [alone(params, x) for x in X], params)
+    assert near(found, of_rows(rows), precision)
+
+
+def multitask_losses(trunk, precision, checkpoints):
+    def head(params, h):
+        return F.layer_norm(h @ params["w"], (3,), params["w"][0]).float()
+
+    def heads(params, h, x):
+        run = head if checkpoints == "none" else lambda *args: checkpoint(head, *args, use_reentrant=False)
+        return [run(params[name], h).sin().mean() for name in ("one", "two")]
+
+    return fj.multitask(in_precision(trunk, precision), in_precision(heads, precision))
+
+
+@every_precision
+@every_call
+@trained
+@every_engine
+def test_checkpoints_change_no_gradient_of_tasks(engine, requires_grad, call, precision):
+    plain, shared = made(Small, "none", "functional", requires_grad)
+    own = {
+        name: {"w": torch.eye(3).add(0.1 * i).requires_grad_(requires_grad)} for i, name in enumerate(("one", "two"))
+    }
+    params = {"shared": shared, "heads": own}
+    losses = multitask_losses(made(Small, "each", call)[0], precision, "each")
+    expected = multitask_losses(plain, precision, "none")
+    of_trunk = with_op_tables(lambda shared: expected({"shared": shared, "heads": own}, X))
+    rows = rows_by_loop(of_trunk, shared)
+    if engine == "weighted":
+        direction, _ = fj.weighted_fn(losses)(params, X)[1](torch.tensor([0.5, 2.0]))
+        found, by_hand = flat(direction["shared"]), torch.tensor([0.5, 2.0]).double() @ rows
+    elif engine == "gramian":
+        found, by_hand = fj.gramian_fn(losses)(params, X)[0], rows @ rows.T
+    else:
+        jacobian = fj.jacobian_fn(losses, mode=engine)(params, X)[0]
+        found, by_hand = torch.stack([flat([x[i] for x in jacobian.shared.values()]) for i in range(2)]), rows
+    assert near(found, by_hand, precision)
+
+
+@every_precision
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian", "weighted"])
+def test_two_steps_through_checkpoints_are_those_without(engine, precision):
+    ends = []
+    for checkpoints, call in (("none", "functional"), ("nested", "functional"), ("nested", "functional_call")):
+        f, params = made(Net, checkpoints, call)
+        rule = fj.mean() if engine == "weighted" else fj.upgrad()
+        losses = in_precision(batch_losses(f), precision)
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(params, X, **how)
+        for _ in range(2):
+            state, info = fj.step(state, X, engine=engine, **how)
+            assert info.finite.all()
+        ends.append(flat(state.params))
+    start = flat(made(Net, "none", "functional")[1])
+    for end in ends[1:]:
+        assert near(end - start, ends[0] - start, precision)
+
+
+@trained
+@pytest.mark.parametrize("call", ["functional", "functional_call"])
+def test_derivatives_of_rows_through_checkpoints_are_right(call, requires_grad):
+    norms = []
+    for checkpoints in ("none", "each"):
+        f, params = made(Small, checkpoints, call, True)
+        x = X.clone().requires_grad_()
+        jacobian, _ = fj.jacobian_fn(batch_losses(f), mode="loop")(params, x)
+        wanted = [x, *(params.values() if requires_grad else ())]
+        norm = sum((rows * rows).sum() for rows in jacobian.values())
+        norms.append(flat(torch.autograd.grad(norm, wanted, allow_unused=True, materialize_grads=True)))
+    assert norms[0].norm() > 0
+    assert near(norms[1], norms[0], "float32")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("precision", ["float32", "jd bfloat16", "native bfloat16"])
+@pytest.mark.parametrize("engine", [*ENGINES, "vmap"])
+@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+def test_reentrant_checkpoints_are_refused_with_the_cure(kind, engine, precision):
+    f = in_precision(
+        lambda params, x: checkpoint(lambda x: F.layer_norm(x @ params, (3,)), x, use_reentrant=True), precision
+    )
+    params, where = torch.ones(4, 3), {"gramian": "gramian_fn", "weighted": "weighted_fn"}.get(engine, "jacobian_fn")
+    losses = lambda params, x: f(params, x).float().square().sum(-1)
+    if kind == "per_example":
+        losses = fj.per_example(losses)
+    elif kind == "multitask":
+        losses = fj.multitask(f, lambda _, h, x: h.float().square().sum(-1))
+        params = {"shared": params, "heads": {}}
+    run = {"gramian": fj.gramian_fn, "weighted": fj.weighted_fn}.get(engine)
+    run = run(losses) if run else fj.jacobian_fn(losses, mode=engine)
+    ours = (ValueError, rf"{where}: .*use_reentrant=True.* Pass use_reentrant=False")
+    torchs = (RuntimeError, "In order to use an autograd.Function with functorch transforms")
+    error, message = torchs if (kind, engine) == ("per_example", "vmap") else ours
+    with pytest.raises(error, match=message):
+        run(params, X[0])
+
+
+def test_the_module_is_as_it_was():
+    module = drawn(Net("nested"), 1)
+    before = {name: (id(x), x.clone()) for name, x in module.state_dict(keep_vars=True).items()}
+    _, params = made(Net, "none", "functional")
+    losses = batch_losses(lambda params, x: functional_call(module, params, (x,)))
+    fj.jacobian_fn(losses)(params, X)
+    after = module.state_dict(keep_vars=True)
+    assert all(id(x) == before[name][0] and torch.equal(x, before[name][1]) for name, x in after.items())
+
+
+def test_a_checkpoint_around_functional_call_may_use_the_own_weights_too():
+    module, (_, params) = drawn(Small(), 1), made(Small, "none", "functional")
+    both = lambda params, x: functional_call(module, params, (x,)) * module(x)
+    again = lambda params, x: checkpoint(both, params, x, use_reentrant=False)
+    found, of_rows = found_by("loop", batch_losses(again), params, X)
+    assert near(found, of_rows(rows_by_loop(batch_losses(both), params, X)), "float32")
+
+
+def test_buffers_of_functional_call_are_those_of_the_forward_pass():
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    params = {name: p.detach() for name, p in norm.named_parameters()}
+    buffers = {"1.running_mean": torch.ones(4), "1.running_var": torch.full((4,), 9.0)}
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = norm
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False).sin()
+
+    outer = Outer().eval()
+    named = lambda tree: {f"inner.{name}": x for name, x in tree.items()}
+    losses = lambda params, x: functional_call(outer, named({**params, **buffers}), (x,)).sum(0)
+    plain = lambda params, x: functional_call(norm, {**params, **buffers}, (x,)).sin().sum(0)
+    found, of_rows = found_by("loop", losses, params, X[0])
+    assert near(found, of_rows(rows_by_loop(plain, params, X[0])), "float32")
+
+
+def test_autocast_needs_no_engine():
+    module = drawn(Net("nested"), 1)
+    plain = drawn(Net(), 1)
+    for dtype in (torch.float16, torch.bfloat16):
+        grads = []
+        for net in (plain, module):
+            y = fj.autocast(net, dtype)(X).float().square().sum()
+            grads.append(flat(torch.autograd.grad(y, list(net.parameters()))))
+        assert torch.equal(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("engine", ["loop", "auto", "gramian", "weighted"])
+def test_gradient_checkpointing_of_transformers_changes_no_gradient(engine, precision, name):
+    transformers = pytest.importorskip("transformers")
+    if name == "bert":
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.BertConfig(vocab_size=32, **sizes, **dropout)
+        make = lambda: transformers.BertForSequenceClassification(config)
+    else:
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        config = transformers.GPT2Config(vocab_size=32, pad_token_id=0, use_cache=False, **sizes, **dropout)
+        make = lambda: transformers.GPT2ForSequenceClassification(config)
+    plain, module = drawn(make(), 1).train(), drawn(make(), 2).train()
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    params = {name: p.detach() for name, p in plain.named_parameters()}
+    tokens = torch.arange(12).reshape(3, 4) + 3
+    logits = lambda net: lambda params, x: functional_call(net, params, (x,)).logits.float().square().mean(1)
+    found, of_rows = found_by(engine, in_precision(logits(module), precision), params, tokens)
+    rows = rows_by_loop(with_op_tables(in_precision(logits(plain), precision)), params, tokens)
+    assert rows.norm() > 0
+    assert near(found, of_rows(rows), precision)
