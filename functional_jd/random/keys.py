@@ -1,0 +1,164 @@
+"""Explicit keys: random numbers as a pure function of a key, bit-identical under every transform and on every device.
+
+A key is int64 `[2]`. Use every key once: `split` it, draw with one of the new keys, and keep the others.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw
+
+
+def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Create a key from an integer seed.
+
+    Args:
+        seed: from -2^63 to 2^64 - 1; negative seeds are taken modulo 2^64, as in `torch.manual_seed`.
+        device: the device of the key and of all numbers drawn with it; `None` is torch's default device.
+
+    Returns:
+        int64 `[2]`.
+
+    Raises:
+        TypeError: `seed` is not a Python integer.
+        ValueError: `seed` has more than 64 bits.
+
+    Laws:
+        Different seeds (modulo 2^64) give different keys. The same bits on every device.
+
+    Source:
+        Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
+        mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"key: expected a Python integer, found {type(seed).__name__}. Convert it with int(...) first.")
+    if seed < -(2**63) or seed >= 2**64:
+        raise ValueError(f"key: expected at most 64 bits, found {seed}. Take it modulo 2**64, or hash it first.")
+    root = torch.tensor([seed - 2**64 if seed >= 2**63 else seed, ROOT], dtype=torch.int64, device=device)
+    return draw(root, 2, "key", torch.int64)
+
+
+def split(key: Tensor, n: int = 2) -> Tensor:
+    """Split a key into n independent keys.
+
+    Args:
+        key: int64 `[2]`; do not use it again.
+        n: the number of keys.
+
+    Returns:
+        int64 `[n, 2]`: one key per row.
+
+    Raises:
+        TypeError, ValueError: `key` is not a key, or `n` is negative.
+
+    Laws:
+        `split(key, n)[:k]` equals `split(key, k)`. The 2n words of one split are all different.
+    """
+    check_key(key, "split")
+    _check_size(n, "split")
+    return draw(key, 2 * n, "split", torch.int64).reshape(n, 2)
+
+
+def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw numbers from the uniform distribution on [0, 1).
+
+    `k / 2^b`, with k a uniform integer of b bits: 53 for float64, 24 for float32, 11 for float16, 8 for bfloat16.
+
+    Args:
+        key: int64 `[2]`.
+        shape: the shape of the result; may be empty.
+        dtype: one of these four.
+
+    Returns:
+        `[*shape]`, on the key's device. Zero occurs with probability 2^-b, one never: for logarithms use
+        `1 - uniform(...)`.
+
+    Raises:
+        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
+
+    Laws:
+        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
+    """
+    check_key(key, "uniform")
+    return draw(key, _count(shape, dtype, "uniform"), "uniform", dtype).reshape(tuple(shape))
+
+
+def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw numbers from the standard normal distribution.
+
+    `+-sqrt(-2 log u) (cos t, sin t)`, with u uniform in (0, 1) and t in [-pi/2, pi/2), in float64, then rounded.
+
+    Args:
+        key: int64 `[2]`.
+        shape: the shape of the result; may be empty.
+        dtype: float64, float32, float16 or bfloat16.
+
+    Returns:
+        `[*shape]`, on the key's device; always finite, at most 8.6 in absolute value, which a normal variable exceeds
+        with probability 1e-17.
+
+    Raises:
+        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
+
+    Laws:
+        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. The same
+        bits on every device, since only sums, products and quotients are used, which are rounded identically.
+
+    Source:
+        Box and Muller, A note on the generation of random normal deviates, 1958, equation 1.
+    """
+    check_key(key, "normal")
+    return draw(key, _count(shape, dtype, "normal"), "normal", dtype).reshape(tuple(shape))
+
+
+def permutation(key: Tensor, n: int) -> Tensor:
+    """Draw a random permutation of 0, ..., n - 1; all n! permutations are equally likely.
+
+    Args:
+        key: int64 `[2]`.
+        n: the length; may be zero.
+
+    Returns:
+        int64 `[n]`, on the key's device.
+
+    Raises:
+        TypeError, ValueError: `key` is not a key, or `n` is negative.
+
+    Laws:
+        The permutation sorts n random words that are all different, so there are no ties.
+    """
+    check_key(key, "permutation")
+    _check_size(n, "permutation")
+    return torch.argsort(draw(key, n, "permutation", torch.int64), stable=True)
+
+
+def check_key(key: Tensor, where: str) -> None:
+    """Raise an error that names the function that the user called, unless this is one key."""
+    if not isinstance(key, Tensor) or key.dtype != torch.int64:
+        found = str(key.dtype) if isinstance(key, Tensor) else type(key).__name__
+        raise TypeError(f"{where}: expected an int64 key, found {found}. Make one with functional_jd.random.key(0).")
+    if tuple(key.shape) != (2,):
+        raise ValueError(
+            f"{where}: expected one key of shape [2], found {list(key.shape)}. Make one with "
+            "functional_jd.random.key(0); for many keys at once use torch.vmap."
+        )
+
+
+def _check_size(n: int, where: str) -> None:
+    if n < 0:
+        raise ValueError(f"{where}: expected n of at least 0, found {n}. Pass a non-negative integer.")
+
+
+def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
+    """Return the number of elements of a shape, after checking the shape and the dtype."""
+    if dtype not in UNIFORM_BITS:
+        expected = ", ".join(str(dtype) for dtype in UNIFORM_BITS)
+        raise TypeError(f"{where}: expected one of {expected}, found {dtype}. Draw in one of these, then convert.")
+    if isinstance(shape, int):
+        raise TypeError(f"{where}: expected a sequence of sizes, found the integer {shape}. Write ({shape},) instead.")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. A size of -1 is not inferred.")
+    return math.prod(shape)

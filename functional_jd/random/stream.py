@@ -1,0 +1,163 @@
+"""The stream of a key: SplitMix64 words, and the numbers that are made of them.
+
+A key is int64 `[2]`. Its stream is SplitMix64 seeded with the first word, xor-ed with the second word, and mixed once
+more.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.torch_internals import torch_function_disabled, under_transform
+
+# Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
+_RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "integer": 6}
+
+UNIFORM_BITS = {
+    torch.float64: (torch.int64, 53),
+    torch.float32: (torch.int32, 24),
+    torch.float16: (torch.int16, 11),
+    torch.bfloat16: (torch.int16, 8),
+}
+"""For each dtype, the integer dtype of its width and the number of leading bits that its significand holds exactly."""
+
+# The number of elements drawn at once: on a CPU they fit in the cache; on other devices every kernel launch costs time.
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
+
+
+def signed(word: int) -> int:
+    return (word + 2**63) % 2**64 - 2**63
+
+
+_STRIDE = signed(0x9E3779B97F4A7C15)
+_SPLITMIX64 = (30, signed(0xBF58476D1CE4E5B9), 27, signed(0x94D049BB133111EB), 31)
+_FMIX64 = (33, signed(0xFF51AFD7ED558CCD), 33, signed(0xC4CEB9FE1A85EC53), 33)
+ROOT = signed(0x243F6A8885A308D3)  # the first bits of pi, a "nothing-up-my-sleeve" number
+
+# Taylor coefficients of sin(x)/x in x^2 for |x| <= pi/4, and of artanh(z)/z in z^2 for |z| <= 0.172. The truncation
+# error is below 2^-53.
+_SINE = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(9)]
+_ARTANH = [1 / (2 * k + 1) for k in range(11)]
+
+
+def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
+    if under_transform() or keys.is_meta:
+        return draw_op(keys, n, what, dtype)
+    with torch_function_disabled():  # calling the op takes longer than drawing a few numbers
+        return _drawn(keys, n, what, dtype)
+
+
+# A custom op, because a compiler may fuse floating-point operations and does not guarantee how integers overflow.
+@torch.library.custom_op("functional_jd::draw", mutates_args=())
+def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    """`draw` as one op for transforms."""
+    return _drawn(keys, n, what, dtype)
+
+
+def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    out = keys.new_empty((*keys.shape[:-1], n), dtype=dtype)
+    chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
+    width = max(1, min(n, chunk))
+    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
+    steps = torch.arange(width + 1, device=keys.device).mul_(_STRIDE)
+    rows, height = out.shape[:-1].numel(), chunk // width
+    blocks = zip(keys.reshape(rows, 2).split(height), out.view(rows, n).split(height), strict=True)
+    for some_keys, some_rows in blocks:
+        start = (_RANGES[what] << 60) + 1
+        for piece in some_rows.split(width, dim=1):
+            count = 2 * -(-piece.shape[1] // (2 * per_word))  # even, as normal numbers are made in pairs
+            words = _words(some_keys, start, steps[:count])
+            piece.copy_(_numbers(words, what, dtype)[:, : piece.shape[1]])
+            start += count
+    return out
+
+
+@draw_op.register_fake
+def _(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return keys.new_empty((*keys.shape[:-1], n), dtype=dtype)
+
+
+@draw_op.register_vmap
+def _(_info: Any, in_dims: tuple[int, ...], keys: Tensor, n: int, what: str, dtype: torch.dtype) -> tuple[Tensor, int]:
+    return draw_op(keys.movedim(in_dims[0], 0), n, what, dtype), 0
+
+
+def _words(keys: Tensor, start: int, steps: Tensor) -> Tensor:
+    words = (keys[:, :1] + signed(start * _STRIDE)) + steps
+    scratch = torch.empty_like(words)
+    _mix(words, scratch, *_SPLITMIX64)
+    words.bitwise_xor_(keys[:, 1:])
+    _mix(words, scratch, *_FMIX64)
+    return words
+
+
+def _mix(words: Tensor, scratch: Tensor, first: int, left: int, second: int, right: int, third: int) -> None:
+    """Mix the words in place; a bijection of 64-bit words."""
+    _xor_shifted(words, scratch, first).mul_(left)
+    _xor_shifted(words, scratch, second).mul_(right)
+    _xor_shifted(words, scratch, third)
+
+
+def _xor_shifted(words: Tensor, scratch: Tensor, shift: int) -> Tensor:
+    torch.bitwise_right_shift(words, shift, out=scratch)
+    scratch.bitwise_and_((1 << (64 - shift)) - 1)  # torch shifts in copies of the sign bit; the mixers need zeros
+    return words.bitwise_xor_(scratch)
+
+
+def _numbers(words: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+    if what == "uniform":
+        return _uniform(words, dtype)
+    if what == "exponential":
+        return -_log(_open_uniform(words))
+    return _normal(words) if what == "normal" else words
+
+
+def _uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert the leading bits of signed integers, shifted from [-1/2, 1/2) to [0, 1); every step is exact."""
+    integer, bits = UNIFORM_BITS[dtype]
+    signed = words.view(integer).bitwise_right_shift_(8 * integer.itemsize - bits)
+    return signed.to(dtype).mul_(2.0**-bits).add_(0.5)
+
+
+def _open_uniform(words: Tensor) -> Tensor:
+    """Convert the leading 52 bits to the middle of their interval: float64, never 0 and never 1."""
+    return (words >> 12).double().mul_(2.0**-52).add_(0.5 + 2.0**-53)
+
+
+def _normal(words: Tensor) -> Tensor:
+    """Apply the Box-Muller transform; with half of the angle, at most pi/4, a single sine is enough."""
+    u = _open_uniform(words[:, 0::2])
+    angle = words[:, 1::2]
+    radius = _sqrt(-2 * _log(u)) * (1 - 2 * (angle & 1))
+    half = (angle >> 11).double().mul_(math.pi / 4 * 2.0**-52)
+    sine = half * _series(half * half, _SINE)
+    square = sine * sine  # cos 2x = 1 - 2 sin^2 x, sin 2x = 2 sin x cos x
+    return torch.stack([radius * (1 - 2 * square), radius * 2 * sine * _sqrt(1 - square)], dim=-1).flatten(1)
+
+
+def _log(u: Tensor) -> Tensor:
+    """`log(2^e f) = e log 2 + 2 artanh z`, `z = (f - 1) / (f + 1)`, f in [sqrt(1/2), sqrt 2): below 0 for u < 1."""
+    fraction, exponent = torch.frexp(u)
+    below = (fraction < math.sqrt(0.5)).double()
+    fraction = fraction * (1 + below)
+    z = (fraction - 1) / (fraction + 1)
+    return (exponent - below) * math.log(2) + 2 * z * _series(z * z, _ARTANH)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Heron's method for normal x, started at half of the exponent; devices differ in the last bit of `torch.sqrt`."""
+    root = ((x.view(torch.int64) >> 1) + (1023 << 51)).view(torch.float64)
+    for _ in range(4):
+        root = (x / root).add_(root).mul_(0.5)
+    return root
+
+
+def _series(x: Tensor, coefficients: list[float]) -> Tensor:
+    """`sum_k c_k x^k`; products and sums are separate in-place operations, so that no device fuses their rounding."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total.mul_(x).add_(coefficient)
+    return total
