@@ -16,8 +16,8 @@ from functional_jd.core.torch_internals import calling_modules, checkpoint_frame
 class RecomputedMode(TorchFunctionMode):
     """A mode under which `torch.utils.checkpoint(..., use_reentrant=False)` runs again what ran under it.
 
-    A subclass can be made without arguments; its handler calls `note_checkpoints` first. torch.compile, which traces
-    checkpoints with the modes around them, needs none of this.
+    The handler of a subclass calls `note_checkpoints` first. torch.compile, which traces checkpoints with the modes
+    around them, needs none of this.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,14 @@ class RecomputedMode(TorchFunctionMode):
         for frame in checkpoint_frames(self.around):
             if not isinstance(frame.recompute_fn, _Recomputation):
                 frame.recompute_fn = _Recomputation(frame.recompute_fn, calling_modules(frame))
-            # A class, not this mode, which would keep the graph alive.
-            frame.recompute_fn.modes[id(self)] = type(self)
+            if id(self) not in frame.recompute_fn.modes:
+                frame.recompute_fn.modes[id(self)] = self.again()
+
+    def again(self) -> Callable[[], TorchFunctionMode]:
+        """What makes the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
+        may keep the graph alive.
+        """
+        return type(self)
 
 
 class _Slot(NamedTuple):

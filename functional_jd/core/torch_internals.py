@@ -11,6 +11,8 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_C._functorch.maybe_current_level` | `transform_level` | loudly |
 | `_C._functorch.is_batchedtensor`, `get_unwrapped`, `maybe_get_bdim` | the Gramian of examples | loudly |
 | `_C._functorch._unwrap_batched` | compiled Gramians | loudly |
+| `_C._functorch.get_interpreter_stack`, `CVmapInterpreterPtr`, `_add_batch_dim` | `keyed`, under vmap | loudly |
+| `_dynamo.variables.torch.get_overridable_functions` | `keyed`, compiled | wrong numbers |
 | `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
 | `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
 | `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
@@ -25,10 +27,12 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
 | `_C._autograd._top_saved_tensors_default_hooks` | modes where checkpoints run again | loudly |
 | `_C._autograd._push_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` | the same | loudly |
+| `_C._autograd._saved_tensors_hooks_get_disabled_error_message` | the same | loudly |
 | `frame` of `utils.checkpoint._checkpoint_hook`, `_CheckpointFrame.recompute_fn` | the same | loudly |
 | `gen` and `new_frame` inside `utils.checkpoint.checkpoint` (`_checkpoint_impl`) | `calling_modules` | loudly |
 | `nn.Module._call_impl`, `_parameters`, `_buffers` | `calling_modules`, `module_tensors` | loudly |
 | globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
+| globals of functions of `nn.functional` that draw | `keyed` | loudly |
 """
 
 import inspect
@@ -50,6 +54,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _forward_ad: Any = torch.autograd.forward_ad
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 torch_function_disabled: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
@@ -159,9 +164,12 @@ def checkpoint_frames(around: Any = None) -> list[Any]:
     hooks: list[Any] = []
     while (top := _top_hooks(False)) is not None and top[0] is not around:
         hooks.append(top)
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            break  # inside a transform, where no checkpoint can begin: they could not be put back
         _autograd._pop_saved_tensors_default_hooks()
-    for pair in reversed(hooks):
-        _autograd._push_saved_tensors_default_hooks(*pair)
+    else:
+        for pair in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(*pair)
     packs = [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
     return [pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents for pack in packs]
 
@@ -231,6 +239,37 @@ def varies_in_vmap(x: Tensor, level: int) -> bool:
     return _functorch._unwrap_batched(x, level)[1] is not None
 
 
+@torch.compiler.assume_constant_result  # it is asked while tracing: the compiled function has no transforms left
+def functorch_depth() -> int:
+    """The number of active transforms of torch.func."""
+    return len(_functorch.get_interpreter_stack() or [])
+
+
+@torch.compiler.assume_constant_result
+def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
+    """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
+    found: list[tuple[int, int, str]] = []
+    for interpreter in _functorch.get_interpreter_stack() or []:
+        if interpreter.level() > level and interpreter.key() == _functorch.TransformType.Vmap:
+            vmap = _functorch.CVmapInterpreterPtr(interpreter)
+            found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower()))
+    return found
+
+
+def show_to_compiled_modes(functions: Iterable[Any]) -> None:
+    """Let torch.compile hand these functions to a `TorchFunctionMode`, as eager mode does: it leaves out some that are
+    no attributes of tensors, `torch.rand_like` and `torch.normal` among them, without a word.
+    """
+    from torch._dynamo.variables.torch import get_overridable_functions  # not before something is compiled: it is slow
+
+    get_overridable_functions().update(functions)
+
+
+def as_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor whose first dimension is the one that the vmap at this level hides."""
+    return _functorch._add_batch_dim(x, 0, level)
+
+
 def is_wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func hides the values of a tensor."""
     return _functorch.is_functorch_wrapped_tensor(x)
@@ -291,14 +330,15 @@ def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
     return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
 
 
-def _ignoring_modes(f: Any) -> Callable[..., Any]:
+def ignoring_modes(f: Any) -> Callable[..., Any]:
     """A function of `torch.nn.functional` that does not hand itself to a mode as one op, so that the mode sees the ops
     inside it. There is no public way: `has_torch_function` is true wherever a mode is active.
     """
-    return FunctionType(f.__code__, vars(nn.functional) | {"has_torch_function": lambda _: False}, None, f.__defaults__)
+    ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
+    return FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
 
 
 transparent: dict[Any, Callable[..., Any]] = {
-    f: _ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)
+    f: ignoring_modes(f) for f in (nn.functional.multi_head_attention_forward,)
 }
 """Functions that torch shows to a mode as one op, in a form that shows the ops inside."""

@@ -366,3 +366,43 @@ def test_every_private_name_is_listed():
     names = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
     private = {name for name in names if name.startswith("_") and not name.startswith("__")}
     assert {name for name in private if name not in table} <= {"_functorch"}
+
+
+def test_vmaps_and_their_randomness_are_known():
+    found = []
+
+    def f(x):
+        found.append((internals.functorch_depth(), internals.vmaps_inside(0), internals.vmaps_inside(2)))
+        return x.sum()
+
+    assert (internals.functorch_depth(), internals.vmaps_inside(0)) == (0, [])
+    inner = torch.vmap(torch.func.grad(f), randomness="different")
+    torch.vmap(inner, randomness="same")(torch.ones(2, 3, 4))
+    assert found == [(3, [(1, 2, "same"), (2, 3, "different")], [])]
+
+
+def test_a_dimension_becomes_that_of_a_vmap():
+    keys = torch.arange(3.0)
+    added = torch.vmap(lambda x: x + internals.as_batch(keys, internals.functorch_depth()))(torch.ones(3))
+    assert torch.equal(added, keys + 1)
+
+
+def test_torch_compile_shows_every_function_to_a_mode_that_is_asked_for():
+    class Sevens(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return torch.full((2,), 7.0)
+
+    def f(x):
+        with Sevens():
+            return torch.rand_like(x), torch.normal(x, x)
+
+    internals.show_to_compiled_modes([torch.rand_like, torch.normal])
+    torch.compiler.reset()
+    for y in torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2)):
+        assert torch.equal(y, torch.full((2,), 7.0))
+
+
+def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
+    with Seen() as seen:
+        internals.ignoring_modes(nn.functional.dropout)(torch.ones(2), 0.5)
+    assert "dropout" in seen.names

@@ -345,3 +345,14 @@ def test_gradient_checkpointing_of_transformers_changes_no_gradient(engine, prec
     rows = rows_by_loop(with_op_tables(in_precision(logits(plain), precision)), params, tokens)
     assert rows.norm() > 0
     assert near(found, of_rows(rows), precision)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, fj.autocast], ids=["plain", "autocast"])
+def test_vmap_inside_a_checkpoint_is_differentiated_as_without(wrap):
+    slope = lambda w, x: torch.vmap(lambda x: torch.tanh(x @ w).softmax(0))(x)
+    params = {"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0))}
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    within = wrap(lambda p, x: checkpoint(slope, p["w"], x, use_reentrant=False).square().mean(0))
+    without = wrap(lambda p, x: slope(p["w"], x).square().mean(0))
+    (found, _), (expected, _) = (fj.jacobian_fn(f, mode="loop")(params, x) for f in (within, without))
+    assert torch.equal(found["w"], expected["w"])

@@ -1,0 +1,280 @@
+"""Functions that draw random numbers, as pure functions of a key."""
+
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from functional_jd.core.recomputation import RecomputedMode
+from functional_jd.core.slow_path import random_state
+from functional_jd.core.torch_internals import (
+    as_batch,
+    function_name,
+    functorch_depth,
+    ignoring_modes,
+    in_reentrant_checkpoint,
+    show_to_compiled_modes,
+    untraced,
+    vmaps_inside,
+)
+from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.keys import check_key, split
+
+# Keys are split off in advance, as one call of `split` takes longer than an index; more only where more are needed.
+_AHEAD = 32
+
+_F: Any = nn.functional
+_init: Any = nn.init
+
+
+def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Make all randomness inside a function a pure function of a key.
+
+    `keyed(f)(key, *args, **kwargs) = f(*args, **kwargs)`, where the k-th call that draws, in the order of the calls,
+    draws its numbers with the key `split(key, k + 1)[k]`.
+
+    Args:
+        f: any function of tensors: a module, a function that calls modules, losses. Inside, these draw with the key:
+            dropout of every kind, between recurrent layers and in attention too; `F.rrelu`, `F.gumbel_softmax`;
+            `torch.rand`, `randn`, `randint`, `randperm`, the `..._like`, `normal`, `bernoulli`, `multinomial`; the
+            methods `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `log_normal_`, `geometric_`,
+            `random_`; the distributions of `torch.distributions` that are made of these.
+
+    Returns:
+        A function with a key, int64 `[2]`, before the arguments of `f`. Do not use the key again.
+
+    Raises:
+        TypeError, ValueError: `f` cannot be called, or `key` is not a key.
+        RuntimeError: `f` draws in a way that is not covered (Poisson, binomial, gamma and Dirichlet samples, an
+            explicit generator, operators of other libraries); the message names the op. Or torch's generator moved.
+
+    Laws:
+        The same key gives the same bits: under vmap, grad, jvp and compile, for every row of a Jacobian, and where
+        `torch.utils.checkpoint` runs a part of `f` again in the backward pass. Under vmap, every key has its own
+        draws; a key that is not batched gives all elements the same. A `torch.vmap` inside `f` does what its
+        `randomness` says. torch's own generators are neither read nor moved. Everything else is as torch does it:
+        scales, dtypes, devices, what `training=False` and `p=0` mean.
+
+    Source:
+        The numbers are those of `uniform` and `normal`: SplitMix64 with a second round of mixing, whose increment is a
+        counter, so that any number can be computed by itself. It passes statistical tests of its uniformity and of the
+        independence of keys, positions and bits; it is not meant for secrets. Masks compare uniform numbers of 24 bits
+        with the probability, as torch does on CUDA.
+
+    Differs:
+        The values of probabilities in tensors are not checked. `torch.bernoulli` and the like with `out=` are refused.
+        A tensor that is filled in place under a batched key must have been made by `empty`, `empty_like` or
+        `new_empty`, or be batched itself. With dropout, attention is computed by plain products. What is not torch's
+        (`random`, NumPy), and what a custom autograd function draws in its backward pass, is out of reach.
+        `torch.utils.checkpoint` with `use_reentrant=True` is refused. torch.compile does not trace a checkpoint inside
+        `keyed`: `fullgraph=True` raises its error.
+
+    Example:
+        >>> dropout = keyed(torch.nn.Dropout(0.5))
+        >>> x, key = torch.ones(1000), functional_jd.random.key(0)
+        >>> torch.equal(dropout(key, x), dropout(key, x))
+        True
+    """
+    if not callable(f):
+        raise TypeError(f"keyed: expected a function, found {type(f).__name__}. Pass the function, not its value.")
+
+    def run(key: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        check_key(key, "keyed")
+        drawn: list[int] = []
+        if torch.compiler.is_compiling():
+            _show_draws()
+            with _Keyed(key, drawn):
+                return f(*args, **kwargs)
+        before = random_state()
+        with _Keyed(key, drawn):
+            result = f(*args, **kwargs)
+        if not all(map(torch.equal, before, random_state())):
+            raise RuntimeError(
+                "keyed: expected a function that leaves torch's generators alone, found that one has moved: an op that "
+                "torch shows to no mode drew from it, torch.manual_seed was called, or another thread drew. Draw with "
+                "the functions of functional_jd.random instead."
+            )
+        return result
+
+    return wraps(f)(run) if hasattr(f, "__name__") else run
+
+
+class _Keyed(RecomputedMode):
+    """Sees every function of torch that Python calls, and draws for those that draw.
+
+    Args:
+        key: int64 `[2]`.
+        drawn: has one entry for every call that has drawn; from outside, as torch.compile loses attributes of a mode.
+    """
+
+    def __init__(self, key: Tensor, drawn: list[int]):
+        super().__init__()
+        self.key, self.drawn, self.ahead = key, drawn, split(key, _AHEAD)
+        self.numbers = Numbers(self.take)
+        self.depth = functorch_depth()
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.note_checkpoints()
+        if func is Tensor.unflatten:  # torch.compile cannot trace the method below a mode
+            func = torch.unflatten
+        if func in _EMPTY:
+            return self.batched(func(*args, **kwargs))
+        if func not in _DRAWING:
+            if not isinstance(func, FunctionType):
+                _refuse_random(func)
+            return func(*args, **kwargs)
+        for name in ("generator", "out"):
+            if kwargs.get(name) is not None:
+                raise RuntimeError(f"keyed: expected {function_name(func)} without {name}=, found one. Leave it out.")
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("generator", "out")}
+        return self.draw(func, args, kwargs)
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def op(*args: Any, **kwargs: Any) -> Any:
+            relevant = (*args, *kwargs.values())
+            if has_torch_function(relevant):  # autocast sees the function as one op first
+                return handle_torch_function(op, relevant, *args, **kwargs)
+            return self.draw_inside(func, args, kwargs)
+
+        if func in _OF_SEVERAL_OPS and _under_autocast((*args, *kwargs.values())):
+            op.__name__ = func.__name__
+            return op(*args, **kwargs)
+        return self.draw_inside(func, args, kwargs)
+
+    def draw_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in DRAWS:
+            return DRAWS[func](self.numbers, func, *args, **kwargs)
+        with self:
+            return _IN_PYTHON[func](*args, **kwargs)
+
+    def take(self) -> Tensor:
+        """The key of the next call that draws."""
+        if not torch.compiler.is_compiling() and in_reentrant_checkpoint():
+            raise RuntimeError(
+                "keyed: expected torch.utils.checkpoint with use_reentrant=False, found use_reentrant=True, which "
+                "draws again in the backward pass, out of reach. Pass use_reentrant=False."
+            )
+        k = len(self.drawn)
+        self.drawn.append(k)
+        return self.of_elements(self.ahead[k] if k < _AHEAD else split(self.key, k + 1)[k])
+
+    def of_elements(self, key: Tensor) -> Tensor:
+        """The key, or one key for each element of a `torch.vmap` inside the function."""
+        for level, size, randomness in vmaps_inside(self.depth):
+            if randomness == "error":
+                raise RuntimeError(
+                    "keyed: expected torch.vmap with randomness='different' or 'same' around what draws, found "
+                    "randomness='error'. Pass one of the two."
+                )
+            if randomness == "different":
+                key = as_batch(split(key, size), level)
+        return key
+
+    def batched(self, x: Tensor) -> Tensor:
+        """A new tensor with the hidden dimensions of the key, so that draws can be written into it."""
+        if functorch_depth() == 0 or x.requires_grad:
+            return x
+        same = self.of_elements(self.ahead[0])[0] == 0
+        return torch.where(same, x, x)
+
+    def again(self) -> Callable[[], Any]:
+        """A checkpoint that runs again draws the same once more."""
+        key, drawn = self.key, len(self.drawn)
+        return lambda: _Keyed(key, [*range(drawn)])
+
+
+@torch.compiler.assume_constant_result  # it runs while tracing
+def _show_draws() -> None:
+    show_to_compiled_modes([*DRAWS, *_EMPTY, *[getattr(torch, name) for name in _RANDOM if hasattr(torch, name)]])
+
+
+def _under_autocast(values: Any) -> bool:
+    return any(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in values)
+
+
+def _refuse_random(func: Any) -> None:
+    name = function_name(func)
+    if _is_tagged(func) if isinstance(func, _OPERATORS) else name in _RANDOM:
+        raise RuntimeError(
+            f"keyed: expected draws that a key can give, found {name}, which draws from torch's generator. Draw its "
+            "numbers with torch.rand or torch.randn, or outside, with the functions of functional_jd.random."
+        )
+
+
+@torch.compiler.assume_constant_result  # torch.compile does not trace the question
+def _is_tagged(func: Any) -> bool:
+    packet = isinstance(func, _OPERATORS[0])
+    overloads = [getattr(func, name) for name in func.overloads()] if packet else [func]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _fractional_max_pool(f: Any) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: f(*args, **kwargs)[0]
+
+
+def _init_uniform(tensor: Tensor, a: float, b: float) -> Tensor:
+    with torch.no_grad():
+        return tensor.uniform_(a, b)
+
+
+def _init_normal(tensor: Tensor, mean: float, std: float) -> Tensor:
+    with torch.no_grad():
+        return tensor.normal_(mean, std)
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+def _refused_kaiming(**_: Any) -> Any:
+    raise RuntimeError(
+        "keyed: expected draws that a key can give, found torch.nn.init.kaiming_uniform_ (which nn.Linear and "
+        "convolutions call when they are made). Make modules outside of the function."
+    )
+
+
+_IN_PYTHON: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(_F, name): ignoring_modes(getattr(_F, name))
+        for name in _names("""
+            dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax
+            fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward
+        """)
+    },
+    _F.fractional_max_pool2d: _fractional_max_pool(ignoring_modes(_F.fractional_max_pool2d_with_indices)),
+    _F.fractional_max_pool3d: _fractional_max_pool(ignoring_modes(_F.fractional_max_pool3d_with_indices)),
+    _init.uniform_: _init_uniform,
+    _init.normal_: _init_normal,
+    _init.kaiming_uniform_: _refused_kaiming,
+}
+"""Functions in Python that torch shows to a mode as one op, in a form that shows what they call."""
+
+_DRAWING = frozenset([*DRAWS, *_IN_PYTHON])
+_OF_SEVERAL_OPS = frozenset([_F.multi_head_attention_forward, _F.gumbel_softmax, _F.scaled_dot_product_attention])
+_EMPTY = frozenset(
+    [torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new, torch.zeros, torch.zeros_like, Tensor.new_zeros]
+)
+_OPERATORS: tuple[Any, ...] = (type(torch.ops.aten.rand), type(torch.ops.aten.rand.default))
+
+_RANDOM = _names("""
+    rand rand_like randn randn_like randint randint_like randperm normal normal_ normal_functional bernoulli
+    bernoulli_ multinomial uniform uniform_ exponential exponential_ cauchy cauchy_ log_normal log_normal_
+    geometric geometric_ random random_ poisson binomial _standard_gamma _sample_dirichlet dropout dropout_
+    native_dropout _fused_dropout alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+    rrelu_with_noise_functional lstm gru rnn_tanh rnn_relu _cudnn_rnn miopen_rnn _lstm_mps
+    _cudnn_init_dropout_state scaled_dot_product_attention _scaled_dot_product_attention_math
+    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+    _triton_scaled_dot_attention _flash_attention_forward _flash_attention_forward_no_dropout_inplace
+    _efficient_attention_forward _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace
+    _fill_mem_eff_dropout_mask_
+""")
+"""Ops of torch that draw: those that it tags `nondeterministic_seeded`, without backward passes."""
