@@ -17,7 +17,7 @@ if find_spec("matplotlib") is None:
 from functional_jd.plotting.cone import cone
 from functional_jd.plotting.front import front, nondominated
 from functional_jd.plotting.heatmap import heatmap
-from functional_jd.plotting.history import conflicts, history, losses, scales, weights
+from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
 from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
 from functional_jd.plotting.style import PALETTE, legend, look, quiet
 from functional_jd.plotting.trajectories import trajectories
@@ -38,6 +38,7 @@ __all__ = [
     "look",
     "losses",
     "nondominated",
+    "norms",
     "quadratics",
     "quiet",
     "scales",

@@ -11,6 +11,7 @@ from torch import Tensor
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
+from functional_jd.diagnostics.diagnose import diagnose
 from functional_jd.plotting.style import (
     CONFLICT,
     PALETTE,
@@ -79,6 +80,34 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     ax = axes_or_new(ax, SIZE)
     _plot_lines(ax, _table("weights", [info.weights for info in infos]), _names(infos[0].losses))
     return _finish(ax, "weight", _skipped_steps(infos))
+
+
+def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
+    """Plot the norm of every objective's gradient against the step; skipped steps are marked with crosses.
+
+    `|g_i| = sqrt(G_ii)`, from the Gramian that the rule received.
+
+    Args:
+        infos: one `StepInfo` per step, of a rule whose view is `gramian`.
+        ax: the axes to draw on; `None` creates a figure.
+
+    Returns:
+        The axes, logarithmic. Steps that were skipped leave gaps.
+
+    Raises:
+        TypeError, ValueError: not a list of records, an empty list, or infos without Gramians.
+    """
+    _check_records("norms", infos, StepInfo)
+    if not _have_gramians(infos):
+        raise ValueError(
+            "norms: expected infos with a Gramian, found none. Rules whose view is gramian leave it in the info; with "
+            "others, call diagnose(jacobian).norms."
+        )
+    table = _table("norms", [_gramian(info).diagonal().sqrt() for info in infos])
+    ax = axes_or_new(ax, SIZE)
+    _plot_lines(ax, table, _names(infos[0].losses))
+    ax.set_yscale("log")
+    return _finish(ax, "gradient norm", _skipped_steps(infos))
 
 
 def scales(
@@ -151,12 +180,13 @@ def history(
     *,
     every: int = 1,
 ) -> list[Ax]:
-    """Plot the available records, one plot above the other: losses, weights, scales, conflicts.
+    """Plot the available records, one plot above the other: losses, weights, norms, scales, conflicts.
 
     Args:
-        infos: one `StepInfo` per step. Entrywise weights are not plotted.
+        infos: one `StepInfo` per step. Entrywise weights are not plotted; norms and conflicts are, where the infos have
+            Gramians.
         states: one `ScaleState` per step, as for `scales`.
-        diagnoses: as for `conflicts`, at steps 0, every, 2 every, ...
+        diagnoses: as for `conflicts`, at steps 0, every, 2 every, ...; `None` takes the Gramians of the infos.
         ax: one `Axes` per plot; `None` creates a figure.
         every: the number of steps between two diagnoses. Infos and states are one per step, regardless of it.
 
@@ -170,10 +200,15 @@ def history(
     plots: list[Any] = [lambda ax: losses(infos, ax)]
     if _have_weight_per_row(infos):
         plots.append(lambda ax: weights(infos, ax))
+    if _have_gramians(infos):
+        plots.append(lambda ax: norms(infos, ax))
     if states:
         plots.append(lambda ax: scales(states, infos, ax))
     if diagnoses:
         plots.append(lambda ax: conflicts(diagnoses, ax, every=every))
+    elif _have_gramians(infos):
+        gramians = torch.stack([_gramian(info).detach() for info in infos])
+        plots.append(lambda ax: conflicts(torch.vmap(diagnose)(gramians).conflict.tolist(), ax))
     ax = stacked_axes((SIZE[0], 2.2 * len(plots)), len(plots)) if ax is None else ax
     if len(ax) != len(plots):
         raise ValueError(
@@ -221,6 +256,15 @@ def _names(losses: Losses) -> list[str]:
 
 def _have_weight_per_row(infos: Sequence[StepInfo]) -> bool:
     return all(isinstance(info.weights, Tensor) and info.weights.ndim == 1 for info in infos)
+
+
+def _have_gramians(infos: Sequence[StepInfo]) -> bool:
+    return all(isinstance(info.gramian, Tensor) and info.gramian.ndim == 2 for info in infos)
+
+
+def _gramian(info: StepInfo) -> Tensor:
+    """The Gramian of a step that was taken; of others, in which rows may be missing, NaN."""
+    return torch.where(torch.as_tensor(info.moved), torch.as_tensor(info.gramian), torch.nan)
 
 
 def _skipped_steps(infos: Sequence[StepInfo]) -> list[int]:

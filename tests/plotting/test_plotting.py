@@ -389,6 +389,20 @@ def test_conflicts_are_shares_of_diagnoses():
     np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
 
 
+def test_gramians_in_the_infos_give_norms_and_conflicts():
+    J = torch.tensor([[3.0, 4.0], [-1.0, 0.0]])
+    gramians = [J @ J.T, torch.zeros(2, 2), J.abs() @ J.abs().T]
+    moved = [torch.tensor(k != 1) for k in range(3)]
+    infos = [i._replace(gramian=G, moved=yes) for i, G, yes in zip(_infos(3), gramians, moved, strict=True)]
+    drawn = plotting.history(infos)
+    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "gradient norm", "pairs in conflict (%)"]
+    np.testing.assert_allclose(_lines(drawn[2])["a"].get_ydata(), [5.0, np.nan, 5.0])
+    np.testing.assert_allclose(_lines(drawn[2])["b"].get_ydata(), [1.0, np.nan, 1.0])
+    np.testing.assert_array_equal(drawn[3].get_lines()[0].get_ydata(), [100.0, np.nan, 0.0])
+    with pytest.raises(ValueError, match=r"norms: expected infos with a Gramian, found none.*diagnose"):
+        plotting.norms(_infos())
+
+
 def test_records_of_every_few_steps_stand_at_these_steps():
     (line,) = plotting.conflicts([0.0, 0.5, 1.0], every=10).get_lines()
     np.testing.assert_array_equal(line.get_xydata(), [[0, 0], [10, 50], [20, 100]])
