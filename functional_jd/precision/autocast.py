@@ -6,7 +6,7 @@ before a transform takes it apart: vmap splits a biased `linear` into parts that
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -144,8 +144,13 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         ...     (x @ x).dtype
         torch.float32
     """
-    # Where it is off already, and that is nearly always, torch.autocast would only cost time.
+    # Where it is off already, and that is nearly always, a walk through the tree would only cost time.
+    if not torch.compiler.is_compiling() and not any(map(torch.is_autocast_enabled, _devices())):
+        return _NOTHING
     return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
+
+
+_NOTHING = nullcontext()
 
 
 class _OpTables(RecomputedMode):
@@ -255,7 +260,13 @@ def _device_types(tree: Tree) -> list[str]:
     return sorted(device for device in found if torch.amp.is_autocast_available(device))
 
 
+@torch.compiler.assume_constant_result
 def _devices() -> list[str]:
-    """Not only those of the arguments: a function may bring tensors of its own."""
+    """The CPU, and the accelerator if there is one."""
+    return _found_devices()
+
+
+@cache
+def _found_devices() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.precision.loss_scale import ScaleState, range_of
+from functional_jd.precision.loss_scale import ScaleState, is_scaled, range_of, scale_state
 
 # The keys of GradScaler.state_dict(), in its order, with the field of ScaleState and its dtype.
 _ENTRIES = {
@@ -25,11 +25,14 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         state: the state; its values are copied from the device.
 
     Returns:
-        A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON.
+        A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON. `no_scale()` gives
+        a scale of 1 whose factors are 1.
 
     Laws:
-        `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit.
+        `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit, but for `no_scale()`.
     """
+    if not is_scaled(state):
+        state = scale_state(1.0, 1.0, 1.0, 1)
     return {key: getattr(state, field).tolist() for key, (field, _) in _ENTRIES.items()}
 
 

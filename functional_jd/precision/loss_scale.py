@@ -44,6 +44,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 class ScaleState(NamedTuple):
     """The five entries of `GradScaler.state_dict()`, each a tensor `[]`, or `[m]` for one scale per objective.
 
+    In `no_scale()` the last three are `()`: a scale that nothing changes.
+
     Attributes:
         scale: float32; the factor of the losses.
         growth_tracker: int32; the number of finite steps since the scale last changed.
@@ -54,9 +56,9 @@ class ScaleState(NamedTuple):
 
     scale: Tensor
     growth_tracker: Tensor
-    growth_factor: Tensor
-    backoff_factor: Tensor
-    growth_interval: Tensor
+    growth_factor: Tensor | tuple[()]
+    backoff_factor: Tensor | tuple[()]
+    growth_interval: Tensor | tuple[()]
 
 
 def scale_state(
@@ -120,12 +122,19 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
     """Create a scale of 1 that `update_scale` never changes, nor its tracker, for steps without loss scaling.
 
     Args:
-        device: the device of the five tensors.
+        device: the device of the two tensors.
 
     Returns:
-        `ScaleState` with five tensors `[]`.
+        `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes: `step` knows by it, without a
+        look at values, that nothing is to be scaled.
     """
-    return scale_state(1.0, 1.0, 1.0, 1, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return ScaleState(one, torch.zeros((), dtype=torch.int32, device=device), (), (), ())
+
+
+def is_scaled(state: ScaleState) -> bool:
+    """Return whether a state is another than `no_scale()`, by its structure."""
+    return isinstance(state.growth_interval, Tensor)
 
 
 def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
@@ -268,19 +277,22 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
     """
     _require_flag(finite, "update_scale", state.scale)
+    growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
+    if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):
+        return state
     successes = state.growth_tracker + 1
-    due = successes == state.growth_interval
+    due = successes == interval
     current = torch.where(state.scale == 0, FLOOR, state.scale)
     exact = current.double()
-    grown = (exact * state.growth_factor).float()
-    smaller = torch.maximum((exact * state.backoff_factor).float(), current.clamp(max=FLOOR))
+    grown = (exact * growth).float()
+    smaller = torch.maximum((exact * backoff).float(), current.clamp(max=FLOOR))
     new = torch.where(finite, torch.where(due & (grown.abs() < torch.inf), grown, current), smaller)
     tracker = torch.where(finite & ~due, successes, 0)
     if losses_finite is not None:
         _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
         new = torch.where(losses_finite, new, current)
         tracker = torch.where(losses_finite, tracker, state.growth_tracker)
-    return ScaleState(new, tracker, state.growth_factor, state.backoff_factor, state.growth_interval)
+    return ScaleState(new, tracker, growth, backoff, interval)
 
 
 def select(finite: Tensor, new: Tree, old: Tree) -> Tree:

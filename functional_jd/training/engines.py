@@ -11,16 +11,17 @@ from functional_jd.aggregation.aggregate import Aggregator, combine, start, view
 from functional_jd.aggregation.views import gramian as look_at_gramian
 from functional_jd.aggregation.views import losses as look_at_losses
 from functional_jd.aggregation.views import needs_no_rows
-from functional_jd.core.multitask import direction_of_rows, split_heads
+from functional_jd.core.multitask import direction_of_rows, split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.tree import all_finite
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, LossFunction, Tree, Weights
 from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import ScaleState, unscale
+from functional_jd.precision.loss_scale import ScaleState, is_scaled, multiplier, unscale
 
 
 class Problem(NamedTuple):
@@ -39,6 +40,11 @@ class Problem(NamedTuple):
     aggregator: Aggregator
     memory: Tree
     scale: ScaleState
+
+    @property
+    def factor(self) -> ScaleState | None:
+        """The scale for the engines, `None` where nothing is scaled."""
+        return self.scale if is_scaled(self.scale) else None
 
 
 class EngineResult(NamedTuple):
@@ -99,12 +105,15 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
     evaluate = partial(jacobian_fn, has_aux=True, mode=mode, chunk_size=chunk_size)
     evaluate(lambda _: None)  # a mistake is named here
 
-    def rows(problem: Problem) -> tuple[Jacobian, Tensor, Losses, Carried]:
-        jacobian, (values, carried) = evaluate(problem.losses, scale=problem.scale)(*problem.args)
-        return *unscale(problem.scale, jacobian), values, carried
+    def rows(problem: Problem) -> tuple[Jacobian, Losses, Carried]:
+        jacobian, (values, carried) = evaluate(problem.losses, scale=problem.factor)(*problem.args)
+        return jacobian, values, carried
 
     def differentiate(problem: Problem) -> EngineResult:
-        jacobian, finite, values, carried = rows(problem)
+        jacobian, values, carried = rows(problem)
+        if problem.aggregator.view is look_at_gramian and _gramian_is_safe(jacobian):
+            return _by_gramian(problem, values, carried, *_gramian_of_rows(problem, jacobian))
+        jacobian, finite = unscale(problem.scale, jacobian)
         weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values)
         direction = combine(jacobian, weights)
         # The heads' gradient was finite, or is zero, as `unscale` left it.
@@ -113,8 +122,8 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
         return EngineResult(direction, weights, memory, values, finite, direction_finite, carried, seen)
 
     def begin(problem: Problem) -> Tree:
-        jacobian, _, values, _ = rows(problem)
-        return start(problem.aggregator, jacobian, losses=values)
+        jacobian, values, _ = rows(problem)
+        return start(problem.aggregator, unscale(problem.scale, jacobian)[0], losses=values)
 
     return Engine(lambda *_: None, begin, differentiate)
 
@@ -128,7 +137,7 @@ def weighted_engine() -> Engine:
     """
 
     def differentiate(problem: Problem) -> EngineResult:
-        losses = weighted_fn(problem.losses, has_aux=True, scale=problem.scale)
+        losses = weighted_fn(problem.losses, has_aux=True, scale=problem.factor)
         (values, carried), pullback = losses(*problem.args)
         weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values)
         # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
@@ -146,18 +155,17 @@ def gramian_engine() -> Engine:
         An `Engine`, for `step` and `train_state`: see `gramian_fn`.
     """
 
+    def look(problem: Problem) -> tuple[Losses, Carried, Gramian, Callable[[Tensor], Direction]]:
+        losses = gramian_fn(problem.losses, has_aux=True, scale=problem.factor)
+        products, (values, carried), pullback = losses(*problem.args)
+        return values, carried, products, pullback
+
     def differentiate(problem: Problem) -> EngineResult:
-        products, rows, values, carried, pullback = _gramian_without_overflow(problem)
-        with autocast_disabled(products):
-            weights, memory = problem.aggregator.update(products, problem.memory)
-        direction = pullback(weights)
-        finite = rows if problem.scale.scale.ndim else rows.all()
-        return EngineResult(
-            direction, weights, memory, values, finite, all_finite(direction), carried, gramian=products
-        )
+        return _by_gramian(problem, *look(problem))
 
     def begin(problem: Problem) -> Tree:
-        products, *_ = _gramian_without_overflow(problem)
+        _, _, products, _ = look(problem)
+        products, _ = _without_overflow(problem, products)
         with autocast_disabled(products):
             return problem.aggregator.init(products)
 
@@ -167,7 +175,7 @@ def gramian_engine() -> Engine:
 
 def start_without_rows(problem: Problem) -> Tree:
     """The initial state of a rule that needs no gradients."""
-    (values, _), _ = weighted_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    (values, _), _ = weighted_fn(problem.losses, has_aux=True, scale=problem.factor)(*problem.args)
     return start(problem.aggregator, loss_rows(values), losses=values)
 
 
@@ -176,19 +184,47 @@ def loss_rows(values: Losses) -> Tensor:
     return look_at_losses(None, losses=values)
 
 
-def _gramian_without_overflow(
-    problem: Problem,
-) -> tuple[Gramian, Tensor, Losses, Carried, Callable[[Tensor], Direction]]:
-    """The Gramian with zeros for rows that overflowed, flags of the rows that did not, the losses, what they carry, and
-    the pullback.
-    """
-    losses = gramian_fn(problem.losses, has_aux=True, scale=problem.scale)
-    products, (values, carried), pullback = losses(*problem.args)
+def _by_gramian(
+    problem: Problem, values: Losses, carried: Carried, products: Gramian, pullback: Callable[[Tensor], Direction]
+) -> EngineResult:
+    """The rule on the Gramian, and the pullback of its weights."""
+    products, rows = _without_overflow(problem, products)
+    with autocast_disabled(products):
+        weights, memory = problem.aggregator.update(products, problem.memory)
+    direction = pullback(weights)
+    finite = rows if problem.scale.scale.ndim else rows.all()
+    return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, products)
+
+
+def _without_overflow(problem: Problem, products: Gramian) -> tuple[Gramian, Tensor]:
+    """The Gramian with zeros for rows that overflowed, and flags of the rows that did not."""
     rows = products.diagonal().isfinite()
     # As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the
     # direction does.
     rows = rows if problem.scale.scale.ndim else rows.all().expand_as(rows)
-    return torch.where(rows[:, None] & rows, products, 0), rows, values, carried, pullback
+    return torch.where(rows[:, None] & rows, products, 0), rows
+
+
+def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Callable[[Tensor], Direction]]:
+    """The unscaled Gramian of scaled rows, and their pullback. The scale goes into m^2 products and m weights: no pass
+    over the rows.
+    """
+    rows, heads = split_heads(jacobian)
+    if any(leaf.dtype.itemsize < 4 for leaf in tree_leaves(rows)):
+        rows = tree_map(at_least_float32, rows)
+    products = look_at_gramian(rows)
+    for leaf in tree_leaves(heads):  # an overflow in the heads belongs to no row
+        products = torch.where(all_finite(leaf), products, torch.nan)
+    whole = with_heads(rows, heads)
+    if problem.factor is None:
+        return products, partial(combine, whole)
+    inverse = multiplier(problem.scale).double().reciprocal().expand(len(products))
+    return products * inverse[:, None] * inverse, lambda weights: combine(whole, weights.double() * inverse)
+
+
+def _gramian_is_safe(jacobian: Jacobian) -> bool:
+    """Whether the squares of finite rows are finite in float64."""
+    return all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(jacobian))
 
 
 def _require(
