@@ -4,20 +4,22 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nonzero, with_nan_of
-from functional_jd.solvers.search import matvec, on_host, opaque, solve
+from functional_jd.solvers.search import matvec, on_host, opaque, per_problem, solve
 
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
 _STEPS = 80
+# Problems that take more steps than this are tested for rounding, which keeps their steps from shrinking.
+_REGULAR = 10
 # After a relative Newton step this small the error is its square, which the two chord steps reduce to rounding.
 _TOLERANCE = 1e-7
-# |sum of multiples|^2 relative to (sum of |multiples|)^2: what a float64 Gramian cannot tell from zero, and what is
-# treated as zero if the search did not converge.
+# Below the first, relative to the sizes of what cancels, a float64 Gramian cannot tell |sum of multiples|^2 from zero;
+# what is below the second is treated as zero if the search did not converge.
 _NOISE, _DOUBTFUL = 1e-14, 1e-8
 # Keeps Newton's matrix positive definite on dependent rows; it is not part of the residual.
 _RIDGE = 1e-15
 
 
-def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
+def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor:
     """Solve `C (k v) = k v^-p` for v > 0, elementwise products and powers.
 
     It is the minimum of `y'C y / 2 - sum_i k_i^2 v_i^(1 - p) / (1 - p)`, y = k v (the logarithm at p = 1), strictly
@@ -28,17 +30,19 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     Args:
         cosines: C, float64 `[*, m, m]`, positive semi-definite, with ones on the diagonal; a row of zeros is excluded.
         sizes: k, float64 `[*, m]`, positive; only their ratios matter.
-        power: p > 0.
+        power: p > 0, a number, or float64 `[]` or `[*, 1]`.
 
     Returns:
-        v, float64 `[*, m]`, 0 for a row of zeros, NaN where C is not finite. All are 0 where a float64 Gramian shows no
-        solution: a convex combination of the unit rows is within 1e-7 of zero (stationary), or within 1e-4 and the
-        search did not converge. Elsewhere, a search that did not converge gives its last iterate, positive and finite,
-        with derivative zero: for p below 0.02 or above 50 when sizes are spread over 1e4 or more.
+        v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
+        combination of the unit rows is within 1e-7 of zero) there is no solution. All are 0 then for p <= 1, or where
+        all gains `C y` vanish. For p > 1 the gains approach those of the largest utility as y grows: v is where the
+        equation holds to the rounding of `C y`. A search that did not converge gives 0 within 1e-4 of stationary rows,
+        else its last iterate, positive and finite, with derivative zero: for p below 0.02 or above 50 when sizes are
+        spread over 1e4 or more.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
-        convergence; on other devices it takes a fixed number of steps, without synchronization.
+        Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct. On a CPU the search
+        stops at convergence; on other devices it takes a fixed number of steps, without synchronization.
 
     Source:
         The search treats `C (k v) = k t` and `p log v + log t = 0` separately, as primal-dual interior-point methods
@@ -49,52 +53,79 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float) -> Tensor:
     # A row of zeros is decoupled, at v = 1, and too small to affect the test whether the others cancel.
     k = torch.where(is_zero, 1e-30, sizes / nonzero(largest))
     C = cosines + torch.diag_embed(is_zero.to(cosines.dtype))
-    found, factor, solved = _opaque_search(C.detach(), k.detach(), power)
+    constant = power.detach() if isinstance(power, Tensor) else power
+    found, factor, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k))
     v = start = torch.where(solved, found, 1)
-    slope = start ** ((1 + power) / 2)
+    slope = start ** ((1 + constant) / 2)
     for _ in range(2):
         residual = matvec(C, k * v) - k * v**-power
+        # Where the residual is rounding, only its derivatives matter.
+        residual = torch.addcmul(residual, rounded, residual.detach(), value=-1)
         v = v - torch.where(solved, slope / k.detach() * solve(factor, slope * residual), 0)
     return torch.where(is_zero, 0, torch.where(solved, v, found))
 
 
-def _search(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Shares `[*, m]`, the Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`, and convergence, `[*, 1]`."""
+def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shares `[*, m]`; the Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`; convergence, `[*, 1]`; 1 where the
+    residual is rounding, else 0, `[*, 1]`.
+    """
     m = sizes.shape[-1]
-    C, k = cosines.reshape(-1, m, m), sizes.reshape(-1, m)
+    C, k, p = cosines.reshape(-1, m, m), sizes.reshape(-1, m), power.reshape(-1, 1)
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
-    ridged = C + _RIDGE * eye
+    ridged, p_eye = C + _RIDGE * eye, p.unsqueeze(-1) * eye
     v = t = torch.ones_like(k)
-    solved = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
+    solved = rounded = finished = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
     smallest = torch.full_like(k[:, :1], torch.inf)
-    for _ in range(_STEPS):
+    for step in range(_STEPS):
         y = k * v
         gain = matvec(C, y)
-        relative = (y * gain).sum(-1, keepdim=True) / y.sum(-1, keepdim=True) ** 2
-        smallest = torch.minimum(smallest, relative)
-        stationary = relative <= _NOISE
-        if on_host(C) and (solved | stationary | ~relative.isfinite()).all():
+        if step >= _REGULAR:
+            relative = _relative_size(y, gain, p)
+            smallest = torch.minimum(smallest, relative)
+            finished = finished | (relative <= _NOISE)
+            rounded = rounded | (~finished & _is_rounding(C, y, gain, k * v**-p))
+            finished = finished | rounded
+        if on_host(C) and finished.all():
             break
         rate = (t / v).sqrt()
-        factor = torch.linalg.cholesky_ex(ridged / rate.unsqueeze(-1) / rate.unsqueeze(-2) + power * eye)[0]
-        log_residual = power * v.log() + t.log()
+        factor = torch.linalg.cholesky_ex(ridged / rate.unsqueeze(-1) / rate.unsqueeze(-2) + p_eye)[0]
+        log_residual = p * v.log() + t.log()
         dv = solve(factor, ((1 - log_residual) * k * t - gain) / rate) / (rate * y)
-        dt = -log_residual - power * dv
-        step = torch.maximum(dv.abs(), dt.abs()).amax(-1, keepdim=True)
-        running = step.isfinite() & ~solved & ~stationary
-        # Near a stationary problem rounding keeps the steps from shrinking; there the gains themselves are tested.
-        satisfied = ((gain - k * t).abs() < 0.1 * k * t).all(-1, keepdim=True)
-        solved = solved | (running & ((step < _TOLERANCE) | (satisfied & (step < 1e-15 / relative))))
+        dt = -log_residual - p * dv
+        change = torch.maximum(dv.abs(), dt.abs()).amax(-1, keepdim=True)
+        running = change.isfinite() & ~finished
+        solved = solved | (running & (change < _TOLERANCE))
         v, t = torch.where(running, v * _step_factor(dv), v), torch.where(running, t * _step_factor(dt), t)
-    slope = torch.where(solved, v, 1) ** ((1 + power) / 2)
-    factor = torch.linalg.cholesky_ex(ridged * slope.unsqueeze(-1) * slope.unsqueeze(-2) + power * eye)[0]
-    v = with_nan_of(torch.where(solved | (smallest > _DOUBTFUL), v, 0), C.sum((-2, -1)).unsqueeze(-1))
-    return v.view(sizes.shape), factor.view(cosines.shape), solved.view(*sizes.shape[:-1], 1)
+        finished = solved | ~running
+    y = k * v
+    relative = _relative_size(y, matvec(C, y), p)
+    solved = (solved | rounded) & (relative > _NOISE)
+    slope = torch.where(solved, v, 1) ** ((1 + p) / 2)
+    factor = torch.linalg.cholesky_ex(ridged * slope.unsqueeze(-1) * slope.unsqueeze(-2) + p_eye)[0]
+    v = torch.where(solved | (torch.minimum(smallest, relative) > _DOUBTFUL), v, 0)
+    v = with_nan_of(v, C.sum((-2, -1)).unsqueeze(-1) + p)
+    single = (*sizes.shape[:-1], 1)
+    return v.view(sizes.shape), factor.view(cosines.shape), solved.view(single), rounded.to(v.dtype).view(single)
 
 
-def _fake(cosines: Tensor, sizes: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    solved = sizes.new_empty((*sizes.shape[:-1], 1), dtype=torch.bool)
-    return sizes.new_empty(sizes.shape), cosines.new_empty(cosines.shape), solved
+def _relative_size(y: Tensor, gain: Tensor, power: Tensor) -> Tensor:
+    """How large `C y` is for positive multiples y of unit rows: what tells stationary rows."""
+    total = y.sum(-1, keepdim=True)
+    square = (y * gain).sum(-1, keepdim=True) / total**2
+    # For p > 1, rows that are stationary need not be all that count: it takes small gains of all rows.
+    return torch.where(power > 1, gain.abs().amax(-1, keepdim=True) / total, square)
+
+
+def _is_rounding(C: Tensor, y: Tensor, gain: Tensor, wanted: Tensor) -> Tensor:
+    """Whether the gains are as wanted, but for the rounding of `C y`."""
+    rounding = 4 * torch.finfo(C.dtype).eps * matvec(C.abs(), y)
+    return ((gain - wanted).abs() <= rounding).all(-1, keepdim=True)
+
+
+def _fake(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
+    single = (*sizes.shape[:-1], 1)
+    solved, rounded = sizes.new_empty(single, dtype=torch.bool), sizes.new_empty(single)
+    return sizes.new_empty(sizes.shape), cosines.new_empty(cosines.shape), solved, rounded
 
 
 _opaque_search = opaque("functional_jd::fair_shares_search", _search, _fake)

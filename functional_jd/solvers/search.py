@@ -41,6 +41,12 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
     return run
 
 
+def per_problem(number: float | Tensor, vectors: Tensor) -> Tensor:
+    """A number, or one for each problem, `[]` or `[*, 1]`, as a tensor `[*, 1]` for vectors `[*, m]`."""
+    number = torch.as_tensor(number, dtype=vectors.dtype, device=vectors.device)
+    return number.expand(*vectors.shape[:-1], 1)
+
+
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     """Products of matrices `[*, m, m]` and vectors `[*, m]`."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

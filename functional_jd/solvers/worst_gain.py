@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.search import matvec, on_host, opaque, solve_upper
+from functional_jd.solvers.search import matvec, on_host, opaque, per_problem, solve_upper
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -15,7 +15,7 @@ _TOLERANCE = 1e-12
 _NOISE = 1e-6
 
 
-def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float) -> Tensor:
+def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float | Tensor) -> Tensor:
     """The multipliers of the unit rows n_j to add to a unit vector x that maximise the smallest gain within a radius.
 
     `argmax { min_i <n_i, x + y> / rho_i : |y| <= c }` is `y = sum_j v_j n_j` with `v >= 0`, `C v + beta >= tau rho`,
@@ -32,22 +32,25 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         cosines: C, float64 `[*, m, m]`, as `cosines` returns them; the gain of a row of zeros is zero.
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
         sizes: rho, float64 `[*, m]`, positive, the largest 1.
-        radius: c > 0.
+        radius: c > 0, a number, or float64 `[]` or `[*, 1]`.
 
     Returns:
-        v, float64 `[*, m]`, non-negative up to rounding, NaN where C or beta is not finite. It is 0 where the largest
-        possible smallest gain is zero because the rows are stationary (a convex combination of the unit rows is within
-        1e-6 of zero, or a row is zero): then y is not unique.
+        v, float64 `[*, m]`, non-negative up to rounding, NaN where C, beta or c is not finite. It is 0 where the
+        largest possible smallest gain is zero because the rows are stationary (a convex combination of the unit rows is
+        within 1e-6 of zero, or a row is zero): then y is not unique.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
-        convergence; on other devices it takes a fixed number of steps, without synchronization.
+        Pure; composes with vmap, grad, jvp, compile, in c too; third derivatives are not correct. On a CPU the search
+        stops at convergence; on other devices it takes a fixed number of steps, without synchronization.
 
     Source:
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
         weights on the simplex, `v ~ w / rho`, and the step of Newton's method is the dual's objective at w.
     """
-    found, tau, active, upper, solved = _opaque_search(cosines.detach(), gains.detach(), sizes.detach(), radius)
+    constant = radius.detach() if isinstance(radius, Tensor) else radius
+    found, tau, active, upper, solved = _opaque_search(
+        cosines.detach(), gains.detach(), sizes.detach(), per_problem(constant, gains)
+    )
     v = start = torch.where(solved, found, 1)
     rho = sizes.detach()
     slope = (rho * start).sum(-1, keepdim=True)
@@ -55,6 +58,8 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         image = matvec(cosines, v)
         residual = _derivatives_of(torch.where(active, image + gains - tau * sizes, 0))
         excess = _derivatives_of((v * image).sum(-1, keepdim=True) / 2)
+        if isinstance(radius, Tensor):
+            excess = excess - _derivatives_of(radius**2 / 2)
         step = ((start * residual).sum(-1, keepdim=True) - excess) / slope
         tau = tau + step
         v = v - solve_upper(upper, torch.where(active, residual - rho * step, 0))
@@ -62,45 +67,47 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
 
 
 def _search(
-    cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float
+    cosines: Tensor, gains: Tensor, sizes: Tensor, radius: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Multipliers `[*, m]`, tau `[*, 1]`, active set, upper Cholesky factor of its part of C, whether solved."""
     m = gains.shape[-1]
     C, beta, rho = cosines.reshape(-1, m, m), gains.reshape(-1, m), sizes.reshape(-1, m)
+    c = radius.reshape(-1, 1)
+    one_more, farthest, shortest, longest = 1 + c, 1 + 2 * c, c * (1 - _TOLERANCE), c * (1 + _TOLERANCE)
 
     def bound(v: Tensor) -> Tensor:
         """The objective of the dual: an upper bound of the smallest gain for every `v >= 0`."""
-        return ((beta * v).sum(-1, keepdim=True) + radius * _norm(C, v)) / (rho * v).sum(-1, keepdim=True)
+        return ((beta * v).sum(-1, keepdim=True) + c * _norm(C, v)) / (rho * v).sum(-1, keepdim=True)
 
     nearest = linear_complementarity(C + rho.unsqueeze(-1) * rho.unsqueeze(-2), -rho.unsqueeze(-2)).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
-    one_row = ((beta + radius * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
+    one_row = ((beta + c * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
     tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, remaining = C + _TOLERANCE * eye, _STEPS
     jumped = torch.zeros_like(stationary)
     while True:
         # Rows with a gain far above tau stay inactive within the radius: a large offset would only cost digits.
-        offset = (beta - tau * rho).clamp(max=1 + 2 * radius) / (1 + radius)
-        v = (1 + radius) * linear_complementarity(C, offset.unsqueeze(-2)).squeeze(-2)
+        offset = (beta - tau * rho).clamp(max=farthest) / one_more
+        v = one_more * linear_complementarity(C, offset.unsqueeze(-2)).squeeze(-2)
         active = v > matvec(C, v) + beta - tau * rho
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         upper = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye), upper=True)[0]
         length, lower = _norm(C, v), bound(v)
-        below = jumped & (length < radius * (1 - _TOLERANCE))
-        running = below | ((length > radius * (1 + _TOLERANCE)) & (lower < tau))
+        below = jumped & (length < shortest)
+        running = below | ((length > longest) & (lower < tau))
         remaining -= 1
         if remaining == 0 or (on_host(C) and not running.any()):
             break
         # While the active set does not change, v is linear in tau: its length is the radius at the root of a quadratic.
         # A Newton step follows a jump that was too long.
         turn = (rho * solve_upper(upper, torch.where(active, rho, 0))).sum(-1, keepdim=True)
-        slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - radius**2
+        slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - c**2
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
         jumped = running & ~below & (root < lower)
         tau = torch.where(running, torch.where(jumped, root, lower), tau)
-    solved = ~(stationary & (length < radius * (1 - _TOLERANCE**0.5)))
-    total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1)
+    solved = ~(stationary & (length < c * (1 - _TOLERANCE**0.5)))
+    total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1) + c
     single = (*gains.shape[:-1], 1)
     return (
         with_nan_of(v, total).view(gains.shape),
@@ -115,7 +122,7 @@ def _fake(
     cosines: Tensor,
     gains: Tensor,
     sizes: Tensor,  # noqa: ARG001
-    radius: float,  # noqa: ARG001
+    radius: Tensor,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     single = (*gains.shape[:-1], 1)
     return (

@@ -87,6 +87,22 @@ def test_first_and_second_derivatives_are_those_of_finite_differences():
         assert torch.autograd.gradgradcheck(f, inputs)
 
 
+@pytest.mark.parametrize("radius", [0.01, 0.5, 3.0])
+def test_derivatives_in_the_radius_are_those_of_finite_differences(radius):
+    N, x, sizes = problem(5, seed=1)
+    f = lambda radius: solve(N, x, sizes, radius)
+    c = torch.tensor(radius, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(f(c), f(radius))
+    assert torch.autograd.gradcheck(f, c, eps=1e-6 * radius, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, c, eps=1e-6 * radius)
+    step = 1e-5 * radius
+    slope = (f(radius + step) - f(radius - step)) / (2 * step)
+    torch.testing.assert_close(torch.func.jacfwd(f)(c.detach()), slope, rtol=1e-7, atol=1e-8)
+    radii = c.detach() * torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(torch.vmap(f)(radii), torch.stack([f(radius), f(2 * radius)]))
+    assert f(c * torch.nan).isnan().all()
+
+
 def test_a_batch_is_the_loop_and_what_is_not_finite_stays_where_it_is():
     N, x, sizes = (torch.stack(each) for each in zip(*(problem(6, seed) for seed in range(0, 40, 8)), strict=True))
     x[3, 0] = torch.nan
@@ -102,4 +118,4 @@ def test_a_batch_is_the_loop_and_what_is_not_finite_stays_where_it_is():
 
 def test_the_search_is_a_sound_operator():
     N, x, sizes = problem(4)
-    torch.library.opcheck(worst_gain._opaque_search.op, (N @ N.T, N @ x, sizes, 0.5))
+    torch.library.opcheck(worst_gain._opaque_search.op, (N @ N.T, N @ x, sizes, sizes.new_full((1,), 0.5)))
