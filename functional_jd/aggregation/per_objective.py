@@ -6,9 +6,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.core.safe import nan_unless
 from functional_jd.core.torch_internals import is_wrapped
 
-Numbers: TypeAlias = Tensor | Sequence[float]
+Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""
 
 
@@ -41,7 +42,8 @@ def per_objective(
     """Check one number per objective and return them as a function of the view.
 
     Args:
-        given: `[m]`, floating-point. Copied: later changes to the tensor have no effect.
+        given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
+            have no effect.
         where: the rule's name, for its errors.
         name: the argument's name, for its errors.
         domain: the valid numbers; `None` for all.
@@ -49,12 +51,13 @@ def per_objective(
 
     Returns:
         A function of a tensor with first dimension m, such as losses `[m]`, that returns the numbers, float64 `[m]`, on
-        its device. Differentiable with respect to `given`.
+        its device. Differentiable with respect to `given`. All are NaN where those given are outside the domain but not
+        checked.
 
     Raises:
         TypeError: a tensor that is not floating-point.
         ValueError: not one-dimensional, empty, or outside the domain (not checked under a transform, where values are
-            not known); when called, not one per row.
+            not known, and on an accelerator, which it would synchronize); when called, not one per row.
     """
     if given is None and default is not None:
         value = default
@@ -63,13 +66,17 @@ def per_objective(
         raise TypeError(
             f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
         )
+    if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
+        given = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in given])
     numbers = torch.as_tensor(given, dtype=torch.float64).clone()
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
             f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
             "Pass a flat sequence in the order of the losses."
         )
-    if domain is not None and _values_are_known(numbers) and not domain.holds(numbers):
+    if domain is not None and not _values_are_known(numbers):
+        numbers = nan_unless(domain.holds(numbers), numbers)
+    elif domain is not None and not domain.holds(numbers):
         raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
     def numbers_for(rows: Tensor) -> Tensor:
@@ -89,4 +96,4 @@ def preferences(given: Numbers | None, where: str, name: str = "preference") -> 
 
 
 def _values_are_known(x: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or is_wrapped(x))
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or is_wrapped(x))

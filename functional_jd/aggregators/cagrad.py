@@ -1,10 +1,10 @@
 """CAGrad: the direction near the mean of the rows that maximises the smallest gain."""
 
-import math
-
 import torch
+from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.core.types import Gramian, Weights
@@ -13,9 +13,11 @@ from functional_jd.solvers.worst_gain import worst_gain_multipliers
 
 # A float64 Gramian cannot tell a mean from zero below this: its squared norm relative to the squared mean norm.
 _VANISHING = 1e-14
+# Below this radius the change of the mean is proportional to the radius, to rounding.
+_LEAST_RADIUS = 1e-8
 
 
-def cagrad(c: float) -> Aggregator:
+def cagrad(c: Number) -> Aggregator:
     """Maximise the smallest gain in a ball around the mean of the rows.
 
     `direction = argmax { min_i <g_i, d> : |d - g_0| <= c |g_0| }`, g_0 the mean. In terms of the unit rows that is
@@ -23,12 +25,13 @@ def cagrad(c: float) -> Aggregator:
 
     Args:
         c: radius of the ball relative to the norm of its centre: 0 gives the mean; below 1 the mean of the losses still
-            decreases; larger values approach the direction of `mgda`. Finite, not negative. The paper uses 0.4 and 0.5.
+            decreases; larger values approach the direction of `mgda`. Finite, not negative. A number or a
+            tensor `[]`. The paper uses 0.4 and 0.5.
 
     Returns:
-        A rule that needs the Gramian (no gradients for c = 0). Weights `[m]`, float64, at least `1 / m`, or all 0; not
-        unique where rows are dependent. Twice differentiable with respect to the Gramian, where the set of rows with
-        the smallest gain does not change.
+        A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, at least `1 / m`, or all
+        0; not unique where rows are dependent. Twice differentiable with respect to the Gramian and to c, where the set
+        of rows with the smallest gain does not change.
 
     Raises:
         ValueError: c negative or not finite.
@@ -47,10 +50,10 @@ def cagrad(c: float) -> Aggregator:
         Exact, where the reference code minimises the dual with a tolerance, and treats short Jacobians as stationary.
         The best directions of a stationary Jacobian are not unique: the paper divides 0 by 0 there.
     """
-    if not (math.isfinite(c) and c >= 0):
-        raise ValueError(f"cagrad: c must be finite and not negative, found {c}. The paper uses 0.4 and 0.5.")
-    if c == 0:
+    c = hyper_parameter(c, "cagrad: c", NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
+    if not isinstance(c, Tensor) and c == 0:
         return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
+    radius = c.clamp(min=_LEAST_RADIUS) if isinstance(c, Tensor) else max(c, _LEAST_RADIUS)
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
@@ -59,8 +62,8 @@ def cagrad(c: float) -> Aggregator:
         mean_norm = torch.where(vanishing, norms.sum() ** 2, G.sum()).sqrt() / m
         shortest = torch.where(is_zero, norms.amax(), norms).amin().detach()
         sizes = torch.where(is_zero, 1, shortest / norms)
-        v = worst_gain_multipliers(C, G.sum(1) / m / mean_norm / norms, sizes, c)
+        v = worst_gain_multipliers(C, G.sum(1) / m / mean_norm / norms, sizes, radius)
         degenerate = vanishing | (v == 0).all()
-        return torch.where(degenerate, 0 * v, 1 / m + mean_norm * v / norms)
+        return torch.where(degenerate, 0 * v, 1 / m + c / radius * mean_norm * v / norms)
 
     return stateless(gramian, weigh)

@@ -4,24 +4,25 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 
 
-def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
+def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     """Minimise the weighted sum of the losses minus a reward for the cosine between losses and weights.
 
     `s = u'L - lambda_ u'L / (|u| |L|)`
 
     Args:
-        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. The paper uses 0.01
-            to 8.
+        lambda_: the reward for a cosine of one, in the unit of the weighted losses; not negative. A
+            number or a tensor `[]`. The paper uses 0.01 to 8.
         weights: u `[m]`, the importance of each objective. For a whole front of solutions, draw new weights and build
             the rule in every step.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign;
-        differentiable with respect to the losses and to `weights`.
+        differentiable with respect to the losses, to `lambda_` and to `weights`.
 
     Raises:
         TypeError: `weights` not floating-point.
@@ -40,13 +41,12 @@ def cosmos(lambda_: float, weights: Numbers) -> Aggregator:
     Differs:
         The paper also passes the weights to the model; here that is left to the losses.
     """
-    if not 0 <= lambda_ < float("inf"):
-        raise ValueError(f"cosmos: lambda_ must be finite and not negative, found {lambda_}. Use 0 for no reward.")
+    reward = hyper_parameter(lambda_, "cosmos: lambda_", NOT_NEGATIVE, "Use 0 for no reward.")
     u = per_objective(weights, "cosmos", "weights", PREFERENCES)
-    return scalarized(lambda losses: value(losses, lambda_, u(losses)))
+    return scalarized(lambda losses: value(losses, reward, u(losses)))
 
 
-def value(losses: Tensor, lambda_: float, weights: Tensor) -> Tensor:
+def value(losses: Tensor, lambda_: Number, weights: Tensor) -> Tensor:
     """The scalarization of the losses."""
     total, norm = weights @ losses, torch.linalg.vector_norm
     return total - lambda_ * total / (norm(weights) * norm(losses))

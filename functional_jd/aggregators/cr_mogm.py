@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import BELOW_1, Number, hyper_parameter
 from functional_jd.aggregation.views import View
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
@@ -25,18 +26,18 @@ class CrMogmState(NamedTuple):
     started: Tensor
 
 
-def cr_mogm(rule: Aggregator, momentum: float = 0.9) -> Aggregator:
+def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
     """Average a rule's weights over the steps, to reduce the noise of single batches.
 
     `w <- momentum w + (1 - momentum) v`, with v the weights of the rule; in the first call `w = v`.
 
     Args:
         rule: any rule, `grouped(...)` and stateful ones included.
-        momentum: weight of the previous average, in [0, 1).
+        momentum: weight of the previous average, in [0, 1); a number or a tensor `[]`.
 
     Returns:
         A rule with the view and the cost of `rule`. Weights in the shape and dtype of the rule's, differentiable as
-        those are, and with respect to the state.
+        those are, and with respect to the state and to `momentum`.
 
     Raises:
         TypeError: `rule` is not an `Aggregator`.
@@ -59,8 +60,7 @@ def cr_mogm(rule: Aggregator, momentum: float = 0.9) -> Aggregator:
         raise TypeError(
             f"cr_mogm: expected a rule, found {type(rule).__name__}. Call its builder first: cr_mogm(upgrad())."
         )
-    if not 0 <= momentum < 1:
-        raise ValueError(f"cr_mogm: momentum must be in [0, 1), found {momentum}. The default is 0.9.")
+    keep = hyper_parameter(momentum, "cr_mogm: momentum", BELOW_1, "The default is 0.9.")
 
     def init(view: View) -> CrMogmState:
         inner = rule.init(view)
@@ -73,7 +73,8 @@ def cr_mogm(rule: Aggregator, momentum: float = 0.9) -> Aggregator:
 
         # Exact where old and new agree, which momentum * old + (1 - momentum) * new is not.
         def average(old: Tensor, new: Tensor) -> Tensor:
-            return torch.where(state.started, torch.lerp(new, old, momentum), new)
+            weight = keep.to(new) if isinstance(keep, Tensor) else keep
+            return torch.where(state.started, torch.lerp(new, old, weight), new)
 
         weights = tree_map(average, state.weights, new)
         return weights, CrMogmState(weights, inner, torch.ones_like(state.started))

@@ -1,12 +1,12 @@
 """DB-MTL: averaged gradients of the log losses, rescaled to the norm of the longest."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import BELOW_1, NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import jacobian_and_losses
 from functional_jd.core.safe import divide, nan_unless
@@ -28,21 +28,21 @@ class DbMtlState(NamedTuple):
     calls: Tensor
 
 
-def db_mtl(beta: float = 0.9, beta_sigma: float = 0.0) -> Aggregator:
+def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     """Average the gradients of the log losses over the steps, rescale them to the largest norm, and sum them.
 
     `Y_i <- b_t Y_i + (1 - b_t) g_i / loss_i` with `b_t = beta / t^beta_sigma` in call t = 1, 2, ..., from Y = 0;
     `direction = sum_i (max_j |Y_j| / |Y_i|) Y_i`.
 
     Args:
-        beta: weight of the previous average, in [0, 1).
-        beta_sigma: exponent of its decay over the calls, not negative; 0 keeps it constant.
+        beta: weight of the previous average, in [0, 1); a number or a tensor `[]`.
+        beta_sigma: exponent of its decay over the calls, not negative; 0 keeps it constant. A number or a tensor `[]`.
 
     Returns:
         A rule that needs the full Jacobian and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
         weights are a pytree like the Jacobian with leaves `AffineWeights`: the weights of the current rows, and the
-        term from earlier rows. Differentiable with respect to Jacobian, losses and state where the longest row is
-        unique.
+        term from earlier rows. Differentiable with respect to Jacobian, losses, state, `beta` and `beta_sigma` where
+        the longest row is unique.
 
     Raises:
         ValueError: `beta` or `beta_sigma` out of range; when called, no losses.
@@ -59,10 +59,8 @@ def db_mtl(beta: float = 0.9, beta_sigma: float = 0.0) -> Aggregator:
     Differs:
         No 1e-8 is added to losses and norms. The heads of `multitask` losses follow their losses, not the log losses.
     """
-    if not 0 <= beta < 1:
-        raise ValueError(f"db_mtl: beta must be in [0, 1), found {beta}. The default is 0.9.")
-    if not 0 <= beta_sigma < math.inf:
-        raise ValueError(f"db_mtl: beta_sigma must be finite and not negative, found {beta_sigma}. The default is 0.")
+    beta = hyper_parameter(beta, "db_mtl: beta", BELOW_1, "The default is 0.9.")
+    beta_sigma = hyper_parameter(beta_sigma, "db_mtl: beta_sigma", NOT_NEGATIVE, "The default is 0.")
 
     def init(view: _View) -> DbMtlState:
         jacobian, _ = view

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses
 from functional_jd.core.safe import divide, nonzero
 
@@ -28,18 +29,19 @@ class DwaState(NamedTuple):
     epochs: Tensor
 
 
-def dwa(temperature: float = 2.0) -> Aggregator:
+def dwa(temperature: Number = 2.0) -> Aggregator:
     """Weight each loss by its ratio between the last two epochs.
 
     `weights = m softmax(r / temperature)`, with `r_i = A_i(e - 1) / A_i(e - 2)` and A(e) the mean losses of epoch e; in
     the first two epochs `r = 1`. Every call adds its losses to the mean of the current epoch, which `end_epoch` ends.
 
     Args:
-        temperature: larger values give more uniform weights; positive. The paper uses 2.
+        temperature: larger values give more uniform weights; positive. A number or a tensor `[]`. The paper uses 2.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive,
-        with sum m; constant in the losses of the call itself, differentiable with respect to the state.
+        with sum m; constant in the losses of the call itself, differentiable with respect to the state and to
+        `temperature`.
 
     Raises:
         ValueError: `temperature` out of range.
@@ -55,8 +57,7 @@ def dwa(temperature: float = 2.0) -> Aggregator:
     Example:
         >>> state = state._replace(aggregator=end_epoch(state.aggregator))
     """
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"dwa: temperature must be positive and finite, found {temperature}. The default is 2.")
+    temperature = hyper_parameter(temperature, "dwa: temperature", POSITIVE, "The default is 2.")
 
     def init(losses: Tensor) -> DwaState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter, integer
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.safe import nonzero
@@ -30,22 +31,24 @@ class ExcessMtlState(NamedTuple):
     calls: Tensor
 
 
-def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
+def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
     """Multiply each weight by the exponential of its objective's excess risk, estimated from gradients.
 
     `w_i <- w_i exp(rate E_i / B_i)`, normalised to sum 1, with `E_i = sum_p J_ip^2 / H_ip`, where H is the root of the
     sum of all squares so far (Adagrad's diagonal), and the baseline B is the mean E of the warm-up.
 
     Args:
-        rate: step size of the log-weights, dimensionless; positive.
+        rate: step size of the log-weights, dimensionless; positive. A number or a tensor `[]`.
         n_warmup: number of initial calls that only set the baseline; the weights stay uniform. The paper uses three
             epochs. For 0, the first call sets the baseline, and its own exponent is `rate E_i`.
 
     Returns:
         A rule that needs the full Jacobian. Its weights, float64 `[m]`, lie in the simplex; differentiable with respect
-        to Jacobian and state (the derivative is zero for entries that were always zero, where `|J_ip|` has a kink).
+        to Jacobian, state and `rate` (the derivative is zero for entries that were always zero, where `|J_ip|` has a
+        kink).
 
     Raises:
+        TypeError: `n_warmup` is a tensor.
         ValueError: `rate` or `n_warmup` out of range.
 
     Laws:
@@ -62,10 +65,8 @@ def excess_mtl(rate: float = 1.0, n_warmup: int = 0) -> Aggregator:
         The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
         As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
     """
-    if not 0 < rate < math.inf:
-        raise ValueError(f"excess_mtl: rate must be positive and finite, found {rate}. The default is 1.")
-    if n_warmup < 0:
-        raise ValueError(f"excess_mtl: n_warmup must not be negative, found {n_warmup}. Use 0 for no warm-up.")
+    rate = hyper_parameter(rate, "excess_mtl: rate", POSITIVE, "The default is 1.")
+    integer(n_warmup, "excess_mtl: n_warmup", 0, "Use 0 for no warm-up.")
 
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]

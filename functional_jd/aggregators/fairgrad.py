@@ -1,10 +1,10 @@
 """FairGrad: the direction with alpha-fair gains for all rows."""
 
-import math
-
 import torch
+from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.core.types import Gramian, Weights
@@ -12,7 +12,7 @@ from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
 
 
-def fairgrad(alpha: float) -> Aggregator:
+def fairgrad(alpha: Number) -> Aggregator:
     """Maximise the alpha-fair utility of the gains `<g_i, direction>` within a ball.
 
     `G w = w^(-1 / alpha)`, w > 0, elementwise. A single row has `w_i = |g_i|^(-2 alpha / (1 + alpha))`; with v the
@@ -20,11 +20,11 @@ def fairgrad(alpha: float) -> Aggregator:
 
     Args:
         alpha: 0 gives the mean, 1 proportional fairness (`nash_mtl` without clipping); larger values favour the row
-            with the smallest gain. At least 0, finite.
+            with the smallest gain. Finite, not negative. A number, or a tensor `[]`, which must be positive.
 
     Returns:
-        A rule that needs the Gramian (no gradients for alpha = 0). Weights `[m]`, float64, positive; twice
-        differentiable with respect to the Gramian.
+        A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive; twice
+        differentiable with respect to the Gramian and to alpha.
 
     Raises:
         ValueError: alpha negative or not finite.
@@ -32,11 +32,14 @@ def fairgrad(alpha: float) -> Aggregator:
     Laws:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the
         direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J, up to rounding. A row of zeros gets
-        weight 0, the others the weights that they have without it. A stationary Jacobian (a convex combination of the
-        unit rows is zero, within 1e-7) has no solution: weights 0; but for alpha below 0.5 the gains `w^(-1 / alpha)`
-        may be below rounding, and then the equation is solved. From alpha = 0.1 to 10 the residual of the equation is
-        at rounding level for norms spread over 1e12; far outside, weights are finite but approximate, with derivative
-        zero. A non-finite Gramian gives NaN weights.
+        weight 0, the others the weights that they have without it. From alpha = 0.1 to 10 the residual of the equation
+        is at rounding level for norms spread over 1e12; below 0.02 and above 50, with norms spread over 1e4 or more,
+        weights are finite but approximate, with derivative zero. A stationary Jacobian (a convex combination of the
+        unit rows is zero, within 1e-7) has no solution. Then weights are 0 for `alpha >= 1`, and wherever no direction
+        gains; for `alpha < 1`, the direction of largest utility exists: it gains zero for the rows that cancel, whose
+        weights solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))` and the direction is
+        accurate to `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5, 3e7 and 6e-9 for 0.9.
+        A non-finite Gramian gives NaN weights.
 
     Source:
         Ban & Ji, Fair resource allocation in multi-task learning, ICML 2024, arXiv 2402.15638, equation 4.
@@ -45,9 +48,8 @@ def fairgrad(alpha: float) -> Aggregator:
         Exact, where the reference code minimises the square of `G w - w^(-1 / alpha)` from uniform weights, with an
         absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()`.
     """
-    if not (math.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"fairgrad: alpha must be finite and at least 0, found {alpha}. The paper tries 0.5 to 10.")
-    if alpha == 0:
+    alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
+    if not isinstance(alpha, Tensor) and alpha == 0:
         return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
     power = 1 / alpha
 

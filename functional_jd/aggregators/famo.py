@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses as losses_view
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
@@ -37,7 +38,7 @@ class FamoState(NamedTuple):
     measured: Tensor
 
 
-def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
+def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
     """Weight the log losses, and lower the logits of those that decreased more than the others.
 
     `s = c sum_i z_i log L_i`, with `z = softmax(logits)` and c, a constant, such that the weights sum to one:
@@ -45,12 +46,12 @@ def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
     `(dz/dlogits)' (log L_before - log L_after) + decay logits`.
 
     Args:
-        rate: learning rate of the logits, not negative. The paper uses 0.025.
-        decay: weight decay of the logits; not negative.
+        rate: learning rate of the logits, not negative. A number or a tensor `[]`. The paper uses 0.025.
+        decay: weight decay of the logits; not negative. A number or a tensor `[]`.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Its weights, float64 `[m]`, lie in
-        the simplex; differentiable with respect to losses and state, c included.
+        the simplex; differentiable with respect to losses, c included, state, `rate` and `decay`.
 
     Raises:
         ValueError: `rate` or `decay` out of range.
@@ -72,10 +73,8 @@ def famo(rate: float = 0.025, decay: float = 1e-3) -> Aggregator:
         >>> state, info = step(state, batch, **method)
         >>> state = state._replace(aggregator=after_step(state.aggregator, losses(state.params, batch)))
     """
-    if not 0 <= rate < float("inf"):
-        raise ValueError(f"famo: rate must be finite and not negative, found {rate}. The default is 0.025.")
-    if not 0 <= decay < float("inf"):
-        raise ValueError(f"famo: decay must be finite and not negative, found {decay}. The default is 0.001.")
+    rate = hyper_parameter(rate, "famo: rate", NOT_NEGATIVE, "The default is 0.025.")
+    decay = hyper_parameter(decay, "famo: decay", NOT_NEGATIVE, "The default is 0.001.")
 
     def init(losses: Tensor) -> FamoState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
@@ -123,7 +122,7 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
     return state._replace(after=after, measured=torch.ones_like(state.measured))
 
 
-def _adam(state: FamoState, gradient: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+def _adam(state: FamoState, gradient: Tensor, rate: Number) -> tuple[Tensor, Tensor, Tensor]:
     """An Adam step, counted from the second call on, as the first one has gradient zero."""
     step = state.calls.clamp(min=1).double()  # a float32 power would lose half of the digits
     first, second = (

@@ -1,12 +1,12 @@
 """GradNorm: learned weights that give slowly training objectives larger weighted gradient norms."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.aggregation.views import losses as losses_view
@@ -31,7 +31,7 @@ class GradNormState(NamedTuple):
     logits: Tensor
 
 
-def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
+def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     """Give slowly training objectives larger weighted gradient norms, by one gradient step on the weights per call.
 
     `L = sum_i | N_i - mean(N) r_i^alpha |` with the weighted norms `N_i = w_i |g_i|` and the relative inverse training
@@ -39,13 +39,14 @@ def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
     `s <- s - rate / mean(N) dL/ds` after the weights are used; s starts at 0.
 
     Args:
-        alpha: strength of the pull to a common rate of training; not negative, 0 for equal norms.
-        rate: learning rate of the logits, dimensionless; positive.
+        alpha: strength of the pull to a common rate of training; not negative, 0 for equal norms. A number or a tensor
+            `[]`.
+        rate: learning rate of the logits, dimensionless; positive. A number or a tensor `[]`.
 
     Returns:
         A rule that needs the norms of the rows and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
-        weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses and state where
-        no norm equals its target.
+        weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses, state, `alpha`
+        and `rate` where no norm equals its target.
 
     Raises:
         ValueError: `alpha` or `rate` out of range; when called, no losses.
@@ -65,10 +66,8 @@ def gradnorm(alpha: float = 1.5, rate: float = 0.025) -> Aggregator:
         step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
         all parameters in the Jacobian, not of the last shared layer: `grouped` applies a rule to that layer alone.
     """
-    if not 0 <= alpha < math.inf:
-        raise ValueError(f"gradnorm: alpha must be finite and not negative, found {alpha}. The default is 1.5.")
-    if not 0 < rate < math.inf:
-        raise ValueError(f"gradnorm: rate must be positive and finite, found {rate}. The default is 0.025.")
+    alpha = hyper_parameter(alpha, "gradnorm: alpha", NOT_NEGATIVE, "The default is 1.5.")
+    rate = hyper_parameter(rate, "gradnorm: rate", POSITIVE, "The default is 0.025.")
 
     def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _View:  # noqa: ARG001
         return row_norms(full_jacobian(jacobian)), losses_view(jacobian, losses=losses)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import FROM_0_TO_1, Number, hyper_parameter
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
@@ -29,7 +30,7 @@ class GradVacState(NamedTuple):
     targets: Tensor
 
 
-def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
+def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
     """Move every row towards each row whose cosine with it is below a target, then sum the rows.
 
     `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i, with cosine
@@ -39,11 +40,12 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        beta: weight of new cosines in the targets, which start at 0; from 0 to 1.
+        beta: weight of new cosines in the targets, which start at 0; from 0 to 1. A number or a tensor
+            `[]`.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
-        and the targets where no cosine equals its target or +-1. Its state is `GradVacState(key, targets)`.
+        A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,
+        the targets and `beta` where no cosine equals its target or +-1. Its state is `GradVacState(key, targets)`.
 
     Raises:
         TypeError, ValueError: `key` is not a key, or `beta` is not between 0 and 1.
@@ -62,8 +64,7 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
         and so depends on the scale. One group of parameters; for more, see `grouped`.
     """
     split(key, 1)  # so that a wrong key raises here, not in the first call
-    if not 0 <= beta <= 1:
-        raise ValueError(f"gradvac: expected beta between 0 and 1, found {beta}. 0 never learns, 1 uses the last call.")
+    beta = hyper_parameter(beta, "gradvac: beta", FROM_0_TO_1, "0 never learns, 1 uses the last call.")
 
     def init(G: Gramian) -> GradVacState:
         return GradVacState(key.to(G.device), torch.zeros_like(G))
@@ -87,7 +88,7 @@ def gradvac(key: Tensor, beta: float = 0.5) -> Aggregator:
             products = products + steps * C[j]
             lengths = lengths * growth
             observed = observed + one_hot * cosine.unsqueeze(1)
-        weights = with_nan_of(norms @ coefficients / norms, G.sum())
+        weights = with_nan_of(norms @ coefficients / norms, G.sum() + targets.sum())
         return weights, GradVacState(next_key, state.targets.lerp(observed, beta))
 
     return Aggregator(gramian, init, update)

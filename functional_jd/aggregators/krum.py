@@ -3,6 +3,7 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import with_nan_of
@@ -24,6 +25,7 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         scores are equal.
 
     Raises:
+        TypeError: `n_byzantine` or `n_selected` is a tensor.
         ValueError: `n_byzantine` or `n_selected` out of range; when called, fewer than `n_byzantine + 3` rows, or than
             `n_selected`.
 
@@ -38,11 +40,8 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
     Differs:
         Scores add up squared distances, as in the paper; the reference code adds up distances.
     """
-    for name, number, least in (("n_byzantine", n_byzantine, 0), ("n_selected", n_selected, 1)):
-        if not isinstance(number, int) or number < least:
-            raise ValueError(
-                f"krum: expected {name} to be an integer of at least {least}, found {number}. It counts rows."
-            )
+    integer(n_byzantine, "krum: n_byzantine", 0, "It counts rows.")
+    integer(n_selected, "krum: n_selected", 1, "It counts rows.")
 
     def weigh(G: Gramian) -> Weights:
         m = len(G)

@@ -1,12 +1,12 @@
 """MoCo: moving averages of the rows, and weights that approach their min-norm point."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import ABOVE_0_TO_1, NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import gramian, jacobian_and_losses
 from functional_jd.core.safe import nan_unless, nonzero
@@ -31,12 +31,14 @@ class MocoState(NamedTuple):
 
 
 def moco(
-    beta: float = 0.5, gamma: float = 0.1, rho: float = 0.0, *, beta_sigma: float = 0.5, gamma_sigma: float = 0.5
+    beta: Number = 0.5, gamma: Number = 0.1, rho: Number = 0.0, *, beta_sigma: Number = 0.5, gamma_sigma: Number = 0.5
 ) -> Aggregator:
     """Weight moving averages of the rows, so that noise does not bias the weights.
 
     `Y_i <- Y_i - b_t (Y_i - loss_i g_i / |g_i|)`, `w <- softmax(w - c_t (Y Y' + rho I) w)`, `direction = w'Y`, with
     `b_t = beta / t^beta_sigma` and `c_t = gamma / t^gamma_sigma` in call t = 1, 2, ..., from Y = 0 and w uniform.
+
+    All hyper-parameters are numbers or tensors `[]`.
 
     Args:
         beta: weight of new rows in the average, in (0, 1].
@@ -48,8 +50,8 @@ def moco(
     Returns:
         A rule that needs the full Jacobian and the losses: `aggregate(rule, jacobian, state, losses=losses)`. Its
         weights are a pytree like the Jacobian with leaves `AffineWeights`: the weights of the current rows, and the
-        term from earlier rows. The w of the formula is in the state. Differentiable with respect to Jacobian, losses
-        and state (a row of zeros is a kink).
+        term from earlier rows. The w of the formula is in the state. Differentiable with respect to Jacobian, losses,
+        state and hyper-parameters (a row of zeros is a kink).
 
     Raises:
         ValueError: a hyper-parameter out of range; when called, no losses.
@@ -68,11 +70,11 @@ def moco(
         projection on the simplex: so the weights stay near uniform, each within a factor of e where gradients are
         short. No 1e-8 is added to the norms.
     """
-    if not 0 < beta <= 1:
-        raise ValueError(f"moco: beta must be in (0, 1], found {beta}. The default is 0.5.")
-    for name, value in {"gamma": gamma, "rho": rho, "beta_sigma": beta_sigma, "gamma_sigma": gamma_sigma}.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"moco: {name} must be finite and not negative, found {value}. Use 0 for none.")
+    beta = hyper_parameter(beta, "moco: beta", ABOVE_0_TO_1, "The default is 0.5.")
+    gamma, rho, beta_sigma, gamma_sigma = (
+        hyper_parameter(value, f"moco: {name}", NOT_NEGATIVE, "Use 0 for none.")
+        for name, value in (("gamma", gamma), ("rho", rho), ("beta_sigma", beta_sigma), ("gamma_sigma", gamma_sigma))
+    )
 
     def init(view: _View) -> MocoState:
         jacobian, losses = view

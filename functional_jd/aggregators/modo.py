@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.solvers.simplex import simplex_projection
 
@@ -20,18 +21,20 @@ class ModoState(NamedTuple):
     weights: Tensor
 
 
-def modo(rate: float = 0.1, ridge: float = 0.1) -> Aggregator:
+def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
     """Approach the min-norm weights in the simplex by steps that two independent batches make unbiased.
 
     `w <- P(w - rate (A w + ridge w))`, with `A = J1 J2'` and P the projection on the simplex; w starts uniform.
 
     Args:
-        rate: step size, in units of one over a squared gradient; positive.
-        ridge: regularisation towards uniform weights, in units of a squared gradient; not negative.
+        rate: step size, in units of one over a squared gradient; positive. A number or a tensor `[]`.
+        ridge: regularisation towards uniform weights, in units of a squared gradient; not negative. A number
+            or a tensor `[]`.
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Its weights, float64
-        `[m]`, lie in the simplex; they are differentiable with respect to the state and to both Jacobians.
+        `[m]`, lie in the simplex; they are differentiable with respect to the state, both Jacobians, `rate` and
+        `ridge`.
 
     Raises:
         ValueError: `rate` or `ridge` out of range; when called, no second Jacobian.
@@ -49,10 +52,8 @@ def modo(rate: float = 0.1, ridge: float = 0.1) -> Aggregator:
         The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
         Jacobian. For a third batch, use `combine(third_jacobian, weights)`.
     """
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"modo: rate must be positive and finite, found {rate}. The default is 0.1.")
-    if not 0 <= ridge < float("inf"):
-        raise ValueError(f"modo: ridge must be finite and not negative, found {ridge}. Use 0 for none.")
+    rate = hyper_parameter(rate, "modo: rate", POSITIVE, "The default is 0.1.")
+    ridge = hyper_parameter(ridge, "modo: ridge", NOT_NEGATIVE, "Use 0 for none.")
 
     def init(A: Tensor) -> ModoState:
         return ModoState(torch.full_like(A[0], 1 / len(A)))

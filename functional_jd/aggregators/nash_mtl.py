@@ -1,12 +1,12 @@
 """Nash-MTL: the Nash bargaining solution among the objectives."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, integer
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian
@@ -26,21 +26,22 @@ class NashState(NamedTuple):
     calls: Tensor
 
 
-def nash_mtl(max_norm: float = 1.0, every: int = 1) -> Aggregator:
+def nash_mtl(max_norm: Number = 1.0, every: int = 1) -> Aggregator:
     """Maximise the product of the gains `<g_i, direction>` within a ball: the Nash bargaining solution.
 
     `G w = 1 / w`, w > 0, elementwise: in terms of cosines `w = y / norms`, `C y = 1 / y`. Then, if `|J'w| > max_norm`,
     `weights = w max_norm / |J'w|`.
 
     Args:
-        max_norm: largest norm of the direction; 0 for no limit.
+        max_norm: largest norm of the direction; 0 for no limit. A number or a tensor `[]`.
         every: number of calls per bargaining solution; in between, the last weights are used again.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, positive; twice differentiable with respect to the
-        Gramian.
+        Gramian, and to `max_norm`.
 
     Raises:
+        TypeError: `every` is a tensor.
         ValueError: `max_norm` negative or not finite, or `every` not a positive integer.
 
     Laws:
@@ -57,10 +58,8 @@ def nash_mtl(max_norm: float = 1.0, every: int = 1) -> Aggregator:
         Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend
         on previous weights, and `every` saves no time, but affects training.
     """
-    if not (math.isfinite(max_norm) and max_norm >= 0):
-        raise ValueError(f"nash_mtl: max_norm must be finite and at least 0, found {max_norm}. Use 0 for no limit.")
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"nash_mtl: every must be an integer of at least 1, found {every}. Use 1 for every call.")
+    max_norm = hyper_parameter(max_norm, "nash_mtl: max_norm", NOT_NEGATIVE, "Use 0 for no limit.")
+    integer(every, "nash_mtl: every", 1, "Use 1 for every call.")
 
     def init(G: Gramian) -> NashState:
         return NashState(torch.ones_like(G[0]), torch.zeros((), dtype=torch.int64, device=G.device))
@@ -82,9 +81,12 @@ def _two_rows(C: Tensor) -> Tensor:
     return with_nan_of(torch.where(C.diagonal() == 0, 0, y), C.sum())
 
 
-def _clip_factor(square: Tensor, max_norm: float) -> Tensor:
+def _clip_factor(square: Tensor, max_norm: Number) -> Tensor:
     """The factor that limits the norm of a direction of this squared norm."""
-    if max_norm == 0:
+    if isinstance(max_norm, Tensor):
+        long = ~(square <= max_norm**2) & (max_norm != 0)  # NaN is not smaller
+    elif max_norm == 0:
         return torch.ones_like(square)
-    long = square > max_norm**2
+    else:
+        long = square > max_norm**2
     return torch.where(long, max_norm / torch.where(long, square, 1).sqrt(), 1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 from functional_jd.core.safe import sqrt_or_zero
@@ -13,19 +14,21 @@ from functional_jd.core.safe import sqrt_or_zero
 _ON_THE_RAY = 2.0**-40
 
 
-def pbi(theta: float, weights: Numbers, reference: Numbers | None = None) -> Aggregator:
+def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Aggregator:
     """Minimise the distance of the losses along a ray from the reference, plus theta times their distance from the ray.
 
     `s = d_1 + theta d_2`, with `d_1 = n'(L - z)`, `d_2 = |L - z - d_1 n|` and `n = u / |u|`
 
     Args:
-        theta: the penalty for leaving the ray, dimensionless; not negative. The paper uses 5.
+        theta: the penalty for leaving the ray, dimensionless; not negative. A number or a tensor `[]`. The
+            paper uses 5.
         weights: u `[m]`, the proportions of the losses on the ray.
         reference: z `[m]`, the origin of the ray: the best value of each loss; `None` means 0.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign,
-        of norm `sqrt(1 + theta^2)`; differentiable with respect to the losses, to `weights` and to `reference`.
+        of norm `sqrt(1 + theta^2)`; differentiable with respect to the losses, to `theta`, `weights` and
+        `reference`.
 
     Raises:
         TypeError: `weights` or `reference` not floating-point.
@@ -41,14 +44,13 @@ def pbi(theta: float, weights: Numbers, reference: Numbers | None = None) -> Agg
         Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
         Evolutionary Computation 11, 2007, section II: the penalty-based boundary intersection approach.
     """
-    if not 0 <= theta < float("inf"):
-        raise ValueError(f"pbi: theta must be finite and not negative, found {theta}. The paper uses 5.")
+    theta = hyper_parameter(theta, "pbi: theta", NOT_NEGATIVE, "The paper uses 5.")
     u = per_objective(weights, "pbi", "weights", PREFERENCES)
     z = per_objective(reference, "pbi", "reference", default=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, theta, u(losses), z(losses)))
 
 
-def value(losses: Tensor, theta: float, weights: Tensor, reference: Tensor | float = 0.0) -> Tensor:
+def value(losses: Tensor, theta: Number, weights: Tensor, reference: Tensor | float = 0.0) -> Tensor:
     """The scalarization of the losses."""
     ray, offset = weights / torch.linalg.vector_norm(weights), losses - reference
     along = ray @ offset

@@ -1,12 +1,15 @@
 """PCD: the direction closest to the first row that gives the others a share of their progress."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import BELOW_1, FROM_0_TO_1, Number, hyper_parameter
+from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
@@ -15,6 +18,9 @@ from functional_jd.solvers.lcp import linear_complementarity
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
 _COMPATIBLE, _VANISHING = 1e-9, 1e-12
+_SHARES = Domain(
+    lambda tau: ((tau >= 0) & (tau <= 1)).all(), "one or several numbers in [0, 1]", "The default is 0.02."
+)
 
 
 class PcdState(NamedTuple):
@@ -27,7 +33,7 @@ class PcdState(NamedTuple):
     squares: Tensor
 
 
-def pcd(tau: float | Sequence[float] = 0.02, beta: float = 0.999) -> Aggregator:
+def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
     """Stay near the first objective's gradient, with at least a share tau of its own progress for every other one.
 
     `d = argmin { |d - h_0| : <h_j, d> >= tau_j |h_j|^2 for j > 0 }`, where `h_i` is row i divided by its running norm,
@@ -35,12 +41,13 @@ def pcd(tau: float | Sequence[float] = 0.02, beta: float = 0.999) -> Aggregator:
     `d = |h_0| n_0 + s'n` with multipliers `s = LCP(C, |h_0| C_0 - tau |h|)`, s_0 = 0.
 
     Args:
-        tau: the share, in [0, 1]; one for all, or one per objective except the first.
-        beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm.
+        tau: the share, in [0, 1]: a number or a tensor `[]` for all, or `[m - 1]`, one per objective except the first.
+        beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm. A number or a tensor `[]`.
 
     Returns:
         A rule that needs the Gramian; row 0 is the primary objective. Weights float64 `[m]`, non-negative, not
-        normalised; twice differentiable with respect to Gramian and state where the active constraints do not change.
+        normalised; twice differentiable with respect to Gramian, state, `tau` and `beta` where the active constraints
+        do not change.
 
     Raises:
         ValueError: `tau` or `beta` out of range; when called, not one tau per secondary objective.
@@ -62,27 +69,24 @@ def pcd(tau: float | Sequence[float] = 0.02, beta: float = 0.999) -> Aggregator:
         decides whether the shares are compatible: whether r can be positive in the cone
         `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
     """
-    if not all(0 <= share <= 1 for share in ([tau] if isinstance(tau, int | float) else tau)):
-        raise ValueError(f"pcd: tau must be one or several numbers in [0, 1], found {tau}. The default is 0.02.")
-    if not 0 <= beta < 1:
-        raise ValueError(f"pcd: beta must be in [0, 1), found {beta}. The default is 0.999.")
-    shares = torch.tensor(tau, dtype=torch.float64)
+    shares_of, given = _shares(tau)
+    beta = hyper_parameter(beta, "pcd: beta", BELOW_1, "The default is 0.999.")
 
     def init(G: Gramian) -> PcdState:
         return PcdState(torch.zeros_like(G[0]))
 
     def update(G: Gramian, state: PcdState) -> tuple[Tensor, PcdState]:
         m = len(G)
-        if shares.ndim and len(shares) != m - 1:
+        if given is not None and given != m - 1:
             raise ValueError(
-                f"pcd: expected one tau per secondary objective, found {len(shares)} and {m - 1} such objectives. "
+                f"pcd: expected one tau per secondary objective, found {given} and {m - 1} such objectives. "
                 "Leave out the first objective, or give one number for all."
             )
         C, norms = cosines(G)
         norms_or_zero = torch.where(G.diagonal() == 0, 0, norms)
         squares = beta * state.squares + (1 - beta) * G.diagonal()
         sizes = norms_or_zero / nonzero(squares).sqrt()
-        required = torch.cat([sizes[:1] * 0, shares.to(G.device) * sizes[1:]])
+        required = torch.cat([sizes[:1] * 0, shares_of(sizes[1:]) * sizes[1:]])
         target = sizes * (torch.arange(m, device=G.device) == 0)
         unit = _largest_or_one(target, required)
         w = _projection(C, target / unit, required / unit)
@@ -92,6 +96,14 @@ def pcd(tau: float | Sequence[float] = 0.02, beta: float = 0.999) -> Aggregator:
         return w / norms * scale, PcdState(squares)
 
     return Aggregator(gramian, init, update)
+
+
+def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:
+    """The shares as a function of the secondary rows; the number of shares, `None` where one stands for all."""
+    if isinstance(tau, Real) or (isinstance(tau, Tensor) and tau.ndim == 0):
+        share = hyper_parameter(tau, "pcd: tau", FROM_0_TO_1, "The default is 0.02.")
+        return lambda _: share, None
+    return per_objective(tau, "pcd", "tau", _SHARES), len(tau)
 
 
 def _projection(C: Tensor, target: Tensor, required: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """SDMGrad: the min-norm direction near a preferred one, from Jacobians on two independent batches."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, hyper_parameter, integer
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
@@ -24,10 +24,10 @@ class SdmgradState(NamedTuple):
 
 
 def sdmgrad(
-    rate: float = 10.0,
-    momentum: float = 0.5,
+    rate: Number = 10.0,
+    momentum: Number = 0.5,
     n_steps: int = 20,
-    pull: float = 0.3,
+    pull: Number = 0.3,
     preference: Numbers | None = None,
 ) -> Aggregator:
     """Minimise the norm of the direction, with a pull towards the preferred one.
@@ -36,6 +36,8 @@ def sdmgrad(
     steps with momentum, `v <- momentum v + A (w + pull u)`, `w <- P(w - rate v)`. Here `A = J1 J2' / s^2`, where s is
     the mean of the roots of the diagonal (0 for negative entries) and u the preference; w starts uniform and continues
     from the previous call.
+
+    `rate`, `momentum` and `pull` are numbers or tensors `[]`.
 
     Args:
         rate: size of the inner steps, dimensionless; positive.
@@ -47,12 +49,12 @@ def sdmgrad(
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights float64 `[m]`, in
-        the simplex if u is; differentiable with respect to the state, the preference and both Jacobians. At the default
-        rate, the steps may jump between corners of the simplex: their exact derivatives may be huge, and rounding may
-        grow to the size of the direction.
+        the simplex if u is; differentiable with respect to the state, the preference, the numbers and both Jacobians.
+        At the default rate, the steps may jump between corners of the simplex: their exact derivatives may be huge, and
+        rounding may grow to the size of the direction.
 
     Raises:
-        TypeError: a preference that is not floating-point.
+        TypeError: a preference that is not floating-point; `n_steps` is a tensor.
         ValueError: a hyper-parameter or preference out of range; when called, not one preference per row, or no second
             Jacobian.
 
@@ -70,14 +72,10 @@ def sdmgrad(
         Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
         `combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
     """
-    if not 0 < rate < math.inf:
-        raise ValueError(f"sdmgrad: rate must be positive and finite, found {rate}. The default is 10.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"sdmgrad: momentum must be in [0, 1), found {momentum}. The default is 0.5.")
-    if n_steps < 1:
-        raise ValueError(f"sdmgrad: n_steps must be at least 1, found {n_steps}. The default is 20.")
-    if not 0 <= pull < math.inf:
-        raise ValueError(f"sdmgrad: pull must be finite and not negative, found {pull}. Use 0 for the min-norm point.")
+    rate = hyper_parameter(rate, "sdmgrad: rate", POSITIVE, "The default is 10.")
+    momentum = hyper_parameter(momentum, "sdmgrad: momentum", BELOW_1, "The default is 0.5.")
+    integer(n_steps, "sdmgrad: n_steps", 1, "The default is 20.")
+    pull = hyper_parameter(pull, "sdmgrad: pull", NOT_NEGATIVE, "Use 0 for the min-norm point.")
     preference_of = preferences(preference, "sdmgrad")
 
     def init(A: Tensor) -> SdmgradState:

@@ -4,23 +4,25 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
-def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
+def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
     """Minimise a smooth maximum of the weighted losses.
 
     `s = mu log sum_i exp(u_i (L_i - z_i) / mu)`, so `weights = u softmax(u (L - z) / mu)`
 
     Args:
-        mu: smoothing, in the unit of the weighted losses; positive. Smaller values are closer to the maximum.
+        mu: smoothing, in the unit of the weighted losses; positive. Smaller values are closer to the maximum. A
+            number or a tensor `[]`.
         weights: u `[m]`, the importance of each objective; `None` means `1 / m`.
         reference: z `[m]`, the best value of each loss; `None` means 0.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
-        differentiable with respect to the losses, to `weights` and to `reference`.
+        differentiable with respect to the losses, to `mu`, `weights` and `reference`.
 
     Raises:
         TypeError: `weights` or `reference` not floating-point.
@@ -36,13 +38,12 @@ def stch(mu: float = 1.0, weights: Numbers | None = None, reference: Numbers | N
         Lin, Zhang, Yang, Liu, Wang & Zhang, Smooth Tchebycheff scalarization for multi-objective optimization, ICML
         2024, arXiv 2402.19078: the smooth Tchebycheff scalarization.
     """
-    if not 0 < mu < float("inf"):
-        raise ValueError(f"stch: mu must be positive and finite, found {mu}. For mu = 0 use tchebycheff.")
+    mu = hyper_parameter(mu, "stch: mu", POSITIVE, "For mu = 0 use tchebycheff.")
     u = preferences(weights, "stch", "weights")
     z = per_objective(reference, "stch", "reference", default=lambda _: 0.0)
     return scalarized(lambda losses: value(losses, mu, u(losses), z(losses)))
 
 
-def value(losses: Tensor, mu: float, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:
+def value(losses: Tensor, mu: Number, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:
     """The scalarization of the losses."""
     return mu * torch.logsumexp(weights * (losses - reference) / mu, dim=0)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.core.tree import tree_map
@@ -23,6 +24,7 @@ def trimmed_mean(trim: int) -> Aggregator:
         0, which is correct where no two entries are equal.
 
     Raises:
+        TypeError: `trim` is a tensor.
         ValueError: `trim` out of range; when called, fewer than `2 trim + 1` rows.
 
     Laws:
@@ -38,8 +40,7 @@ def trimmed_mean(trim: int) -> Aggregator:
     Differs:
         `trim` rows on either side where the paper has a fraction beta of m. The reference code hides NaN and inf.
     """
-    if not isinstance(trim, int) or trim < 0:
-        raise ValueError(f"trimmed_mean: expected trim to be an integer of at least 0, found {trim}. It counts rows.")
+    integer(trim, "trimmed_mean: trim", 0, "It counts rows.")
 
     def weigh(leaf: Tensor) -> Tensor:
         m = leaf.shape[0]

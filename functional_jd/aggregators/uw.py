@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses
 
 
@@ -19,18 +20,18 @@ class UwState(NamedTuple):
     log_variances: Tensor
 
 
-def uw(rate: float = 0.1) -> Aggregator:
+def uw(rate: Number = 0.1) -> Aggregator:
     """Divide each loss by a variance that is learned with the parameters.
 
     `s = sum_i (exp(-v_i) L_i + v_i) / 2`, so `weights_i = exp(-v_i) / 2`; then `v <- v - rate ds/dv`; v starts at 0.
 
     Args:
-        rate: learning rate of the log-variances, positive. The rule itself updates them, by gradient descent in every
-            call; they are not parameters of the optimizer.
+        rate: learning rate of the log-variances, positive; a number or a tensor `[]`. The rule itself updates them, by
+            gradient descent in every call; they are not parameters of the optimizer.
 
     Returns:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
-        differentiable with respect to losses and state.
+        differentiable with respect to losses, state and `rate`.
 
     Raises:
         ValueError: `rate` out of range.
@@ -48,8 +49,7 @@ def uw(rate: float = 0.1) -> Aggregator:
     Differs:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"uw: rate must be positive and finite, found {rate}. The default is 0.1.")
+    rate = hyper_parameter(rate, "uw: rate", POSITIVE, "The default is 0.1.")
 
     def update(losses: Tensor, state: UwState) -> tuple[Tensor, UwState]:
         weights, slope = torch.func.grad(value, argnums=(0, 1))(losses, state.log_variances)

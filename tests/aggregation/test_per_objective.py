@@ -49,6 +49,24 @@ def test_derivatives_reach_what_was_given_also_batched():
     assert torch.func.jvp(lambda u: preferences(u, "rule")(G), (u,), (2 * u,))[1].tolist() == [2, 4]
 
 
+def test_what_cannot_be_checked_under_a_transform_gives_nan():
+    swept = torch.vmap(lambda u: preferences(u, "rule")(G))(torch.tensor([[1.0, 2.0], [-1.0, 2.0], [0.0, 0.0]]))
+    assert swept.isnan().all(1).tolist() == [False, True, True]
+    assert swept[0].tolist() == [1, 2]
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    compiled = torch.compile(lambda u: preferences(u, "rule")(G), fullgraph=True, backend="aot_eager")
+    assert compiled(torch.tensor([-1.0, 2.0])).isnan().all()
+
+
+def test_a_sequence_may_hold_tensors():
+    f = lambda c: preferences([c, 1 - c], "rule")(G)
+    c = torch.tensor([0.25, 1.5])
+    assert torch.vmap(f)(c).nan_to_num(7).tolist() == [[0.25, 0.75], [7, 7]]
+    assert torch.func.jacfwd(f)(c[0]).tolist() == [1, -1]
+    with pytest.raises(ValueError, match=r"rule: preference must be finite and non-negative, .* found \[1.5, -0.5\]"):
+        f(c[1])
+
+
 def test_numbers_are_checked_within_a_transform_of_something_else():
     with pytest.raises(ValueError, match=r"rule: preference must be .*, found \[-1.0, 2.0\]"):
         torch.vmap(lambda x: preferences([-1.0, 2.0], "rule")(G) * x)(torch.ones(3))

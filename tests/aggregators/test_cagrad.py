@@ -220,3 +220,31 @@ def test_rows_of_low_rank_stay_in_the_ball_and_conflict_no_more_than_they_must(c
         assert (d == 0).all() or (d - x).norm() <= c * x.norm() + half_the_digits(x.norm())
         if c > 1:
             assert (J @ d >= -half_the_digits(x.norm()) * torch.linalg.vector_norm(J, dim=1)).all()
+
+
+@pytest.mark.parametrize("c", [0.05, 0.4, 0.9, 2.5])
+@pytest.mark.parametrize("m", [2, 3, 6])
+def test_derivatives_in_c_are_those_of_differences(m, c):
+    J = random_rows(m, m + 1, seed=m)
+    J = J - 0.7 * J.mean(0)
+    f, x, h = lambda c: direction(J, c), torch.tensor(c, dtype=torch.float64), 1e-5 * c
+    slope = (f(c + h) - f(c - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.jacfwd(f)(x), slope, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(torch.func.jacrev(f)(x), slope, rtol=1e-6, atol=1e-8)
+    second = (torch.func.jacfwd(f)(x + h) - torch.func.jacfwd(f)(x - h)) / (2 * h)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(f))(x), second, rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_of_zero_is_the_mean_with_the_slope_on_its_right():
+    J = random_rows(4, 5, seed=3)
+    zero, step = torch.zeros((), dtype=torch.float64), 1e-4
+    f = lambda c: direction(J, c)
+    torch.testing.assert_close(f(zero), J.mean(0))
+    # For so small a ball only the row with the smallest gain matters: the direction is linear in c.
+    slope = (f(step) - J.mean(0)) / step
+    torch.testing.assert_close(slope.norm(), J.mean(0).norm())
+    torch.testing.assert_close(torch.func.jacfwd(f)(zero), slope, rtol=1e-6, atol=1e-7)
+    for c in (1e-12, 1e-9, 1e-8, 1e-6):
+        torch.testing.assert_close(
+            (f(torch.tensor(c).double()) - J.mean(0)) / c, slope, rtol=0, atol=16 * eps() / c + 1e-7
+        )

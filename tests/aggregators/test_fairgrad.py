@@ -7,7 +7,8 @@ from bounds import check_within, eps, gramian_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.optimize import linprog, minimize
+from scipy.linalg import null_space
+from scipy.optimize import linprog, minimize, root
 from torch.func import grad, hessian, jacfwd, jacrev
 
 from functional_jd.aggregation.aggregate import aggregate
@@ -47,10 +48,78 @@ def test_the_equation_holds_unless_the_jacobian_is_stationary(J, alpha):
         wanted = w ** (-1 / alpha)
         error = (G @ w - wanted).abs() / (G.abs() @ w + wanted)
         assert error.max() <= 8 * sum(J.shape) * eps() * max(1, 1 / alpha)
-    elif alpha >= 0.5:
+    elif alpha >= 1:
         assert (w == 0).all()
-    else:  # so small an alpha asks for gains that may be beneath rounding
-        assert w.isfinite().all()
+
+
+def of_no_gain(J):
+    """The rows that gain zero in every direction in which no row loses."""
+    best = [linprog(-g, A_ub=-J, b_ub=np.zeros(len(J)), bounds=[(-1, 1)] * J.shape[1]).fun for g in J]
+    return np.array([-value < 1e-9 for value in best])
+
+
+def of_largest_utility(J, alpha):
+    """The direction that maximises the utility of the gains minus half of its square, by SciPy.
+
+    It is orthogonal to the rows that cannot gain. Among the others it minimises a convex function of their weights.
+    """
+    fixed, p = of_no_gain(J), 1 / alpha
+    basis = null_space(J[fixed]) if fixed.any() else np.eye(J.shape[1])
+    rows = J[~fixed] @ basis
+    if not len(rows):
+        return np.zeros(J.shape[1])
+    G = rows @ rows.T
+    unit = np.diag(G) ** (-1 / (1 + p))
+
+    def objective(x):
+        w = unit * np.exp(x)
+        penalty = -np.log(w).sum() if p == 1 else (w ** (1 - p)).sum() / (p - 1)
+        return w @ G @ w / 2 + penalty, (G @ w - w**-p) * w
+
+    def equation(x):
+        w = unit * np.exp(x)
+        return (G @ w) * w**p - 1
+
+    begin = minimize(objective, np.zeros(len(rows)), jac=True, method="BFGS", options={"gtol": 1e-12}).x
+    found = root(equation, begin, tol=1e-14).x
+    x = min(begin, found, key=lambda x: np.abs(equation(x)).max())
+    assume(np.abs(equation(x)).max() <= 1e-8)  # SciPy finds it
+    return basis @ (rows.T @ (unit * np.exp(x)))
+
+
+@st.composite
+def degenerate_jacobians(draw):
+    """Integer Jacobians, many of which have opposite rows or rows that add up to zero."""
+    J = draw(integer_jacobians())
+    kind = draw(st.sampled_from(["any", "opposite", "zero sum"]))
+    if kind == "opposite":
+        J[-1] = -draw(st.integers(1, 3)) * J[0]
+    elif kind == "zero sum":
+        J[-1] = -J[:-1].sum(0)
+    assume((J != 0).any(axis=1).all())
+    return J
+
+
+@given(degenerate_jacobians(), st.integers(-16, 10).map(lambda k: 10 ** (k / 10)))
+def test_it_is_the_direction_of_largest_utility_that_scipy_finds(J, alpha):
+    d, w, _ = aggregate(fairgrad(alpha), torch.from_numpy(J))
+    if alpha >= 1 and of_no_gain(J).any():
+        assert (w == 0).all()
+        return
+    expected = torch.from_numpy(of_largest_utility(J, alpha))
+    size = expected.norm() + np.linalg.norm(J, axis=1).max()
+    check_within(d, expected, 4 * sum(J.shape) * eps() ** (1 / (1 + alpha)) * size)
+
+
+def test_rows_that_cancel_do_not_stop_a_row_that_is_independent_of_them():
+    J = torch.tensor(
+        [[-2, -3, 2, 0], [3, 0, -1, 0], [1, -1, 1, 0], [2, 1, 1, 0], [-4, 3, -3, 0], [0, -1, -2, 1]]
+    ).double()
+    for alpha in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
+        expected = torch.tensor([0.0, 0, 0, 1], dtype=torch.float64)
+        check_within(direction(J, alpha), expected, 16 * eps() ** (1 / (1 + alpha)) * J.norm())
+        assert jacrev(lambda J, alpha=alpha: direction(J, alpha))(J).isfinite().all()
+    assert (direction(J, 1.0) == 0).all()
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -133,6 +202,20 @@ def test_first_and_second_derivatives_are_those_of_differences(J, alpha):
     torch.testing.assert_close(jacfwd(f)(J), differences(f, J), rtol=1e-6, atol=1e-8)
     first = lambda J: f(J)[0]
     torch.testing.assert_close(hessian(first)(J), differences(grad(first), J), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0, 4.0])
+def test_derivatives_in_alpha_are_those_of_differences(alpha):
+    f, x, h = lambda alpha: direction(J3, alpha), torch.tensor(alpha, dtype=torch.float64), 1e-5 * alpha
+    slope = (f(alpha + h) - f(alpha - h)) / (2 * h)
+    torch.testing.assert_close(jacfwd(f)(x), slope, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(jacrev(f)(x), slope, rtol=1e-6, atol=1e-8)
+    second = (jacfwd(f)(x + h) - jacfwd(f)(x - h)) / (2 * h)
+    torch.testing.assert_close(jacrev(jacfwd(f))(x), second, rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_of_zero_is_refused_with_nan():
+    assert direction(J3, torch.zeros(())).isnan().all()
 
 
 @pytest.mark.parametrize("J", [torch.cat([J3, 0 * J3[:1]]), torch.cat([J3, -J3[:1]])], ids=["zeros", "stationary"])

@@ -214,7 +214,7 @@ def test_what_is_not_finite_makes_all_weights_nan(bad):
 
 def test_bad_hyper_parameters_are_refused_at_once():
     for beta in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"gradvac: expected beta between 0 and 1, found"):
+        with pytest.raises(ValueError, match=r"gradvac: beta must be in \[0, 1\], found"):
             gradvac(key(0), beta)
     with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
         gradvac(0)

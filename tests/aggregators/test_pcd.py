@@ -181,7 +181,7 @@ def test_a_batch_is_the_loop_also_compiled():
 
 @pytest.mark.parametrize("tau", [-0.1, 1.1, torch.nan, [0.5, 2.0]])
 def test_tau_is_checked(tau):
-    with pytest.raises(ValueError, match=r"pcd: tau must be .* in \[0, 1\], found"):
+    with pytest.raises(ValueError, match=r"pcd: tau must be .*in \[0, 1\], found"):
         pcd(tau)
 
 

@@ -1,0 +1,93 @@
+"""Hyper-parameters: numbers are checked, tensors are not read, and what is neither is refused by name."""
+
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.aggregation.hyper_parameters import (
+    ABOVE_0_TO_1,
+    BELOW_1,
+    FROM_0_TO_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    hyper_parameter,
+    integer,
+)
+
+# The same intervals, as Python writes them.
+INTERVALS = [
+    (POSITIVE, lambda x: 0 < x < float("inf")),
+    (NOT_NEGATIVE, lambda x: 0 <= x < float("inf")),
+    (FROM_0_TO_1, lambda x: 0 <= x <= 1),
+    (BELOW_1, lambda x: 0 <= x < 1),
+    (ABOVE_0_TO_1, lambda x: 0 < x <= 1),
+]
+each_interval = pytest.mark.parametrize(("domain", "contains"), INTERVALS, ids=lambda x: getattr(x, "expected", ""))
+
+
+def checked(given, domain=POSITIVE):
+    return hyper_parameter(given, "rule: rate", domain, "The default is 1.")
+
+
+@each_interval
+@given(x=st.floats() | st.sampled_from([0.0, 1.0, 1 + 2**-52, -0.0, 1, 0, -1]))
+def test_a_number_comes_back_or_is_refused_and_a_tensor_becomes_nan(domain, contains, x):
+    found = checked(torch.tensor(float(x), dtype=torch.float64), domain)
+    if contains(x):
+        assert checked(x, domain) is x
+        assert found == x
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"rule: rate must be {domain.expected}, found {x}. ")):
+            checked(x, domain)
+        assert found.isnan()
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), True])
+def test_other_real_numbers_are_numbers(number):
+    assert checked(number) == number
+
+
+def test_a_tensor_is_widened_and_keeps_its_derivatives():
+    x = torch.tensor(0.5)
+    assert checked(x).dtype == torch.float64
+    assert torch.func.grad(lambda x: checked(x).square())(x) == 1
+    assert torch.func.jvp(lambda x: checked(x).square(), (x,), (x,))[1] == 0.5
+    sweep = torch.tensor([-1.0, 0.5, 2.0])
+    torch.testing.assert_close(torch.vmap(checked)(sweep).nan_to_num(7), torch.tensor([7.0, 0.5, 2.0]).double())
+    assert checked(torch.nn.Parameter(x)).requires_grad
+
+
+def test_it_compiles_with_vmap_and_gradient():
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    f = torch.vmap(torch.func.grad(lambda x: checked(x).square()))
+    sweep = torch.tensor([0.5, 2.0])
+    assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(sweep), 2 * sweep)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (torch.tensor(1), TypeError, r"rule: rate must be a number or a floating-point tensor, found torch.int64. Use"),
+        (torch.ones(2), ValueError, r"rule: rate must be a number or a tensor \[\], found shape \[2\]. .* torch.vmap"),
+        ("1", TypeError, r"rule: rate must be a number or a tensor \[\], found str. The default is 1."),
+        (None, TypeError, r"rule: rate must be a number or a tensor \[\], found NoneType. The default is 1."),
+        ([1.0], TypeError, r"rule: rate must be a number or a tensor \[\], found list. The default is 1."),
+    ],
+)
+def test_what_is_no_number_is_refused(wrong, error, message):
+    with pytest.raises(error, match=message):
+        checked(wrong)
+
+
+def test_integers_must_be_of_python():
+    assert integer(3, "rule: count", 1, "It counts.") == 3
+    for wrong in (0, 1.5, "1"):
+        with pytest.raises(ValueError, match=rf"rule: count must be an integer of at least 1, found {wrong}. It"):
+            integer(wrong, "rule: count", 1, "It counts.")
+    with pytest.raises(TypeError, match=r"rule: count must be a Python integer, found a tensor: .* Pass a number"):
+        integer(torch.tensor(2), "rule: count", 1, "It counts.")
