@@ -1,18 +1,26 @@
 """Rule by rule and law by law: what is claimed holds, and what must not hold does not.
 
+Claims are tested with hyper-parameters from their whole ranges.
+
 The table is `functional_jd.testing.RULES`: a new rule is one entry there.
 """
 
+import inspect
 import pkgutil
+from functools import partial
 
 import hypothesis
 import pytest
 import torch
 
 from functional_jd import aggregators
-from functional_jd.testing import ALWAYS, BY_CLAIM, RULES
+from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.hyper_parameters import Number
+from functional_jd.aggregation.per_objective import Numbers
+from functional_jd.aggregation.views import cross_gramian
+from functional_jd.testing import ALWAYS, BY_CLAIM, RULES, hyper_parameters_are_values
 from functional_jd.testing.conformance import counterexample
-from functional_jd.testing.table import jacobians_for, rule_of
+from functional_jd.testing.table import builder, jacobians_for, rule_of
 
 PROFILE = hypothesis.settings()
 CLAIMED = hypothesis.settings(max_examples=max(10, PROFILE.max_examples // 2))
@@ -30,25 +38,73 @@ def cases():
     for name, entry in RULES.items():
         for law in ALWAYS + BY_CLAIM:
             known = f"{name}-{law.__name__}"
-            if law in ALWAYS or law in entry.claims:
+            if law in ALWAYS or law in entry.claims or law in entry.where:
                 yield pytest.param(name, law, id=known)
             elif law in entry.fails:
                 broken = pytest.mark.xfail(strict=True, raises=AssertionError, reason=entry.fails[law])
                 yield pytest.param(name, law, id=known, marks=broken)
+        if entry.hyper:
+            yield pytest.param(name, hyper_parameters_are_values, id=f"{name}-hyper_parameters_are_values")
 
 
 @pytest.mark.parametrize(("name", "law"), list(cases()))
 def test_law(name, law):
-    rule = rule_of(name)
+    rule, entry = rule_of(name), RULES[name]
     if (name, law.__name__) in WITNESSES:
         law(rule, torch.tensor(WITNESSES[name, law.__name__], dtype=torch.float64))
         return
-    settings = BROKEN if law in RULES[name].fails else CLAIMED
-    found = counterexample(rule, law, jacobians_for(name), settings)
+    if law in entry.fails and law not in entry.where:
+        found = counterexample(rule, law, jacobians_for(name), BROKEN)
+    else:
+        ranges = {**entry.hyper, **entry.where.get(law, {})}
+        found = counterexample(partial(rule_of, name) if ranges else rule, law, jacobians_for(name), CLAIMED, ranges)
     if found is not None:
         if not isinstance(found.error, AssertionError):
             raise found.error  # a law that does not run shows nothing
         raise AssertionError(f"{name} breaks {law.__name__}: {found.error}\n\n{found}") from found.error
+
+
+SWEPT = [name for name, entry in RULES.items() if entry.hyper]
+
+
+def test_every_number_that_a_rule_takes_is_a_hyper_parameter():
+    parameters = [(name, p) for name in RULES for p in inspect.signature(builder(name)).parameters.values()]
+    numbers = {(name, p.name) for name, p in parameters if p.annotation in (float, Number, Number | Numbers)}
+    assert numbers == {(name, hyper) for name in SWEPT for hyper in RULES[name].hyper}
+
+
+def steps(rule):
+    """The directions of three steps, with losses and another batch where the rule uses them."""
+    J = torch.tensor([[2.0, -1, 3, 0], [-1, 2, 1, 1], [1, 1, -3, 2]], dtype=torch.float64)
+    state, found = None, []
+    for rows in (J, J.flip(0), J.roll(1, 1) + 0.5):
+        others = (rows.roll(1, 1),) if rule.view is cross_gramian else ()
+        result = aggregate(rule, rows, state, *others, losses=rows.square().sum(1) / 8)
+        state = result.state
+        found.append(result.direction)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_a_sweep_of_gradients_compiles_into_one_graph(name):
+    build, f = RULES[name].build, builder(name)  # torch.compile traces no import
+
+    def size(fractions):
+        pairs = zip(RULES[name].hyper.items(), fractions, strict=True)
+        hyper = {number: within.low + t * (within.high - within.low) for (number, within), t in pairs}
+        return steps(build(f, **hyper)).square().sum()
+
+    sweep = torch.linspace(0.2, 0.7, 2 * len(RULES[name].hyper), dtype=torch.float64).reshape(2, -1)
+    gradients = torch.vmap(torch.func.grad(size))
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(sweep), gradients(sweep))
+
+
+@pytest.mark.parametrize(("name", "hyper"), [(name, hyper) for name in SWEPT for hyper in RULES[name].hyper])
+def test_a_number_out_of_range_is_refused_and_a_tensor_gives_nan(name, hyper):
+    with pytest.raises(ValueError, match=rf"^{name}: {hyper} must be .*, found -1.0. "):
+        rule_of(name, **{hyper: -1.0})
+    assert steps(rule_of(name, **{hyper: torch.tensor(-1.0)}))[-1].isnan().all()
 
 
 def test_every_rule_of_the_package_stands_in_the_table():
@@ -57,6 +113,8 @@ def test_every_rule_of_the_package_stands_in_the_table():
 
 @pytest.mark.parametrize("name", RULES)
 def test_no_law_is_both_claimed_and_denied_and_all_are_by_claim(name):
-    claims, fails = set(RULES[name].claims), set(RULES[name].fails)
-    assert not claims & fails
-    assert claims | fails <= set(BY_CLAIM)
+    entry = RULES[name]
+    claims, fails, where = set(entry.claims), set(entry.fails), set(entry.where)
+    assert not claims & (fails | where)
+    assert claims | fails | where <= set(BY_CLAIM)
+    assert all(ranges.keys() <= entry.hyper.keys() for ranges in entry.where.values())

@@ -1,7 +1,6 @@
 """PCD: the direction closest to the first row that gives the others a share of their progress."""
 
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,10 +99,10 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:
     """The shares as a function of the secondary rows; the number of shares, `None` where one stands for all."""
-    if isinstance(tau, Real) or (isinstance(tau, Tensor) and tau.ndim == 0):
-        share = hyper_parameter(tau, "pcd: tau", FROM_0_TO_1, "The default is 0.02.")
-        return lambda _: share, None
-    return per_objective(tau, "pcd", "tau", _SHARES), len(tau)
+    if isinstance(tau, Sequence) or (isinstance(tau, Tensor) and tau.ndim):
+        return per_objective(tau, "pcd", "tau", _SHARES), len(tau)
+    share = hyper_parameter(tau, "pcd: tau", FROM_0_TO_1, "The default is 0.02.")
+    return lambda _: share, None
 
 
 def _projection(C: Tensor, target: Tensor, required: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ if _missing := [name for name in ("hypothesis", "pytest", "scipy") if find_spec(
     )
 
 from functional_jd.testing.conformance import Counterexample, Findings, laws_of, obeys
+from functional_jd.testing.derivatives import hyper_parameters_are_values
 from functional_jd.testing.laws import (
     ALWAYS,
     BY_CLAIM,
@@ -33,7 +34,7 @@ from functional_jd.testing.laws import (
     tree_equals_flat,
     weakly_stationary,
 )
-from functional_jd.testing.strategies import Layer, gramians, jacobians, param_trees
+from functional_jd.testing.strategies import Layer, Range, gramians, jacobians, param_trees
 from functional_jd.testing.table import RULES, rules_table, with_rules_table
 
 __all__ = [
@@ -43,11 +44,13 @@ __all__ = [
     "Counterexample",
     "Findings",
     "Layer",
+    "Range",
     "batched",
     "compiled",
     "finite",
     "gramians",
     "homogeneous",
+    "hyper_parameters_are_values",
     "jacobians",
     "laws_of",
     "linear_under_row_scaling",

@@ -1,6 +1,7 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -14,10 +15,16 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
-from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Case, Law, compiled
+from functional_jd.testing.derivatives import hyper_parameters_are_values
+from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Law, compiled
+from functional_jd.testing.measures import Case
+from functional_jd.testing.strategies import Range, numbers
 from functional_jd.testing.strategies import jacobians as any_jacobians
 
 Cases = st.SearchStrategy[Any]
+Builder = Callable[..., Aggregator]
+Drawn = tuple[Case, dict[str, float]]
+"""A case, and the hyper-parameters."""
 
 _SETTINGS = hypothesis.settings(max_examples=100, derandomize=True, database=None, deadline=None)
 
@@ -31,6 +38,7 @@ class Counterexample(NamedTuple):
         others: the Jacobians on other batches, for a rule that uses them.
         losses: the losses, for a rule that uses them.
         error: the exception that was raised.
+        hyper: the hyper-parameters, for a builder that was tested.
     """
 
     law: Law
@@ -38,6 +46,7 @@ class Counterexample(NamedTuple):
     others: tuple[Jacobian, ...]
     losses: Losses
     error: BaseException
+    hyper: Mapping[str, float] = MappingProxyType({})
 
     def __bool__(self) -> bool:
         return False
@@ -45,13 +54,19 @@ class Counterexample(NamedTuple):
     def __str__(self) -> str:
         names = ["J", *(f"J{number}" for number in range(2, 2 + len(self.others)))]
         values = dict(zip(names, (self.jacobian, *self.others), strict=True))
-        arguments = ["rule", *names]
+        is_of_builder = self.law is hyper_parameters_are_values
+        arguments = ["build", "hyper", *names] if is_of_builder else ["rule", *names]
         if self.losses is not None:
             values["losses"] = self.losses
             arguments.append("losses=losses")
         imports = {"import torch", f"from {self.law.__module__} import {self.law.__name__}"}
         assignments = [f"{name} = {_code(value, imports)}" for name, value in values.items()]
-        call = f"{self.law.__name__}({', '.join(arguments)})  # rule: the one that was tested"
+        call = f"{self.law.__name__}({', '.join(arguments)})"
+        if not self.hyper:
+            call += "  # rule: the one that was tested"
+        else:
+            given = f"hyper = {dict(self.hyper)}" if is_of_builder else f"rule = build(**{dict(self.hyper)})"
+            assignments.append(f"{given}  # build: the one that was tested")
         return "\n".join([*sorted(imports, key=len), "", *assignments, call])
 
 
@@ -69,17 +84,22 @@ class Findings(dict[str, "bool | Counterexample"]):
 
 
 def obeys(
-    rule: Aggregator, *laws: Law, jacobians: Cases | None = None, settings: hypothesis.settings | None = None
+    rule: Aggregator | Builder,
+    *laws: Law,
+    jacobians: Cases | None = None,
+    hyper: Mapping[str, Range] | None = None,
+    settings: hypothesis.settings | None = None,
 ) -> Callable[..., None]:
     """Create a pytest test of a rule, with one case per law. Assign it to a name that begins with `test_`.
 
     Args:
-        rule: the rule.
+        rule: the rule; with `hyper`, a function that builds it: `rule(**hyper)`.
         laws: functions of this package, or your own: `law(rule, jacobian, *others, losses=None)`, which raise an
-            exception if the law is broken. Default: `ALWAYS`.
+            exception if the law is broken. Default: `ALWAYS`, and with `hyper` also `hyper_parameters_are_values`.
         jacobians: a strategy, for a rule that does not accept all Jacobians: `jacobians(rows=3)`,
             `jacobians(like=params)`. Rules that use other batches or losses get Jacobians of the same shape and
             positive numbers.
+        hyper: hyper-parameters by name, each with the range over which the laws are tested.
         settings: settings of hypothesis; by default those of the loaded profile, without deadlines.
 
     Returns:
@@ -87,7 +107,7 @@ def obeys(
         Jacobian, as code to paste into a notebook.
 
     Raises:
-        TypeError: `rule` is not a rule.
+        TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
 
     Laws:
         `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation.
@@ -95,12 +115,13 @@ def obeys(
     Example:
         >>> test_shy = obeys(shy())
         >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
+        >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
-    check_rule(rule, "obeys")
+    _check_subject(rule, hyper, "obeys")
 
-    @pytest.mark.parametrize("law", laws or ALWAYS)
+    @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
-        example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None))
+        example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None), hyper)
         if example is not None:
             raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from example.error
 
@@ -108,49 +129,73 @@ def obeys(
 
 
 def laws_of(
-    rule: Aggregator, *laws: Law, jacobians: Cases | None = None, settings: hypothesis.settings = _SETTINGS
+    rule: Aggregator | Builder,
+    *laws: Law,
+    jacobians: Cases | None = None,
+    hyper: Mapping[str, Range] | None = None,
+    settings: hypothesis.settings = _SETTINGS,
 ) -> Findings:
     """Test which laws a rule obeys, on a hundred Jacobians per law, without pytest.
 
     Args:
-        rule: the rule.
-        laws: the laws to test; default: all of `ALWAYS` and `BY_CLAIM`.
+        rule: the rule; with `hyper`, a function that builds it.
+        laws: the laws to test; default: all of `ALWAYS` and `BY_CLAIM`, and with `hyper` also
+            `hyper_parameters_are_values`.
         jacobians: as for `obeys`.
+        hyper: as for `obeys`.
         settings: settings of hypothesis; by default 100 examples, the same in every call.
 
     Returns:
         `Findings`: a dict from the names of the laws to `True` or a `Counterexample`. Print it.
 
     Raises:
-        TypeError: `rule` is not a rule.
+        TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
 
     Laws:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
-    check_rule(rule, "laws_of")
-    examples = {law.__name__: counterexample(rule, law, jacobians, settings) for law in laws or ALWAYS + BY_CLAIM}
+    _check_subject(rule, hyper, "laws_of")
+    chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
+    examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
     return Findings({name: True if example is None else example for name, example in examples.items()})
 
 
 def counterexample(
-    rule: Aggregator, law: Law, jacobians: Cases | None, settings: hypothesis.settings
+    rule: Aggregator | Builder,
+    law: Law,
+    jacobians: Cases | None,
+    settings: hypothesis.settings,
+    hyper: Mapping[str, Range] | None = None,
 ) -> Counterexample | None:
     """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
-    strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians)
+    strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
     if law is compiled:
-        return _counterexample(rule, law, _nontrivial_case(strategy, settings))
+        return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
     try:
-        case = find(strategy, lambda case: _counterexample(rule, law, case) is not None, settings=settings)
+        drawn = find(strategy, lambda drawn: _counterexample(rule, law, *drawn) is not None, settings=settings)
     except NoSuchExample:
         return None
-    example = _counterexample(rule, law, case)
+    example = _counterexample(rule, law, *drawn)
     return None if example is None else _shrunk(rule, law, example)
 
 
-def _shrunk(rule: Aggregator, law: Law, example: Counterexample) -> Counterexample:
+def _check_subject(rule: Aggregator | Builder, hyper: Mapping[str, Range] | None, where: str) -> None:
+    if hyper and (isinstance(rule, Aggregator) or not callable(rule)):
+        raise TypeError(
+            f"{where}: expected a function that builds a rule from {', '.join(hyper)}, found {type(rule).__name__}. "
+            "Pass cagrad, not cagrad(0.5)."
+        )
+    check_rule(_built(rule, {name: within.high for name, within in (hyper or {}).items()}), where)
+
+
+def _built(rule: Aggregator | Builder, hyper: Mapping[str, float]) -> Any:
+    return rule(**hyper) if hyper and not isinstance(rule, Aggregator) else rule
+
+
+def _shrunk(rule: Aggregator | Builder, law: Law, example: Counterexample) -> Counterexample:
     """Remove rows and columns while the same type of error is raised; hypothesis shrinks the entries only."""
     for case in _smaller_cases((example.jacobian, example.others, example.losses)):
-        smaller = _counterexample(rule, law, case)
+        smaller = _counterexample(rule, law, case, example.hyper)
         if smaller is not None and type(smaller.error) is type(example.error):
             return _shrunk(rule, law, smaller)
     return example
@@ -171,17 +216,20 @@ def _smaller_cases(case: Case) -> Iterator[Case]:
             )
 
 
-def _counterexample(rule: Aggregator, law: Law, case: Case) -> Counterexample | None:
+def _counterexample(
+    rule: Aggregator | Builder, law: Law, case: Case, hyper: Mapping[str, float]
+) -> Counterexample | None:
     """Return a counterexample if the law is broken in this case, else `None`."""
     jacobian, others, losses = case
+    subject = (rule, hyper) if law is hyper_parameters_are_values else (_built(rule, hyper),)
     try:
-        law(rule, jacobian, *others, losses=losses)
+        law(*subject, jacobian, *others, losses=losses)
     except Exception as error:
-        return Counterexample(law, jacobian, others, losses, error)
+        return Counterexample(law, jacobian, others, losses, error, hyper)
     return None
 
 
-def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Case:
+def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
     """Return a case with several rows and no leaf of zeros; if there is none, any case."""
     generate_only = hypothesis.settings(settings, phases=[Phase.generate])
     try:
@@ -191,17 +239,18 @@ def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Case:
 
 
 @st.composite
-def _cases(draw: st.DrawFn, rule: Aggregator, jacobians: Cases) -> Case:
-    """Draw a Jacobian, and the other Jacobians and losses that the rule needs."""
+def _cases(draw: st.DrawFn, rule: Aggregator | Builder, jacobians: Cases, ranges: Mapping[str, Range]) -> Drawn:
+    """Draw hyper-parameters, a Jacobian, and the other Jacobians and losses that the rule needs."""
+    hyper = {name: draw(numbers(within)) for name, within in ranges.items()}
     jacobian = draw(jacobians)
     m = len(tree_leaves(jacobian)[0])
-    others, losses = _needed_arguments(rule, jacobian)
+    others, losses = _needed_arguments(_built(rule, hyper), jacobian)
     if others:
         others = (draw(any_jacobians(m, like=tree_map(lambda leaf: leaf[0], jacobian), wide=False)),)
     if losses is not None:
         values = draw(st.lists(st.integers(1, 8).map(float), min_size=m, max_size=m))
         losses = torch.tensor(values, dtype=torch.float64)
-    return jacobian, others, losses
+    return (jacobian, others, losses), hyper
 
 
 def _needed_arguments(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacobian, ...], Losses]:
@@ -216,8 +265,8 @@ def _needed_arguments(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacob
     return (jacobian,), losses
 
 
-def _is_nontrivial(case: Case) -> bool:
-    leaves = tree_leaves(case[0])
+def _is_nontrivial(drawn: Drawn) -> bool:
+    leaves = tree_leaves(drawn[0][0])
     return len(leaves[0]) > 1 and all(leaf.any() for leaf in leaves)
 
 

@@ -31,15 +31,13 @@ from functional_jd.testing.measures import (
     rotated,
     split_columns,
     structure_of,
+    variants,
     with_first_entry,
     with_moderate_norms,
 )
 
 Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
-
-Case: TypeAlias = tuple[Jacobian, tuple[Jacobian, ...], Losses]
-"""A Jacobian, the other Jacobians, and the losses."""
 
 
 def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
@@ -101,7 +99,7 @@ def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Los
 
     Source: the contract of `aggregate`.
     """
-    cases = _variants(jacobian, others, losses)
+    cases = variants(jacobian, others, losses)
     batch = tree_map(lambda *leaves: torch.stack(leaves), *cases)
     first = torch.vmap(partial(_step, rule, None))(*batch)
     second = torch.vmap(partial(_step, rule))(first.state, *batch)
@@ -119,7 +117,7 @@ def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Lo
 
     Source: the contract of `aggregate`.
     """
-    cases = _variants(jacobian, others, losses)
+    cases = variants(jacobian, others, losses)
     # Cloned, because torch.compile would recognise a tensor from the closure of the rule, and specialise on it.
     state = tree_map(torch.clone, start(rule, jacobian, *others, losses=losses))
     f = _compiled_steps(rule)
@@ -332,12 +330,6 @@ BY_CLAIM: tuple[Law, ...] = (
 
 def _weights_of_rows(weight: Tensor | AffineWeights) -> Tensor:
     return weight.weights if isinstance(weight, AffineWeights) else weight
-
-
-def _variants(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> list[Case]:
-    """Return three cases of the same shapes; `losses=None` becomes an empty tuple, which transforms accept."""
-    changes = (lambda x: x.contiguous(), lambda x: x.flip(0), lambda x: 2 * x.roll(1, 0))
-    return [tree_map(change, (jacobian, others, () if losses is None else losses)) for change in changes]
 
 
 def _step(

@@ -1,15 +1,18 @@
 """Helpers of the laws: comparisons of results, pytrees as vectors and matrices, and transformations of Jacobians."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregation, combine
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
-from functional_jd.core.types import Jacobian, Tree
+from functional_jd.core.types import Jacobian, Losses, Tree
 
 TOLERANCE = 2.0**-26
+
+Case: TypeAlias = tuple[Jacobian, tuple[Jacobian, ...], Losses]
+"""A Jacobian, the other Jacobians, and the losses."""
 
 
 def flat(tree: Tree) -> Tensor:
@@ -94,3 +97,9 @@ def with_first_entry(leaf: Tensor, value: float, row: int) -> Tensor:
     changed = leaf.clone()
     changed[row].view(-1)[0] = value
     return changed
+
+
+def variants(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> list[Case]:
+    """Return three cases of the same shapes; `losses=None` becomes an empty tuple, which transforms accept."""
+    changes = (lambda x: x.contiguous(), lambda x: x.flip(0), lambda x: 2 * x.roll(1, 0))
+    return [tree_map(change, (jacobian, others, () if losses is None else losses)) for change in changes]

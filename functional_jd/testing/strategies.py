@@ -22,6 +22,29 @@ _SHAPES = [(), (1,), (2,), (2, 2), (3, 1)]
 _MAX_EXPONENT = 60
 
 
+class Range(NamedTuple):
+    """The numbers from `low` to `high`, both included, for a hyper-parameter."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
+
+
+def numbers(within: Range) -> st.SearchStrategy[float]:
+    """Draw numbers of a range: multiples of 1/64 of its length, and small numbers above its lower end.
+
+    Args:
+        within: the range.
+
+    Returns:
+        A strategy for `low + t (high - low)`, t a multiple of 1/64, or a power of two down to 2^-16. Shrinks to `low`.
+    """
+    fractions = st.one_of(st.integers(0, 64).map(lambda k: k / 64), st.integers(1, 16).map(lambda k: 2.0**-k))
+    return fractions.map(lambda t: within.low + t * (within.high - within.low))
+
+
 class Layer(NamedTuple):
     """A NamedTuple that `param_trees` uses as a container."""
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, start
+from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Params
 from functional_jd.random import key
@@ -24,7 +26,7 @@ from functional_jd.testing.laws import (
     strongly_stationary,
     weakly_stationary,
 )
-from functional_jd.testing.strategies import Size, jacobians
+from functional_jd.testing.strategies import Range, Size, jacobians
 
 Builder = Callable[..., Aggregator]
 
@@ -53,18 +55,22 @@ class Entry(NamedTuple):
     """How a rule is tested.
 
     Attributes:
-        build: builds the rule to test, given its builder.
+        build: builds the rule to test, given its builder and any of the hyper-parameters in `hyper`.
         claims: the laws that it obeys, in addition to `ALWAYS`.
         fails: the laws that it must break, with the reason. Laws in neither depend on its arguments, or are open.
+        hyper: the hyper-parameters that take any number, each with the range over which the laws are tested.
+        where: laws that it obeys for some hyper-parameters only, each with their ranges.
         rows: the number of rows that it accepts.
         like: the parameters that it accepts; `None` means any.
         wide: whether the laws hold for rows of very different norms.
         invalid: values for which the direction is not finite if all losses have them, for a rule that uses the losses.
     """
 
-    build: Callable[[Builder], Aggregator]
+    build: Callable[..., Aggregator]
     claims: tuple[Law, ...]
     fails: Mapping[Law, str]
+    hyper: Mapping[str, Range] = MappingProxyType({})
+    where: Mapping[Law, Mapping[str, Range]] = MappingProxyType({})
     rows: Size = (1, 5)
     like: Params = None
     wide: bool = True
@@ -76,9 +82,9 @@ def builder(name: str) -> Builder:
     return getattr(import_module(f"functional_jd.aggregators.{name}"), name)
 
 
-def rule_of(name: str) -> Aggregator:
-    """Return the rule as it is tested."""
-    return RULES[name].build(builder(name))
+def rule_of(name: str, **hyper: Any) -> Aggregator:
+    """Return the rule as it is tested, with the given hyper-parameters."""
+    return RULES[name].build(builder(name), **hyper)
 
 
 def jacobians_for(name: str) -> st.SearchStrategy[Any]:
@@ -100,7 +106,7 @@ def rules_table() -> str:
         if _takes_rules(name):
             marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
         else:
-            marks = ["✓" if law in entry.claims else "" for law in _COLUMNS]
+            marks = [_mark(entry, law) for law in _COLUMNS]
         lines.append(_row([f"`{name}{_signature(build)}`", _view_of(name), _state_of(name), *marks]))
     return "\n".join(lines)
 
@@ -125,6 +131,12 @@ def with_rules_table(text: str) -> str:
             "Put them on lines of their own around the table."
         )
     return f"{before}{_OPEN}\n{rules_table()}\n{_CLOSE}{after}"
+
+
+def _mark(entry: Entry, law: Law) -> str:
+    if law in entry.where:
+        return ", ".join(f"`{name}` {within}" for name, within in entry.where[law].items())
+    return "✓" if law in entry.claims else ""
 
 
 def _row(cells: list[str]) -> str:
@@ -174,6 +186,8 @@ _RATE = {_SCALE: "the rate has a unit"}
 _ENTRYWISE = {_ROTATE: "weights depend on single entries"}
 _BLOCKED = {_STRONG: "the direction is zero also if only some of the objectives block each other"}
 _INVALID = (-1.0, 0.0)
+# Ranges end where the rule's own does, or where its results no longer change much.
+_SHARE, _DECAY, _SIZE, _RATES = Range(0.0, 1.0), Range(0.0, 0.99), Range(0.0, 10.0), Range(0.01, 10.0)
 
 RULES: dict[str, Entry] = {
     "mean": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED),
@@ -193,13 +207,34 @@ RULES: dict[str, Entry] = {
     "aligned_mtl": Entry(
         lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False
     ),
-    "cagrad": Entry(lambda f: f(0.5), (_ORDER, _SCALE, _WEAK, _ROTATE), _OUTWEIGHED | _SUM | _NORM),
+    "cagrad": Entry(
+        lambda f, c=0.5: f(c),
+        (_ORDER, _SCALE, _WEAK, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM,
+        {"c": _SIZE},
+        where={_DUAL: {"c": Range(1.0, 10.0)}},
+    ),
     "config": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _ROTATE), _OUTWEIGHED | _SUM, wide=False),
     "imtl_g": Entry(lambda f: f(), (_ORDER, _SCALE, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False),
-    "fairgrad": Entry(lambda f: f(1.0), (_ORDER, _DUAL, _WEAK, _ROTATE), _SUM | _NORM | _LENGTH | _BLOCKED),
-    "nash_mtl": Entry(lambda f: f(), (_ORDER, _DUAL, _WEAK, _ROTATE), _SUM | _NORM | _LENGTH | _BLOCKED),
+    "fairgrad": Entry(
+        lambda f, alpha=1.0: f(alpha),
+        (_ORDER, _DUAL, _WEAK, _ROTATE),
+        _SUM | _NORM | _LENGTH | _BLOCKED,
+        {"alpha": Range(0.1, 10.0)},
+    ),
+    "nash_mtl": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _DUAL, _WEAK, _ROTATE),
+        _SUM | _NORM | _LENGTH | _BLOCKED,
+        {"max_norm": _SIZE},
+    ),
     "pcgrad": Entry(lambda f: f(key(0)), (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _RANDOM),
-    "gradvac": Entry(lambda f: f(key(0)), (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _RANDOM),
+    "gradvac": Entry(
+        lambda f, **hyper: f(key(0), **hyper),
+        (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM | _RANDOM,
+        {"beta": _SHARE},
+    ),
     "graddrop": Entry(lambda f: f(key(0)), (_ORDER, _SCALE, _WEAK, _STRONG), _OUTWEIGHED | _SUM | _NORM | _ENTRYWISE),
     "krum": Entry(
         lambda f: f(1),
@@ -213,21 +248,39 @@ RULES: dict[str, Entry] = {
         _OUTWEIGHED | _NORM | _BLOCKED | _ENTRYWISE | {_WEAK: "the rows that are trimmed differ between entries"},
         rows=(3, 5),
     ),
-    "excess_mtl": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK), _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE),
-    "modo": Entry(lambda f: f(), (_ORDER, _SIMPLEX, _WEAK, _ROTATE), _OUTWEIGHED | _NORM | _RATE, wide=False),
+    "excess_mtl": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SIMPLEX, _WEAK),
+        _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE,
+        {"rate": _RATES},
+    ),
+    "modo": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SIMPLEX, _WEAK, _ROTATE),
+        _OUTWEIGHED | _NORM | _RATE,
+        {"rate": _RATES, "ridge": _SIZE},
+        wide=False,
+    ),
     "sdmgrad": Entry(
         # Few and small steps, as every step amplifies rounding errors if the two batches disagree.
-        lambda f: f(rate=0.1, n_steps=2),
+        lambda f, rate=0.1, **hyper: f(rate, n_steps=2, **hyper),
         (_ORDER, _SCALE, _SIMPLEX, _WEAK, _STRONG, _ROTATE),
         _OUTWEIGHED | _NORM,
+        {"rate": Range(0.01, 1.0), "momentum": _DECAY, "pull": _SIZE},
         wide=False,
     ),
     "pcd": Entry(
-        lambda f: f(),
+        lambda f, **hyper: f(**hyper),
         (_SCALE, _LINEAR, _WEAK, _ROTATE),
         _OUTWEIGHED | _SUM | _BLOCKED | {_ORDER: "the first row is the primary objective"},
+        {"tau": _SHARE, "beta": _DECAY},
     ),
-    "cr_mogm": Entry(lambda f: f(rule_of("upgrad")), (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _SUM),
+    "cr_mogm": Entry(
+        lambda f, **hyper: f(upgrad(), **hyper),
+        (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _SUM,
+        {"momentum": _DECAY},
+    ),
     "grouped": Entry(
         lambda f: f({"trunk": rule_of("upgrad"), "head": rule_of("mean")}),
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
@@ -240,28 +293,74 @@ RULES: dict[str, Entry] = {
         _OUTWEIGHED | _SUM,
         invalid=_INVALID,
     ),
-    "stch": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
+    "stch": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"mu": _RATES},
+    ),
     "tchebycheff": Entry(
         lambda f: f(),
         (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE),
         _OUTWEIGHED | _SUM | {_STRONG: "only the worst objective has a weight"},
     ),
     "cosmos": Entry(
-        lambda f: f(1.0, [0.5] * 3),
+        lambda f, lambda_=1.0: f(lambda_, [0.5] * 3),
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
         _OUTWEIGHED | _SUM,
+        {"lambda_": _SIZE},
         rows=3,
         invalid=(0.0,),
     ),
-    "pbi": Entry(lambda f: f(5.0, [1.0] * 3), (_ORDER, _SCALE, _LINEAR, _ROTATE), _OUTWEIGHED | _SUM, rows=3),
-    "uw": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
-    "imtl_l": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
-    "dwa": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
-    "famo": Entry(
-        lambda f: f(), (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED, invalid=_INVALID
+    "pbi": Entry(
+        lambda f, theta=5.0: f(theta, [1.0] * 3),
+        (_ORDER, _SCALE, _LINEAR, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"theta": _SIZE},
+        rows=3,
     ),
-    "db_mtl": Entry(lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM),
-    "moco": Entry(lambda f: f(), (_ORDER, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM | _LENGTH),
-    "gradnorm": Entry(lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
+    "uw": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"rate": _RATES},
+    ),
+    "imtl_l": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"rate": _RATES},
+    ),
+    "dwa": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"temperature": _RATES},
+    ),
+    "famo": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED,
+        {"rate": _SIZE, "decay": _SIZE},
+        invalid=_INVALID,
+    ),
+    "db_mtl": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM,
+        {"beta": _DECAY, "beta_sigma": _SIZE},
+    ),
+    "moco": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM | _LENGTH,
+        {"beta": Range(0.01, 1.0), "gamma": _SIZE, "rho": _SIZE, "beta_sigma": _SIZE, "gamma_sigma": _SIZE},
+    ),
+    "gradnorm": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM,
+        {"alpha": _SIZE, "rate": _RATES},
+    ),
 }
 """All rules by name: how each is tested, and the laws that it claims."""

@@ -15,7 +15,17 @@ from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramia
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.tree import tree_leaves
-from functional_jd.testing import ALWAYS, BY_CLAIM, Layer, jacobians, laws, laws_of, obeys
+from functional_jd.testing import (
+    ALWAYS,
+    BY_CLAIM,
+    Layer,
+    Range,
+    hyper_parameters_are_values,
+    jacobians,
+    laws,
+    laws_of,
+    obeys,
+)
 
 torch.set_num_threads(1)
 
@@ -30,6 +40,9 @@ def shy(temperature=1.0):
 test_shy = obeys(shy())  # test_shy[pure], test_shy[shaped], test_shy[batched], test_shy[compiled], ...
 
 test_shy_claims = obeys(shy(), laws.permutation_equivariant, laws.on_the_simplex, laws.rotation_blind)
+
+
+test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
 
 
 def modest():
@@ -84,6 +97,34 @@ def test_trees_are_printed_with_their_containers():
         exec(code, scope)
     assert type(scope["J"]["b"]) is Layer
     assert [leaf.shape[1:] for leaf in tree_leaves(scope["J"])] == [(2,), (), (1,)]
+
+
+def stiff(temperature=1.0):
+    """A rule whose law fails from a temperature of 5 on, and whose temperature is not differentiable."""
+    number = float(temperature.detach()) if isinstance(temperature, torch.Tensor) else temperature
+    return mean() if number > 5 else upgrad()
+
+
+@pytest.mark.parametrize("law", [laws.non_conflicting, hyper_parameters_are_values], ids=lambda law: law.__name__)
+def test_hyper_parameters_are_drawn_and_printed(law):
+    code = shown(law, stiff, hyper={"temperature": Range(0.0, 10.0)})
+    assert "{'temperature': " in code
+    with pytest.raises((AssertionError, RuntimeError)):
+        exec(code, {"build": stiff})
+    exec(code, {"build": lambda temperature: upgrad()})  # it fails because of the rule
+
+
+def test_with_hyper_parameters_their_law_is_one_of_the_default():
+    (mark,) = obeys(shy, hyper={"temperature": Range(0.1, 10.0)}).pytestmark
+    assert mark.args == ("law", (*ALWAYS, hyper_parameters_are_values))
+    found = laws_of(shy, hyper={"temperature": Range(0.1, 10.0)}, settings=settings(FEW, max_examples=5))
+    assert found["hyper_parameters_are_values"]
+
+
+@pytest.mark.parametrize("ask", [obeys, laws_of])
+def test_hyper_parameters_need_a_builder(ask):
+    with pytest.raises(TypeError, match=r"expected a function that builds a rule from temperature, found Aggregator"):
+        ask(shy(), hyper={"temperature": Range(0.1, 10.0)})
 
 
 def test_without_laws_those_of_all_rules_are_meant():

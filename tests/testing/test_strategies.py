@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from functional_jd.core.tree import tree_flatten, tree_leaves
-from functional_jd.testing import Layer, gramians, jacobians, param_trees
+from functional_jd.testing import Layer, Range, gramians, jacobians, param_trees
+from functional_jd.testing.strategies import numbers
 
 torch.set_num_threads(1)
 
@@ -119,3 +120,15 @@ def test_nothing_else_is_drawn():
         find(jacobians(rows=2), lambda J: len(J) != 2, settings=settings(max_examples=100))
     with pytest.raises(NoSuchExample):
         find(param_trees(), lambda params: not tree_leaves(params), settings=settings(max_examples=100))
+
+
+@given(st.data(), st.sampled_from([Range(0.0, 1.0), Range(0.1, 10.0), Range(-3.0, -1.0)]))
+def test_numbers_lie_in_their_range(data, within):
+    assert within.low <= data.draw(numbers(within)) <= within.high
+
+
+def test_both_ends_and_small_numbers_are_drawn_and_a_range_reads_well():
+    within = Range(0.0, 10.0)
+    for kind in (lambda x: x == 0, lambda x: x == 10, lambda x: 0 < x < 1e-3, lambda x: 4 < x < 6):
+        find(numbers(within), kind)
+    assert str(within) == "0 to 10"

@@ -1,0 +1,85 @@
+"""The law of hyper-parameters holds for rules that obey it, and notices each way of breaking it."""
+
+import pytest
+import torch
+
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian
+from functional_jd.testing import hyper_parameters_are_values
+
+J = torch.tensor([[1.0, 2.0], [0.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
+
+
+def rule(weigh, least=-10.0, most=10.0):
+    """A rule with one number t, whose weights are `weigh(t) ones`."""
+
+    def build(t):
+        if not isinstance(t, torch.Tensor) and not least <= t <= most:
+            raise ValueError(f"t must be from {least} to {most}, found {t}")
+        return stateless(gramian, lambda G: torch.ones_like(G[0]) * weigh(torch.as_tensor(t, dtype=torch.float64)))
+
+    return build
+
+
+@pytest.mark.parametrize("t", [-3.0, -1e-3, 0.0, 0.7, 3.0])
+@pytest.mark.parametrize("weigh", [torch.exp, torch.sin, torch.square, torch.abs, torch.relu, torch.floor])
+def test_smooth_weights_kinks_and_jumps_are_allowed(weigh, t):
+    hyper_parameters_are_values(rule(weigh), {"t": t}, J)
+
+
+@pytest.mark.parametrize("t", [0.0, 1.0, 0.5])
+def test_at_the_end_of_a_range_differences_are_one_sided(t):
+    hyper_parameters_are_values(rule(torch.exp, 0.0, 1.0), {"t": t}, J)
+    with pytest.raises(AssertionError, match=rf"t={t:.6g}: jacfwd differs from differences"):
+        hyper_parameters_are_values(rule(lambda x: x.exp().detach(), 0.0, 1.0), {"t": t}, J)
+
+
+def test_a_range_without_neighbours_is_refused():
+    with pytest.raises(ValueError, match=r"hyper_parameters_are_values: found no valid numbers beside 1.0. Test"):
+        hyper_parameters_are_values(rule(torch.exp, 1.0, 1.0), {"t": 1.0}, J)
+
+
+class WrongBackward(torch.autograd.Function):
+    """A square whose backward derivative is wrong and whose forward derivative is right."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, slope):
+        return 3 * ctx.saved_tensors[0] * slope
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0] * tangent
+
+
+@pytest.mark.parametrize(
+    ("weigh", "error", "message"),
+    [
+        (lambda t: t.square().detach(), AssertionError, "jacfwd differs from differences"),
+        (lambda t: 1.01 * t.square() - 0.01 * t.square().detach(), AssertionError, "jacfwd differs from differences"),
+        (WrongBackward.apply, AssertionError, "jacrev differs from differences"),
+        (lambda t: (t - 0.7).abs().sqrt() + t, AssertionError, "is not finite"),
+        (lambda t: t.item(), RuntimeError, r"item\(\)"),
+        (lambda t: t if t > 0 else -t, RuntimeError, "data-dependent control flow"),
+    ],
+    ids=["constant", "off by a percent", "backward", "infinite", "read", "branch"],
+)
+def test_what_is_wrong_is_noticed(weigh, error, message):
+    with pytest.raises(error, match=message):
+        hyper_parameters_are_values(rule(weigh), {"t": 0.7}, J)
+
+
+def test_a_tensor_that_gives_other_directions_is_noticed():
+    build = lambda t: rule(torch.exp)(t if isinstance(t, float) else t + 1e-6)
+    with pytest.raises(AssertionError, match=r"t=0.7: a tensor gives other directions than the number"):
+        hyper_parameters_are_values(build, {"t": 0.7}, J)
