@@ -54,20 +54,20 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
     k = torch.where(is_zero, 1e-30, sizes / nonzero(largest))
     C = cosines + torch.diag_embed(is_zero.to(cosines.dtype))
     constant = power.detach() if isinstance(power, Tensor) else power
-    found, factor, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k))
+    found, upper, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k))
     v = start = torch.where(solved, found, 1)
     slope = start ** ((1 + constant) / 2)
     for _ in range(2):
         residual = matvec(C, k * v) - k * v**-power
         # Where the residual is rounding, only its derivatives matter.
         residual = torch.addcmul(residual, rounded, residual.detach(), value=-1)
-        v = v - torch.where(solved, slope / k.detach() * solve(factor, slope * residual), 0)
+        v = v - torch.where(solved, slope / k.detach() * solve(upper.mT, slope * residual), 0)
     return torch.where(is_zero, 0, torch.where(solved, v, found))
 
 
 def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shares `[*, m]`; the Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`; convergence, `[*, 1]`; 1 where the
-    residual is rounding, else 0, `[*, 1]`.
+    """Shares `[*, m]`; the upper Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`; convergence, `[*, 1]`; 1 where
+    the residual is rounding, else 0, `[*, 1]`.
     """
     m = sizes.shape[-1]
     C, k, p = cosines.reshape(-1, m, m), sizes.reshape(-1, m), power.reshape(-1, 1)
@@ -105,7 +105,8 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tens
     v = torch.where(solved | (torch.minimum(smallest, relative) > _DOUBTFUL), v, 0)
     v = with_nan_of(v, C.sum((-2, -1)).unsqueeze(-1) + p)
     single = (*sizes.shape[:-1], 1)
-    return v.view(sizes.shape), factor.view(cosines.shape), solved.view(single), rounded.to(v.dtype).view(single)
+    upper = factor.mT.contiguous().view(cosines.shape)  # the layout that compiled code expects, without a copy
+    return v.view(sizes.shape), upper, solved.view(single), rounded.to(v.dtype).view(single)
 
 
 def _relative_size(y: Tensor, gain: Tensor, power: Tensor) -> Tensor:

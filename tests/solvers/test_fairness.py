@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import root
 from torch.func import grad, hessian, jacfwd
 
+from functional_jd.solvers import fairness
 from functional_jd.solvers.fairness import fair_shares
 
 
@@ -160,3 +161,12 @@ def test_a_batch_is_the_loop_and_compiles_with_its_gradient():
     gradients = torch.vmap(grad(lambda C: fair_shares(C, k, 0.5).square().sum()))
     compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), gradients(batch))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_the_search_is_a_sound_operator_with_the_layout_that_compiled_code_expects(batch):
+    C, k = problem(4, 6, 0)
+    inputs = C.expand(*batch, 4, 4), k.expand(*batch, 4), torch.ones(*batch, 1, dtype=torch.float64)
+    torch.library.opcheck(fairness._opaque_search.op, inputs)
+    found, described = fairness._opaque_search.op(*inputs), fairness._fake(*inputs)
+    assert [x.stride() for x in found] == [x.stride() for x in described]
