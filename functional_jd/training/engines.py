@@ -213,8 +213,8 @@ def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Cal
     if any(leaf.dtype.itemsize < 4 for leaf in tree_leaves(rows)):
         rows = tree_map(at_least_float32, rows)
     products = look_at_gramian(rows)
-    for leaf in tree_leaves(heads):  # an overflow in the heads belongs to no row
-        products = torch.where(all_finite(leaf), products, torch.nan)
+    if heads:  # an overflow there belongs to no row
+        products = torch.where(all_finite(heads), products, torch.nan)
     whole = with_heads(rows, heads)
     if problem.factor is None:
         return products, partial(combine, whole)

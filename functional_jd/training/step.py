@@ -89,9 +89,9 @@ def _finished(
         moments = select(moved, moments, state.optimizer)
     new = TrainState(
         params,
-        select(moved, buffers, state.buffers),
+        select(moved, buffers, state.buffers) if tree_leaves(buffers) else state.buffers,
         moments,
-        select(moved, memory, state.aggregator),
+        select(moved, memory, state.aggregator) if tree_leaves(memory) else state.aggregator,
         update_scale(state.scale, rows_finite, losses_finite=losses_finite),
     )
     # The flags show that the step was skipped, also where the direction alone is not finite.

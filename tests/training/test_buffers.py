@@ -328,3 +328,40 @@ def test_what_does_not_fit_is_named():
     tasks = fj.multitask(lambda p, b, x: p * x, lambda own, h, b, x: (h, b))
     with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found Tensor"):
         fj.train_state(trunk, x, buffers=start, **how(tasks))
+
+
+@pytest.mark.parametrize("kind", ["plain", "multitask", "per_example"])
+def test_dropout_from_a_key_in_the_buffers_goes_on_bit_for_bit(kind):
+    drop, split = fj.random.keyed(lambda x: nn.functional.dropout(x, 0.5)), fj.random.split
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    if kind == "per_example":  # every example receives a key of its own
+        params = {"w": torch.ones(3, 4)}
+        losses = fj.per_example(lambda p, b, x: (drop(b["key"], x @ p["w"]).square().mean(), b))
+    elif kind == "plain":
+        params = {"w": torch.ones(3, 4)}
+
+        def losses(p, b, x):
+            key, own = split(b["key"])
+            return drop(own, x @ p["w"]).square().mean(0), {"key": key}
+    else:
+        params = {"shared": {"w": torch.ones(3, 4)}, "heads": {"v": torch.ones(4)}}
+
+        def features(p, b, x):
+            key, own = split(b["key"])
+            return drop(own, x @ p["w"]), {"key": key}
+
+        losses = fj.multitask(features, lambda p, h, b, x: ((h * p["v"]).square().mean(0), b))
+    method, before = how(losses), torch.get_rng_state()
+    state = fj.train_state(params, x, buffers={"key": fj.random.key(0)}, **method)
+    states = [state]
+    for _ in range(3):
+        states.append(fj.step(states[-1], x, **method)[0])
+    again = fj.step(tree_map(torch.clone, states[1]), x, **method)[0]
+    assert same(again, states[2])
+    assert len({tuple(s.buffers["key"].tolist()) for s in states}) == 4  # other draws in every step
+    assert torch.equal(torch.get_rng_state(), before)
+    other = fj.step(states[1]._replace(buffers={"key": fj.random.key(1)}), x, **method)[0]
+    assert not same(other.params, states[2].params)
+    for engine in ("jacobian", "gramian"):
+        found = fj.step(states[1], x, engine=engine, **method)[0]
+        close(found, states[2], rtol=1e-5, atol=1e-6)
