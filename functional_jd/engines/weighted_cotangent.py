@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.tree import all_finite, tree_map
+from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import Options
-from functional_jd.precision.loss_scale import multiplier
+from functional_jd.precision.loss_scale import multiplier, unscale
 
 # A power of two whose inverse is a normal float32.
 _CEILING = 2.0**126
@@ -23,6 +26,13 @@ def weighted_cotangent(
     common = scales[0] if options.scale is None or not options.scale.ndim else _common(weights, scales)
     parts = (weights.double() * common).split([y.numel() for y in outputs])
     return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)], common
+
+
+def unscaled(common: Tensor, direction: Direction, options: Options) -> tuple[Direction, Tensor]:
+    """The direction, divided by the scale if there is one, and whether it is finite."""
+    if options.scale is not None:
+        return unscale(common, direction)
+    return tree_map(at_least_float32, direction), all_finite(direction)
 
 
 def flags(finite: Tensor, options: Options) -> Tensor:

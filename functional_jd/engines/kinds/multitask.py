@@ -26,11 +26,10 @@ from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
-from functional_jd.precision.loss_scale import unscale
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -141,8 +140,8 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
         own = dense_gradients(point.heads.pullback(ones, slice(n)), point.own[0])
         features = point.heads.pullback(cotangent, slice(n, None), last=last)
         shared = dense_gradients(point.trunk.pullback(features, last=last), point.shared[0])
-        heads, heads_finite = unscale(plain_scale, tree_unflatten(point.own[1], own))
-        trunk, finite = unscale(common, tree_unflatten(point.shared[1], shared))
+        heads, heads_finite = unscaled(plain_scale, tree_unflatten(point.own[1], own), options)
+        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared), options)
         return {"shared": trunk, "heads": heads}, flags(finite & heads_finite, options)
 
     return *point.heads.extra, pullback

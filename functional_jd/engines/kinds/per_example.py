@@ -27,11 +27,10 @@ from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, to_dense, vjp
-from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import Form, Threaded, check_buffers, is_key, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import unscale
 from functional_jd.random import split
 
 
@@ -168,7 +167,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
 
         instead = "evaluates the losses again, example by example, and differentiates that"
         gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
-        direction, finite = unscale(common, tree_unflatten(structure, dense_gradients(gradient, leaves)))
+        direction, finite = unscaled(common, tree_unflatten(structure, dense_gradients(gradient, leaves)), options)
         return direction, flags(finite, options)
 
     return *point.extra, pullback

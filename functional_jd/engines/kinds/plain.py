@@ -25,10 +25,9 @@ from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
-from functional_jd.engines.weighted_cotangent import flags, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import unscale
 
 
 def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
@@ -81,7 +80,7 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
         cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
         gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
-        direction, finite = unscale(common, tree_unflatten(structure, gradient))
+        direction, finite = unscaled(common, tree_unflatten(structure, gradient), options)
         return direction, flags(finite, options)
 
     return *point.extra, pullback
