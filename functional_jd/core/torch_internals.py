@@ -331,7 +331,7 @@ def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that does not hand itself to a mode as one op, so that the mode sees the ops
+    """A function of `torch.nn.functional` that is not passed to a mode as one op, so that the mode sees the ops
     inside it. There is no public way: `has_torch_function` is true wherever a mode is active.
     """
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}

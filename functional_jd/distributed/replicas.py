@@ -75,7 +75,7 @@ def agree(finite: Tensor, group: Group = None) -> Tensor:
     """
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         found = finite.dtype if isinstance(finite, Tensor) else type(finite).__name__
-        raise TypeError(f"agree: finite must be a bool tensor, found {found}. Hand over what unscale returned.")
+        raise TypeError(f"agree: finite must be a bool tensor, found {found}. Pass what unscale returned.")
     return collective("least", finite.int(), group).bool()
 
 

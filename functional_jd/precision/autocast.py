@@ -108,7 +108,7 @@ def with_op_tables(
     """
     if not callable(f):
         raise TypeError(
-            f"autocast: expected a function, found {type(f).__name__}. Hand over the function, not its value: "
+            f"autocast: expected a function, found {type(f).__name__}. Pass the function, not its value: "
             "autocast(losses), not autocast(losses(params))."
         )
 
