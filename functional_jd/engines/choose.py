@@ -60,9 +60,11 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
     elements = m * sum(leaf.numel() for leaf in leaves)
+    # A traced size has no digits.
+    size = "m n" if torch.compiler.is_compiling() else f"m n = {elements:,}"
     if elements < MANY_ELEMENTS:
-        return EngineChoice("jacobian", f"m n = {elements:,} is below 2^20: the rows fit the caches")
-    return EngineChoice("gramian", f"m n = {elements:,} is at least 2^20: the rows would leave the caches")
+        return EngineChoice("jacobian", f"{size} is below 2^20: the rows fit the caches")
+    return EngineChoice("gramian", f"{size} is at least 2^20: the rows would leave the caches")
 
 
 def choose_replica_engine(aggregator: Aggregator, scale: Tensor, engine: str) -> EngineChoice:

@@ -68,13 +68,13 @@ class PerExample:
                     f"per_example: expected tensors with examples along dimension {dim}, found {found}. "
                     "Mark what the examples share with None in in_dims."
                 )
-        sizes = {leaf.shape[dim] for leaf, dim in batched}
-        if len(sizes) != 1 or 0 in sizes:
+        sizes = [leaf.shape[dim] for leaf, dim in batched]
+        if not sizes or sizes[0] == 0 or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
             raise ValueError(
                 "per_example: all batched arguments must have the same number of examples, at least one, "
-                f"found {sorted(sizes)}. Mark what the examples share with None in in_dims."
+                f"found {sorted(set(sizes))}. Mark what the examples share with None in in_dims."
             )
-        return sizes.pop()
+        return sizes[0]
 
     def examples(self, batch: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
         """Return the arguments of every example."""

@@ -724,3 +724,19 @@ def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):
     choice = fj.chosen_engine(losses, state, *batch, aggregator=rule())
     assert choice.engine == engine
     assert re.search(words, choice.reason)
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example"])
+def test_batches_of_other_sizes_take_two_graphs(kind):
+    params, losses, batch = regression(kind)
+    if kind == "plain":  # as many objectives as ever: a mean over the batch
+        losses = lambda p, x, y: torch.stack([((x @ p["w"]).sum(-1) - y).square().mean(), p["w"].square().sum()])
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, *batch, **how)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(fj.step, **how), fullgraph=True, backend=counter)
+    for n in (3, 4, 5, 9, 2):
+        larger = [x.repeat(4, *[1] * (x.ndim - 1))[:n] for x in batch]
+        close(compiled(state, *larger), fj.step(state, *larger, **how), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count <= 2
