@@ -92,14 +92,13 @@ def compiled(f):
 
 
 def check_transforms(rule):
-    """vmap, compile, and derivatives after three calls are those of loops and finite differences."""
+    """vmap and derivatives after three calls are those of loops and finite differences."""
 
     def third(losses):
         return calls(rule, [losses, losses.roll(1) * 2, losses.square()])[0][-1] * losses
 
     loop = torch.stack([third(losses) for losses in LOSSES])
     torch.testing.assert_close(torch.vmap(third)(LOSSES), loop)
-    torch.testing.assert_close(compiled(torch.vmap(third))(LOSSES), loop)
     assert torch.autograd.gradcheck(third, LOSSES[0].clone().requires_grad_(), check_forward_ad=True)
     slopes = torch.vmap(torch.func.grad(lambda losses: third(losses).sum()))(LOSSES)
     leaf = LOSSES.clone().requires_grad_()
@@ -119,9 +118,5 @@ def check_restored(rule):
 
 
 def hidden(rule, losses):
-    """Whether losses outside a rule's domain leave the direction finite, in eager mode or compiled."""
-
-    def direction(losses):
-        return aggregate(rule, torch.ones(len(losses), 2), losses=losses).direction
-
-    return bool(direction(losses).isfinite().any() or compiled(direction)(losses).isfinite().any())
+    """Whether losses outside a rule's domain leave the direction finite."""
+    return bool(aggregate(rule, torch.ones(len(losses), 2), losses=losses).direction.isfinite().any())

@@ -60,11 +60,6 @@ def rounding(J, u=None):
 
 
 @given(jacobians)
-def test_no_row_is_conflicted_with(J):
-    assert (J @ direction(J) >= -rounding(J) * torch.linalg.vector_norm(J, dim=1)).all()
-
-
-@given(jacobians)
 def test_equal_to_the_best_of_all_faces(J):
     check_within(direction(J), brute_force(J, J.mean(0)), rounding(J))
 
@@ -80,11 +75,6 @@ def test_the_preferred_combination_is_what_is_projected(J, data):
 @given(jacobians)
 def test_equal_to_the_mean_where_nothing_conflicts(J):
     assert torch.equal(aggregate(dualproj(), J.abs()).weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
-
-
-@given(jacobians, st.integers(-60, 60))
-def test_scales_as_the_jacobian_does(J, exponent):
-    assert torch.equal(direction(2.0**exponent * J), 2.0**exponent * direction(J))
 
 
 @given(jacobians)
@@ -156,8 +146,8 @@ def test_derivatives_are_those_of_finite_differences():
         assert torch.autograd.gradgradcheck(direction, (J, u))
 
 
-@pytest.mark.parametrize("f", [direction, torch.func.grad(lambda J: direction(J).square().sum())])
-def test_a_batch_is_the_loop_compiled_or_not(f):
+def test_the_gradient_of_a_batch_is_the_loop_compiled_or_not():
+    f = torch.func.grad(lambda J: direction(J).square().sum())
     J = torch.stack([conflicting_rows(4, 6, seed) for seed in range(5)])
     expected = torch.stack([f(x) for x in J])
     torch.testing.assert_close(torch.vmap(f)(J), expected)

@@ -9,9 +9,8 @@ from bounds import check_within, eps, gramian_bound, half_the_digits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from functional_jd.aggregation.aggregate import aggregate, start
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.gradvac import GradVacState, gradvac
 from functional_jd.aggregators.pcgrad import pcgrad
 from functional_jd.random import key, split
@@ -181,20 +180,6 @@ def test_a_batch_of_jacobians_and_states_is_the_loop():
         torch.testing.assert_close(found.direction[i], expected.direction)
         torch.testing.assert_close(found.state.targets[i], expected.state.targets)
         assert torch.equal(found.state.key[i], expected.state.key)
-
-
-def test_compiled_once_for_all_values():
-    counter = CompileCounterWithBackend("aot_eager")
-    rule = gradvac(key(0))
-    f = lambda J, state: aggregate(rule, J, state)
-    compiled = torch.compile(f, fullgraph=True, backend=counter)
-    state = start(rule, THREE)
-    for J in torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64):
-        expected, found = f(J, state), compiled(J, state)
-        torch.testing.assert_close(found.direction, expected.direction)
-        state = found.state
-        torch.testing.assert_close(state, expected.state)
-    assert counter.frame_count == 1
 
 
 def test_the_gradient_of_a_batch_compiles():

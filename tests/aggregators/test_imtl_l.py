@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, ROWS, calls, check_direction, check_restored, check_slopes, check_transforms
+from scalarizations import LOSSES, ROWS, calls, check_direction, check_slopes
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.imtl_l import ImtlLState, imtl_l, value
@@ -64,14 +64,6 @@ def test_losses_that_never_change_end_with_all_scaled_losses_one():
 @given(st.lists(positive, min_size=1, max_size=4), st.sampled_from([0.05, 0.3]))
 def test_uncertainty_weighting_at_twice_the_rate_has_half_the_weights(sequence, rate):
     torch.testing.assert_close(calls(uw(2 * rate), sequence)[0] * 2, calls(imtl_l(rate), sequence)[0])
-
-
-def test_composes_with_every_transform():
-    check_transforms(imtl_l(0.25))
-
-
-def test_a_saved_state_continues_bit_for_bit():
-    check_restored(imtl_l())
 
 
 def test_losses_that_are_not_finite_show_in_the_state():

@@ -144,14 +144,6 @@ def test_a_first_row_that_is_zero_or_cancelled_gives_zero():
     assert aggregate(pcd(), J * torch.tensor([[0.0], [1.0]])).direction.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(m, poison):
-    J = torch.ones(m, 3, dtype=torch.float64)
-    J[-1, 1] = poison
-    assert aggregate(pcd(), J).direction.isnan().all()
-
-
 def twice(J):
     rule = pcd(0.4)
     state = aggregate(rule, J).state
@@ -171,12 +163,10 @@ def test_derivatives_are_finite_at_rows_of_zeros(rows):
     assert torch.func.grad(lambda J: aggregate(pcd(), J).direction.sum())(J).isfinite().all()
 
 
-def test_a_batch_is_the_loop_also_compiled():
+def test_a_batch_is_the_loop():
     batch = torch.stack([number(k) for k in range(4)])
     loop = torch.stack([twice(J) for J in batch])
     torch.testing.assert_close(torch.vmap(twice)(batch), loop)
-    compiled = torch.compile(torch.vmap(twice), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch), loop)
 
 
 @pytest.mark.parametrize("tau", [-0.1, 1.1, torch.nan, [0.5, 2.0]])

