@@ -19,3 +19,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("few", parent=hypothesis.settings.get_profile("ci"), max_examples=10)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("ci"), max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items):
+    """Slow tests first: at the end, one of them would keep a single core busy."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
