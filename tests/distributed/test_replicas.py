@@ -20,15 +20,9 @@ SLOW = {"the_step_compiles_in_a_full_graph", "a_step_of_a_step_can_be_differenti
 """On 2 replicas only: with 4 they would show nothing new."""
 
 
-def torchrun(replicas, *command):
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return subprocess.run(
-        [sys.executable, *arguments, "--nproc-per-node", str(replicas), *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=HERE.parents[1],
-    )
+def run(*command):
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=HERE.parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,7 @@ def reports(tmp_path_factory):
     def of(replicas):
         if replicas not in seen:
             folder = tmp_path_factory.mktemp(f"replicas{replicas}")
-            done = torchrun(replicas, WORKER, folder, *(SLOW if replicas > 2 else ()))
+            done = run(WORKER, replicas, folder, *(SLOW if replicas > 2 else ()))
             files = [folder / f"{r}.json" for r in range(replicas)]
             assert all(file.exists() for file in files), done.stderr[-4000:]
             seen[replicas] = [json.loads(file.read_text()) for file in files]
@@ -82,7 +76,8 @@ def test_a_replica_that_hangs_or_dies_gives_the_others_an_error_in_time():
 
 def test_the_example_prints_what_it_says():
     source = (HERE / "two_replicas.py").read_text()
-    done = torchrun(2, HERE / "two_replicas.py")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", 2)
+    done = run(*torchrun, HERE / "two_replicas.py")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip()
     assert done.stdout.strip() in source
