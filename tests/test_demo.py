@@ -225,12 +225,13 @@ def test_help_names_every_flag_and_default(capsys):
 
 
 @pytest.mark.slow
-def test_a_short_run_beats_chance_and_the_mean_image(capsys):
-    rows = run(capsys, "--epochs", "4")
+def test_a_short_run_beats_chance_and_the_mean_image(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "TRAIN_IMAGES", 1024)
+    rows = run(capsys, "--epochs", "3", "--rule", "upgrad")
     (x, _), (test, _) = demo.train_and_test_images(demo.split(key(0), 3)[0])
     mean_image = 16 * (test - x.mean(0)).square().mean().sqrt().item()
     for side in ("left", "right"):
-        assert all(float(cell.removesuffix("%")) > 80 for cell in rows[f"test accuracy, {side} digit"])
+        assert all(float(cell.removesuffix("%")) > 50 for cell in rows[f"test accuracy, {side} digit"])
     (errors,) = (cells for label, cells in rows.items() if label.startswith("test reconstruction"))
     assert all(float(error) < 0.85 * mean_image for error in errors)
     # Each scale found its own height: the reconstruction's gradients are a billion times smaller.

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -139,6 +139,7 @@ def test_inputs_stay_and_the_same_inputs_give_the_same_bits():
 
 
 @pytest.mark.parametrize("power", POWERS[:3])
+@settings(settings.get_profile("few"))
 @given(values=numbers, bound=bounds)
 def test_derivatives_match_finite_differences(values, bound, power):
     values = torch.tensor(values, dtype=torch.float64) + torch.linspace(0.2, 0.4, 5, dtype=torch.float64)

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -599,6 +599,7 @@ def test_vmap_over_replicas_is_a_loop_over_them(shape):
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
+@settings(settings.get_profile("few"))
 @given(rows=rows_strategy())
 def test_derivatives_match_finite_differences(shape, rows):
     rows, state = rows.double(), torch.full(shape, 3.0, dtype=torch.float64)
