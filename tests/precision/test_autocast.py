@@ -526,8 +526,9 @@ def test_every_norm_layer_has_second_derivatives(norm, dtype):
     assert (found - expected).abs().max() <= 40 * EPS[dtype] * (expected.abs().max() + 0.1)
 
 
-@both
-@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d", "InstanceNorm1d", "GroupNorm"])
+@pytest.mark.parametrize(
+    ("norm", "dtype"), list(zip(["LayerNorm", "BatchNorm1d", "InstanceNorm1d", "GroupNorm"], 2 * LOW, strict=True))
+)
 def test_compiles_in_one_graph(norm, dtype):
     torch.compiler.reset()
     losses, params = network(NORMS[norm])
@@ -861,9 +862,9 @@ def test_autocast_disabled_compiles_in_one_graph():
         assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
 
 
-@both
+# Half of the ops in either dtype, since a compiler takes its time; outside of it all are tested in both.
 @pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("part", "dtype"), list(enumerate(2 * LOW)))
 def test_compiled_ops_have_the_reference_dtype_with_vmap_and_without(part, dtype):
     torch.compiler.reset()
     # The compiler hides padding from modes: the CPU's native autocast makes its reflections float32.

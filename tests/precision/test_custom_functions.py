@@ -142,6 +142,7 @@ FORWARD = {
     "vmap(jacfwd)": under_vmap(jacfwd),
     "hessian": lambda f: hessian(total(f)),
 }
+DEEPEST = {"grad of w", "vmap(jacrev)", "vmap(jacfwd)", "hessian"}
 CASES = [(name, road) for name in FUNCTIONS for road in REVERSE | (FORWARD if name in JVP else {})]
 
 
@@ -166,6 +167,8 @@ def test_every_road_compiles_in_one_graph(name):
     x, w = draw(3, 3), draw(3, 3, key=1)
     f = autocast(lambda x, w: FUNCTIONS[name](x, w), torch.bfloat16)
     roads = REVERSE | (FORWARD if name in JVP else {})
+    if name != "two inputs":  # the roads that go through the others
+        roads = {road: way for road, way in roads.items() if road in DEEPEST}
     everything = lambda x, w: {road: way(f)(x, w) for road, way in roads.items()}
     expected, found = everything(x, w), torch.compile(everything, fullgraph=True, backend="aot_eager")(x, w)
     for road, value in expected.items():

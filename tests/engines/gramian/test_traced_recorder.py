@@ -92,7 +92,7 @@ def test_equals_the_inner_products_of_the_rows(name, kind, around, monkeypatch):
 
 
 # One of each make; the kinds in turn, since a compiler takes its time.
-COMPILED = ["tied", "reused", "in_place", "scalars", "fused_attention", "embedding", "layer_norm", "batch_norm_eval"]
+COMPILED = ["tied", "in_place", "reused", "layer_norm", "fused_attention", "scalars", "embedding", "batch_norm_eval"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, list(KINDS)[i % 3]) for i, name in enumerate(COMPILED)])
@@ -106,7 +106,8 @@ def test_inductor_gives_the_same_numbers():
     agree(compiled(case, "inductor"), expectation(case), 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Not of tasks: the compiler would trace the same calls once more per task.
+@pytest.mark.parametrize("kind", ["plain", "by_example"])
 def test_compiles_over_replicas(kind):
     case = case_of("reused", kind)
     torch._dynamo.reset()
@@ -192,7 +193,7 @@ def test_replicas_form_no_rows(kind):
     assert largest.numel < m * 64 * 64
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "by_example"])
 def test_a_compiled_graph_holds_no_rows(kind):
     case, m, weights = unscaled(kind)
     sizes = []
