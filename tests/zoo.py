@@ -449,9 +449,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "rms_norm": lambda: of_module(norm(lambda: nn.RMSNorm(4)), CHANNELS),
     "group_norm": lambda: of_module(norm(lambda: nn.GroupNorm(2, 4)), CHANNELS),
     "batch_norm_1d": lambda: of_module(norm(lambda: nn.BatchNorm1d(4)), CHANNELS, **RUNNING, single=False),
-    "batch_norm_2d": lambda: of_module(conv_norm(lambda: nn.BatchNorm2d(4)), IMAGE, **RUNNING),
+    "batch_norm_2d": lambda: of_module(conv_norm(lambda: nn.BatchNorm2d(4)), IMAGE, **RUNNING, single=False),
     "batch_norm_no_statistics": lambda: of_module(
-        conv_norm(lambda: nn.BatchNorm2d(4, track_running_stats=False)), IMAGE
+        conv_norm(lambda: nn.BatchNorm2d(4, track_running_stats=False)), IMAGE, single=False
     ),
     "batch_norm_eval": lambda: of_module(lambda: norm(lambda: nn.BatchNorm1d(4))().eval(), CHANNELS),
     "instance_norm": lambda: of_module(conv_norm(lambda: nn.InstanceNorm2d(4, affine=True)), IMAGE),

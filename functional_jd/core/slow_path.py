@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level, untraced
 
 Result = TypeVar("Result")
@@ -48,7 +49,11 @@ class StateJournal:
         self.before.clear()
 
     def watch(self, *, examples: bool = False) -> TorchFunctionMode:
-        """A mode that notes every op; `examples` if the innermost `torch.vmap` stands for a loop over examples."""
+        """A mode that notes every op.
+
+        `examples`: it watches the loss of one example, and the innermost `torch.vmap`, if there is one, stands for a
+        loop over them; batch normalization of a batch of one is refused.
+        """
         return _Watch(self, examples)
 
 
@@ -63,6 +68,8 @@ class _Watch(TorchFunctionMode):
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
+            if self.level is not None and func in BATCH_NORMS:
+                refuse_statistics_of_one(args, kwargs, "per_example")
             self.journal.note(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -143,7 +150,10 @@ def user_level() -> int:
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if func in _WITH_STATISTICS:
-        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | kwargs
+        inputs = (
+            "input running_mean running_var" if func in _PYTHON_NORMS else "input weight bias running_mean running_var"
+        )
+        given = dict(zip(inputs.split(), args, strict=False)) | kwargs
         return [given.get("running_mean"), given.get("running_var")]
     if func is nn.functional.embedding:  # with max_norm it changes its weight
         return [args[1] if len(args) > 1 else kwargs.get("weight")]
@@ -151,7 +161,8 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [*args[:1], *(out if isinstance(out, tuple | list) else [out])]
 
 
-_WITH_STATISTICS = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
+_PYTHON_NORMS = {nn.functional.batch_norm, nn.functional.instance_norm}
+_WITH_STATISTICS = {*BATCH_NORMS, *_PYTHON_NORMS, torch.instance_norm}
 _WITH_FLAG = {
     f for f in vars(nn.functional).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())
 }

@@ -34,6 +34,7 @@ class Options(NamedTuple):
         mode: how rows are differentiated, `"auto"`, `"vmap"`, `"loop"` or `"forward"`.
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
+        examples: whether the losses that are evaluated are those of single examples.
     """
 
     where: str
@@ -43,12 +44,13 @@ class Options(NamedTuple):
     mode: str = "auto"
     chunk_size: int | None = None
     journal: StateJournal | None = None
+    examples: bool = False
 
 
 def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:
     """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned."""
     where, has_aux = options.where, options.has_aux
-    result = with_op_tables(losses, options.journal, where)(*args)
+    result = with_op_tables(losses, options.journal, where, examples=options.examples)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "

@@ -37,7 +37,7 @@ class PerExample:
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
 
         def one_by_one() -> Losses:
-            return stacked([self.loss(params, *example) for example in self.examples(batch)])
+            return stacked([watched(params, *example) for example in self.examples(batch)])
 
         instead = "evaluates one example after the other"
         return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
@@ -122,7 +122,8 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
 
     Raises:
         TypeError: `loss` is not callable.
-        ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ.
+        ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ; `loss` calls
+            BatchNorm in training mode on a batch of one, which has no statistics.
 
     Laws:
         The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
 from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, untraced
@@ -79,7 +80,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
 
 def with_op_tables(
-    f: Callable[..., Any], journal: StateJournal | None = None, where: str | None = None
+    f: Callable[..., Any], journal: StateJournal | None = None, where: str | None = None, *, examples: bool = False
 ) -> Callable[..., Any]:
     """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
 
@@ -89,6 +90,7 @@ def with_op_tables(
         f: any function of tensors, with or without `with torch.autocast(...)` in it; shapes and units stay.
         journal: notes what `f` changes in place, for `attempt`.
         where: the function in whose name reentrant checkpoints are refused; None lets them pass.
+        examples: whether `f` is the loss of one example, in which batch normalization of a batch of one is refused.
 
     Returns:
         A function with the signature of `f`.
@@ -96,7 +98,7 @@ def with_op_tables(
     Raises:
         TypeError: `f` cannot be called.
         RuntimeError: when `f` calls `binary_cross_entropy` under autocast.
-        ValueError: when `f` runs a reentrant checkpoint, with `where`.
+        ValueError: when `f` runs a reentrant checkpoint, with `where`; batch normalization, with `examples`.
 
     Laws:
         Idempotent. Composes with every transform, inside and outside. Nothing of a call stays in autocast's cache. What
@@ -115,11 +117,11 @@ def with_op_tables(
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
-            with _OpTables(journal, where):
+            with _OpTables(journal, where, examples):
                 return f(*args, **kwargs)
         cached = torch.is_autocast_cache_enabled()
         try:
-            with _OpTables(journal, where):
+            with _OpTables(journal, where, examples):
                 return f(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -156,9 +158,9 @@ _NOTHING = nullcontext()
 class _OpTables(RecomputedMode):
     """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
 
-    def __init__(self, journal: StateJournal | None = None, where: str | None = None):
+    def __init__(self, journal: StateJournal | None = None, where: str | None = None, examples: bool = False):
         super().__init__()
-        self.journal, self.where = journal, where
+        self.journal, self.where, self.examples = journal, where, examples
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,6 +174,8 @@ class _OpTables(RecomputedMode):
                 _refuse_reentrant_checkpoint(self.where)
             _forget_weights()
             return func(*args, **kwargs)
+        if self.examples and func in BATCH_NORMS:
+            refuse_statistics_of_one(args, kwargs, self.where or "per_example")
         tensors = _tensors((*args, *kwargs.values()))
         device = _device_type(tensors)
         if device == "meta" or not torch.is_autocast_enabled(device) or is_foreign_operator(func):

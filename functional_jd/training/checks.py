@@ -32,11 +32,12 @@ def check_learning(where: str, problem: Problem) -> None:
     journal, draws = StateJournal(), random_state()
     leaves, structure = tree_flatten(problem.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
-    options = Options(where, True, None, differentiable=False, journal=journal)
+    kind = kind_of(problem.losses)
+    options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad():
             args = (tree_unflatten(structure, points), *problem.args[1:])
-            _, (values, _) = evaluate_losses(*kind_of(problem.losses).sample(problem.losses, args), options)
+            _, (values, _) = evaluate_losses(*kind.sample(problem.losses, args), options)
     finally:
         journal.undo()
         set_random_state(draws)

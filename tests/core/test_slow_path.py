@@ -80,6 +80,9 @@ CHANGES = {
     "batch_norm": lambda b, x: nn.functional.batch_norm(
         x.expand(4, 3) * torch.arange(4)[:, None], b, b.clone(), training=True
     ),
+    "batch_norm_of_torch": lambda b, x: torch.batch_norm(
+        x.expand(4, 3) * torch.arange(4)[:, None], None, None, b, b.clone(), True, 0.1, 1e-5, False
+    ),
     "embedding": lambda b, x: nn.functional.embedding(
         torch.tensor([0]), b[:, None].expand(3, 1).contiguous(), max_norm=1e-3
     ),

@@ -36,6 +36,7 @@ from functional_jd.random import split
 
 def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
     """One row per example: m small backward passes at the price of one."""
+    options = options._replace(examples=True)
     if options.mode == "forward":
         return plain.jacobian(losses, args, argnums, options)
     params, *batch = args
@@ -69,7 +70,7 @@ def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], optio
 def gramian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:  # noqa: ARG001
     """The Gramian of all examples, layer by layer."""
     way = _gramian_traced if options.differentiable else _gramian_eager
-    return way(losses, args[0], args[1:], options)
+    return way(losses, args[0], args[1:], options._replace(examples=True))
 
 
 def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
@@ -134,6 +135,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
 
 def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
     """One backward pass through the graph of the batch, not m small ones."""
+    options = options._replace(examples=True)
     params, *batch = args
     leaves, structure = floating_leaves(params, options.where)
     compiling = torch.compiler.is_compiling()
