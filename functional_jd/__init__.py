@@ -65,6 +65,7 @@ from functional_jd.precision.custom_functions import custom, float32_island
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scale_state, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
+from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.choice import chosen_engine
 from functional_jd.training.engines import Engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.training.fit import fit
@@ -125,6 +126,7 @@ __all__ = [
     "famo",
     "fit",
     "float32_island",
+    "from_checkpoint",
     "from_torch",
     "from_transformation",
     "full_jacobian",
@@ -175,6 +177,7 @@ __all__ = [
     "step",
     "steps",
     "tchebycheff",
+    "to_checkpoint",
     "total",
     "train_state",
     "trimmed_mean",

@@ -320,6 +320,8 @@ def test_running_statistics_are_updated_exactly_once():
 @every_kind
 def test_native_autocast_inside_the_losses_is_close_to_full_precision(kind, name, dtype):
     model = MODELS[name]()
+    if kind is by_example and not model.single:
+        pytest.skip("one example has no statistics of a batch")
     case = kind(model)
     if model.module is not None:
         model.module.float()

@@ -1,9 +1,10 @@
-"""Checkpoints: `torch.save`, `torch.load(weights_only=True)`, and training goes on bit for bit."""
+"""Checkpoints: through files and flat dicts by name, and training goes on bit for bit."""
 
 import io
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 import functional_jd as fj
 
@@ -151,3 +152,170 @@ print(*state.params.tolist(), *state.optimizer.second.tolist())
     )
     expected, _ = fj.step(state, **how)
     assert [float(number) for number in after] == expected.params.tolist() + expected.optimizer.second.tolist()
+
+
+# By name
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.uint8]
+Pair = namedtuple("Pair", "first second")
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    bits = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    dtype = draw(st.sampled_from(DTYPES))
+    width = max(1, torch.empty((), dtype=dtype).element_size())
+    high = 2 if dtype is torch.bool else 256
+    x = torch.randint(high, (*shape, width), dtype=torch.uint8, generator=bits).view(dtype).reshape(shape)
+    return x.mT if x.ndim > 1 and draw(st.booleans()) else x
+
+
+keys = st.sampled_from(["a", "b", "net.0.weight", "key", "Ω"])
+trees = st.recursive(
+    tensors() | st.sampled_from([(), None]),
+    lambda inner: (
+        st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=6,
+)
+
+
+def bits(x):
+    """The bytes, since NaN equals nothing, and the strides, which decide how some ops round."""
+    return x.dtype, x.shape, x.stride(), bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def tensors_of(tree):
+    return [x for x in tree_leaves(tree) if x is not None]
+
+
+@given(trees)
+def test_what_was_written_comes_back_bit_by_bit(tree):
+    each = lambda f: tree_map(lambda x: x if x is None else f(x), tree)
+    kept, like = each(torch.clone), each(torch.zeros_like)
+    checkpoint = fj.to_checkpoint(tree)
+    assert all(type(name) is str and x.is_contiguous() for name, x in checkpoint.items())
+    found = fj.from_checkpoint(checkpoint, like=like)
+    assert tree_structure(found) == tree_structure(tree)
+    assert list(map(bits, tensors_of(found))) == list(map(bits, tensors_of(kept)))
+    addresses = {x.data_ptr() for x in (*tensors_of(tree), *checkpoint.values()) if x.numel()}
+    assert not addresses & {x.data_ptr() for x in tensors_of(found) if x.numel()}
+
+
+def test_names_consist_of_fields_keys_and_positions():
+    state = fj.TrainState({"0.weight": torch.ones(2)}, (), Pair(torch.ones(()), [torch.ones(1)]), (), fj.scale_state())
+    names = {
+        "params.0.weight",
+        "optimizer.first",
+        "optimizer.second.0",
+        "functional_jd.version",
+        "functional_jd.fields",
+    }
+    assert fj.to_checkpoint(state).keys() == names | {f"scale.{field}" for field in fj.ScaleState._fields}
+    assert "value" in fj.to_checkpoint(torch.ones(1))
+
+
+@pytest.mark.parametrize("rule", ["nash_mtl", "random_weights", "grouped"])
+def test_training_goes_on_bit_for_bit_from_names(rule, tmp_path):
+    params, batches = start()
+    method = {"losses": fj.autocast(losses), "aggregator": RULES[rule](), "optimizer": fj.adamw(0.01)}
+    begun = fj.train_state(params, *batches[0], scale=fj.scale_state(2.0**17, growth_interval=2, shape=(3,)), **method)
+    state, _ = fj.step(begun, *batches[1], **method)
+    torch.save(fj.to_checkpoint(state), tmp_path / "state.pt")
+    found = fj.from_checkpoint(torch.load(tmp_path / "state.pt", weights_only=True), like=begun)
+    assert same(found, state)
+    assert same(fj.step(found, *batches[2], **method)[0], fj.step(state, *batches[2], **method)[0])
+
+
+def test_states_of_replicas_under_vmap_are_states():
+    method = {"losses": lambda p: p.square(), "aggregator": fj.nash_mtl(), "optimizer": fj.adamw()}
+    state = torch.vmap(lambda p: fj.train_state(p, **method))(torch.ones(3, 2))
+    assert same(fj.from_checkpoint(fj.to_checkpoint(state), like=state), state)
+
+
+def test_shared_storage_is_written_twice():
+    x = torch.arange(6.0)
+    checkpoint = fj.to_checkpoint({"a": x, "b": x[:3], "c": torch.ones(1).expand(4)})
+    assert len({tensor.untyped_storage().data_ptr() for tensor in checkpoint.values()}) == len(checkpoint)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in checkpoint.values())
+
+
+def test_safetensors_takes_them(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {"tied": torch.ones(2, 3).T, "key": fj.random.key(3), "half": torch.tensor(1.5, dtype=torch.bfloat16)}
+    safetensors.save_file(fj.to_checkpoint(state), tmp_path / "state.safetensors")
+    assert same(fj.from_checkpoint(safetensors.load_file(tmp_path / "state.safetensors"), like=state), state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_the_distributed_checkpoint_takes_them(tmp_path):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    state = {"w": torch.arange(6.0).reshape(2, 3), "key": fj.random.key(3)}
+    dcp.save(fj.to_checkpoint(state), checkpoint_id=tmp_path, no_dist=True)
+    target = fj.to_checkpoint(tree_map(torch.zeros_like, state))
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert same(fj.from_checkpoint(target, like=state), state)
+
+
+@given(st.permutations(["mean", "steps", "scale"]))
+def test_fields_in_another_order_are_never_mixed_up(order):
+    old = namedtuple("Memory", ["mean", "steps", "scale"])(*(torch.full((2,), float(i)) for i in range(3)))
+    like = namedtuple("Memory", order)(*[torch.zeros(2)] * 3)
+    found = fj.from_checkpoint(fj.to_checkpoint({"memory": old}), like={"memory": like})["memory"]
+    assert found._asdict().keys() == like._asdict().keys()
+    assert all(torch.equal(x, getattr(old, name)) for name, x in found._asdict().items())
+
+
+def test_a_field_that_was_added_keeps_the_value_of_like():
+    old = namedtuple("Memory", ["mean"])(torch.ones(2))
+    new = namedtuple("Memory", ["steps", "mean"])({"a": torch.tensor(7)}, torch.zeros(2))
+    found = fj.from_checkpoint(fj.to_checkpoint([old]), like=[new])[0]
+    assert int(found.steps["a"]) == 7
+    assert found.mean.tolist() == [1, 1]
+
+
+def test_a_field_that_was_empty_is_not_taken_for_one_that_was_added():
+    with pytest.raises(ValueError, match=r"from_checkpoint: .*found 'second.a' missing"):
+        fj.from_checkpoint(fj.to_checkpoint(Pair(torch.ones(1), ())), like=Pair(torch.ones(1), {"a": torch.ones(1)}))
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    state = {"a": {"w": torch.ones(2)}, "b": torch.ones(1)}
+    good = fj.to_checkpoint(state)
+    renamed = {"a": {"v": torch.ones(2)}, "b": torch.ones(1)}
+    for like, words in (
+        (renamed, r"found 'a.v' missing and 'a.w' unknown"),
+        ({"b": torch.ones(1)}, r"found none missing and 'a.w' unknown"),
+        ({**state, "c": [torch.ones(1)] * 7}, r"'c.0', 'c.1', 'c.2', 'c.3', 'c.4' and 2 others missing"),
+        (
+            {**state, "b": torch.ones(3)},
+            r"expected torch.float32 \[3\] in 'b', as in `like`, found torch.float32 \[1\]",
+        ),
+        ({**state, "b": torch.ones(1).half()}, r"expected torch.float16 \[1\] in 'b', .* found torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=rf"^from_checkpoint: .*{words}"):
+            fj.from_checkpoint(good, like=like)
+    for checkpoint, error, words in (
+        (state, TypeError, "a flat dict of tensors by name, found dict in 'a'"),
+        (torch.ones(1), TypeError, "expected the dict that to_checkpoint returned, found Tensor"),
+        ({"b": torch.ones(1)}, ValueError, "'functional_jd.version' and 'functional_jd.fields', found a dict without"),
+        ({**good, "functional_jd.version": torch.tensor(9)}, ValueError, "a checkpoint of version 1, found version 9"),
+        ({**good, "functional_jd.fields": torch.ones(3)}, ValueError, "found what is no JSON"),
+    ):
+        with pytest.raises(error, match=f"^from_checkpoint: .*{words}"):
+            fj.from_checkpoint(checkpoint, like=state)
+    with pytest.raises(TypeError, match=r"^to_checkpoint: all leaves must be tensors, found float in 'a.lr'"):
+        fj.to_checkpoint({"a": {"lr": 0.1}})
+    with pytest.raises(ValueError, match=r"^to_checkpoint: .*found 'a.b' twice"):
+        fj.to_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+def test_a_state_of_another_optimizer_is_refused_also_where_its_tensors_would_fit():
+    one, two = (namedtuple(name, ["steps"])(torch.tensor(3)) for name in ("Sgd", "Lion"))
+    with pytest.raises(ValueError, match=r"expected Lion in 'optimizer', as in `like`, found Sgd"):
+        fj.from_checkpoint(fj.to_checkpoint({"optimizer": one}), like={"optimizer": two})

@@ -1,0 +1,214 @@
+"""Checkpoints: states as flat dicts of plain tensors by name, which fit again by name or are refused."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.record_display import children
+from functional_jd.core.tree import tree_flatten, tree_unflatten
+
+State = TypeVar("State")
+
+VERSION = 1
+"""The version of the format."""
+
+_VERSION, _FIELDS = "functional_jd.version", "functional_jd.fields"
+
+
+def to_checkpoint(state: Any) -> dict[str, Tensor]:
+    """Turn a state into a flat dict of plain tensors by dotted name.
+
+    `{"params.0.weight": ..., "optimizer.step": ..., "scale.scale": ..., "functional_jd.version": ...}`
+
+    Args:
+        state: from `train_state` or `step`, or any pytree of tensors: records, dicts, lists, of any dtypes and shapes.
+
+    Returns:
+        A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
+        and with memory of their own. Names consist of fields, keys and positions. Beside them stand two entries:
+        `functional_jd.version`, int64 `[]`, and `functional_jd.fields`, uint8 `[n]`, the classes of the records and the
+        names of their fields as JSON.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: two leaves have the same name.
+
+    Laws:
+        Pure. `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit.
+
+    Example:
+        >>> sorted(to_checkpoint({"w": torch.ones(2)}))
+        ['functional_jd.fields', 'functional_jd.version', 'w']
+    """
+    named = _named("to_checkpoint", state)
+    entries = {
+        name: leaf.detach().clone(memory_format=torch.contiguous_format)
+        for name, leaf in zip(named.names, named.leaves, strict=True)
+    }
+    fields = torch.frombuffer(bytearray(json.dumps(named.records).encode()), dtype=torch.uint8).clone()
+    return entries | {_VERSION: torch.tensor(VERSION), _FIELDS: fields}
+
+
+def from_checkpoint(checkpoint: Mapping[str, Tensor], like: State) -> State:
+    """Turn what `to_checkpoint` returned into a state again.
+
+    Args:
+        checkpoint: the dict of tensors, as it was saved. Its device does not matter.
+        like: a state with the structure, shapes, dtypes and devices that are expected, such as
+            `train_state(params, *batch, **method)`; its values are not used. The exception: a field that was added to
+            a record after the checkpoint was written, as its list of fields tells, keeps the value of `like`.
+
+    Returns:
+        A state like `like`: new tensors with the values of the checkpoint.
+
+    Raises:
+        TypeError: `checkpoint` is not a dict of tensors, or a leaf of `like` is not a tensor.
+        ValueError: the checkpoint has no version, or one that this version of the package does not know; records are of
+            another class; names are missing or unknown; a shape or dtype differs.
+
+    Laws:
+        Pure. Names decide, never positions: fields and keys in another order stay what they are.
+
+    Example:
+        >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    records = _written_records(checkpoint)
+    named = _named("from_checkpoint", like)
+    _check_records(records, named.records)
+    added = {name for name in named.names if name not in checkpoint and _is_added(name, records, named.records)}
+    _check_names(set(named.names) - added, set(checkpoint) - {_VERSION, _FIELDS})
+    leaves: list[Any] = []
+    for name, leaf in zip(named.names, named.leaves, strict=True):
+        found = leaf if name in added else checkpoint[name]
+        if found.shape != leaf.shape or found.dtype != leaf.dtype:
+            raise ValueError(
+                f"from_checkpoint: expected {leaf.dtype} {list(leaf.shape)} in {name!r}, as in `like`, found "
+                f"{found.dtype} {list(found.shape)}. Start `like` from the model, the losses and the method that wrote "
+                "the checkpoint."
+            )
+        # The strides of `like`, which decide how some ops round; `like` may have no memory at all.
+        target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
+        leaves.append(target.copy_(found.detach()))
+    return tree_unflatten(named.structure, leaves)
+
+
+class _Named(NamedTuple):
+    """A flattened pytree.
+
+    Attributes:
+        leaves: its tensors.
+        structure: its structure.
+        names: the name of each leaf.
+        records: by name, the class of each record and its fields.
+    """
+
+    leaves: list[Tensor]
+    structure: Any
+    names: list[str]
+    records: dict[str, list[str]]
+
+
+class _Position:
+    """The position of a leaf."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+def _named(where: str, tree: Any) -> _Named:
+    leaves, structure = tree_flatten(tree)
+    names, records = [""] * len(leaves), dict[str, list[str]]()
+
+    def walk(path: tuple[str, ...], node: Any) -> None:
+        if isinstance(node, _Position):
+            names[node.index] = ".".join(path) or "value"
+            return
+        if hasattr(node, "_fields"):
+            records[".".join(path)] = [type(node).__name__, *node._fields]
+        for key, child in children(node) or []:
+            walk((*path, key), child)
+
+    walk((), tree_unflatten(structure, [_Position(index) for index in range(len(leaves))]))
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{where}: all leaves must be tensors, found {type(leaf).__name__} in {name!r}. Make numbers tensors, "
+                "torch.as_tensor(...), and leave out the rest, or register its container with torch.utils._pytree."
+            )
+    twice = sorted(name for name, count in Counter([*names, _VERSION, _FIELDS]).items() if count > 1)
+    if twice:
+        raise ValueError(f"{where}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
+    return _Named(leaves, structure, names, records)
+
+
+def _written_records(checkpoint: Any) -> dict[str, list[str]]:
+    """The records of the state that was written, if the checkpoint can be read at all."""
+    if not isinstance(checkpoint, Mapping):
+        raise TypeError(
+            f"from_checkpoint: expected the dict that to_checkpoint returned, found {type(checkpoint).__name__}. "
+            "Pass from_checkpoint(checkpoint, like=state)."
+        )
+    for name, value in cast("Mapping[Any, Any]", checkpoint).items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(
+                f"from_checkpoint: expected a flat dict of tensors by name, found {type(value).__name__} in {name!r}. "
+                "Pass what to_checkpoint returned."
+            )
+    entries = cast("Mapping[str, Tensor]", checkpoint)
+    if _VERSION not in entries or _FIELDS not in entries:
+        raise ValueError(
+            f"from_checkpoint: expected the entries {_VERSION!r} and {_FIELDS!r}, found a dict without them. Pass all "
+            "that to_checkpoint returned; a state that torch.save wrote needs no from_checkpoint."
+        )
+    version = entries[_VERSION].tolist()
+    if version != VERSION:
+        raise ValueError(
+            f"from_checkpoint: expected a checkpoint of version {VERSION}, found version {version}. Read it with the "
+            "version of functional_jd that wrote it."
+        )
+    try:
+        return json.loads(bytes(entries[_FIELDS].tolist()).decode())
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"from_checkpoint: expected the names of fields in {_FIELDS!r}, found what is no JSON. Is the file damaged?"
+        ) from error
+
+
+def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:
+    """Refuse a state of another rule or optimizer, also where its tensors would fit."""
+    for path, (kind, *_) in expected.items():
+        if path in written and written[path][0] != kind:
+            raise ValueError(
+                f"from_checkpoint: expected {kind} in {path or 'the state'!r}, as in `like`, found {written[path][0]}. "
+                "Start `like` with the rule and the optimizer that wrote the checkpoint."
+            )
+
+
+def _is_added(name: str, written: dict[str, list[str]], expected: dict[str, list[str]]) -> bool:
+    """Whether a leaf belongs to a field that its record, which was written, did not have."""
+    for path, (_, *fields) in expected.items():
+        if path in written:
+            start = f"{path}." if path else ""
+            added = [start + field for field in fields if field not in written[path][1:]]
+            if any(name == field or name.startswith(f"{field}.") for field in added):
+                return True
+    return False
+
+
+def _check_names(expected: set[str], found: set[str]) -> None:
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    if missing or unknown:
+        raise ValueError(
+            f"from_checkpoint: expected the names of `like`, found {_few(missing) or 'none'} missing and "
+            f"{_few(unknown) or 'none'} unknown. Start `like` from the model, the losses and the method that wrote the "
+            "checkpoint."
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} others" * (len(names) > 5)
