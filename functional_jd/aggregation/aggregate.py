@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.views import View
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32
-from functional_jd.core.tree import row_count, tree_leaves, tree_map
+from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -71,8 +72,8 @@ def aggregate(
 
     Raises:
         TypeError: `aggregator` is not an `Aggregator`, or a leaf is not a floating-point tensor of rows.
-        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; or the rule needs `others` or
-            `losses` and they are missing.
+        ValueError: no rows; leaves, Jacobians, weights or losses that disagree on m; a state of another rule, or for
+            another m; or the rule needs `others` or `losses` and they are missing.
 
     Laws:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
@@ -107,12 +108,45 @@ def view_name(aggregator: Aggregator) -> str:
 
 
 def weigh(
-    aggregator: Aggregator, jacobian: Jacobian, state: Tree = None, *others: Jacobian, losses: Losses = None
+    aggregator: Aggregator,
+    jacobian: Jacobian,
+    state: Tree = None,
+    *others: Jacobian,
+    losses: Losses = None,
+    where: str = "aggregate",
 ) -> tuple[Weights, Tree, View]:
     """The weights that `aggregate` multiplies the rows by, the next state, and the view that the rule received."""
     with autocast_disabled(jacobian):
         view = aggregator.view(jacobian, *others, losses=losses)
-        return *aggregator.update(view, aggregator.init(view) if state is None else state), view
+        return *updated(aggregator, view, state, where), view
+
+
+def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tuple[Weights, Tree]:
+    """The weights and the next state of a rule. A state of another rule, or for another number of objectives, is
+    refused: if `update` raises, and in a step also if the state does not keep its structure.
+    """
+    if state is None or torch.compiler.is_compiling():
+        return aggregator.update(view, aggregator.init(view) if state is None else state)
+    if where == "step" and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
+        # What is of size one fits all sizes: `update` would not notice the state of more objectives.
+        _refuse_other_memory(aggregator, view, state, where, None)
+    try:
+        weights, new = aggregator.update(view, state)
+    except Exception as error:
+        _refuse_other_memory(aggregator, view, state, where, error)
+        raise
+    if where == "step" and new is not state and tree_difference(state, new):
+        _refuse_other_memory(aggregator, view, state, where, None)
+    return weights, new
+
+
+def _refuse_other_memory(aggregator: Aggregator, view: View, state: Tree, where: str, error: Exception | None) -> None:
+    difference = tree_difference(aggregator.init(view), state)
+    if difference:
+        raise ValueError(
+            f"{where}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
+            "anew with train_state, or by aggregate without a state."
+        ) from error
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:

@@ -24,7 +24,7 @@ def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Ag
         >>> def shy(temperature=1.0):
         ...     return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
     """
-    return Aggregator(view, lambda _: (), lambda view, state: (weigh(view), state))
+    return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()))
 
 
 def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:

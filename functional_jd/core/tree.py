@@ -6,7 +6,7 @@ container if it is registered with `torch.utils._pytree` or with optree's namesp
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -135,6 +135,20 @@ def row_count(jacobian: Tree, where: str) -> int:
     return next(iter(rows))
 
 
+def tree_difference(expected: Tree, found: Tree) -> str:
+    """Return where a pytree differs from another in structure, shapes or dtypes, in words; `""` where it does not."""
+    if type(expected) is not type(found):
+        return f"expected {type(expected).__name__}, found {type(found).__name__}"
+    (leaves, structure), (others, other_structure) = tree_flatten(expected), tree_flatten(found)
+    if structure != other_structure:
+        names = sorted(set(tree_names(expected)) ^ set(tree_names(found)))
+        return f"expected another structure, found one that differs in {names[:3]}"
+    for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
+        if getattr(x, "shape", None) != getattr(y, "shape", None) or x.dtype != y.dtype:
+            return f"expected {_description(x)}, found {_description(y)} in {tree_names(expected)[index]!r}"
+    return ""
+
+
 def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
     """Return the leaves and the structure of a pytree of floating-point tensors.
 
@@ -148,11 +162,28 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
             found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
-                "Pass buffers and settings as further arguments of the losses."
+                f"{_cure(params, leaf)}"
             )
     if not leaves:
         raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")
     return leaves, structure
+
+
+def _cure(params: Tree, leaf: Any) -> str:
+    """How a leaf that is no parameter becomes one."""
+    if isinstance(leaf, torch.nn.ParameterDict):
+        return "Pass dict(parameters)."
+    if isinstance(leaf, torch.nn.Module):
+        return "Pass its parameters by name: dict(module.named_parameters())."
+    if isinstance(leaf, Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
+        return "Pass parameters by name: dict(module.named_parameters())."
+    if isinstance(leaf, Tensor) and leaf.is_complex():
+        return "Pass torch.view_as_real(parameter), and take torch.view_as_complex of it in the losses."
+    return "Pass buffers and settings as further arguments of the losses."
+
+
+def _description(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:

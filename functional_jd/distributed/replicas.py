@@ -177,7 +177,7 @@ def _start(group: Group, problem: Problem) -> Tree:
 def _by_weights(problem: Problem, group: Group) -> EngineResult:
     (values, carried), pullback = weighted_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
     values = _pooled(problem.losses, values, group)
-    weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values)
+    weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values, where="step")
     add, mine = mean_over_group, weights
     if kind_of(problem.losses).rows_are_examples:
         _, replicas, rank = known_group(group)
@@ -194,7 +194,7 @@ def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
     jacobian, (values, carried) = jacobian_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
     jacobian, finite = unscale(problem.scale, jacobian)
     jacobian, values = (_pooled(problem.losses, tree, group) for tree in (jacobian, values))
-    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values)
+    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
     direction = combine(jacobian, weights)
     direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
     seen = view if problem.aggregator.view is gramian else ()
@@ -213,7 +213,7 @@ def _by_columns(problem: Problem, group: Group) -> EngineResult:
     rule = problem.aggregator
     if rule.view is gramian:
         rule = rule._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
-    weights, memory, view = weigh(rule, shard, problem.memory, losses=values)
+    weights, memory, view = weigh(rule, shard, problem.memory, losses=values, where="step")
     direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
     direction_finite = all_finite(direction)
     direction = direction_with_heads(direction, mean_over_group(heads, group))

@@ -57,6 +57,8 @@ def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Option
             "Return (losses, aux), or leave has_aux out."
         )
     values, aux = result if has_aux else (result, ())
+    if options.examples:
+        check_example_aux(where, aux)
     leaves = tree_leaves(values)
     for index, leaf in enumerate(leaves):
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
@@ -68,6 +70,16 @@ def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Option
     if not any(leaf.numel() for leaf in leaves):
         raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
     return [at_least_float32(leaf) for leaf in leaves], (values, aux)
+
+
+def check_example_aux(where: str, aux: Any) -> None:
+    """What comes back for every example is stacked, and must be tensors."""
+    for leaf in tree_leaves(aux):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{where}: with per_example, aux must be a pytree of tensors, found {type(leaf).__name__}. Leave it "
+                "out, or return torch.as_tensor(...) of numbers."
+            )
 
 
 def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:

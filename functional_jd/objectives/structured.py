@@ -29,18 +29,32 @@ class PerExample:
             return torch.vmap(self.loss, in_dims=dims, randomness="different")(params, *batch)
         journal = StateJournal()
 
-        def watched(*given: Any) -> Any:
+        def watched(*given: Any, alone: bool = False) -> Any:
             with journal.watch(examples=True):
-                return self.loss(*given)
+                result = self.of_one(*given) if alone else self.loss(*given)
+            _check_tensors(result)
+            return result
 
         def together() -> Losses:
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
 
         def one_by_one() -> Losses:
-            return stacked([watched(params, *example) for example in self.examples(batch)])
+            return stacked([watched(params, *example, alone=True) for example in self.examples(batch)])
 
         instead = "evaluates one example after the other"
         return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
+
+    def of_one(self, params: Params, *example: Tree) -> Any:
+        """Return the loss of one example. If it fails, the error says what it received."""
+        try:
+            return self.loss(params, *example)
+        except Exception as error:
+            shapes = ", ".join(str(list(x.shape)) for x in tree_leaves(example) if isinstance(x, Tensor))  # pyright: ignore[reportUnnecessaryIsInstance]
+            error.add_note(
+                f"per_example: the loss receives one example without the dimension of examples, here {shapes}. "
+                "For modules that expect a batch, make it one: x.unsqueeze(0)."
+            )
+            raise
 
     def dims(self, batch: tuple[Tree, ...]) -> tuple[int | None, ...]:
         """Return the dimension of the examples in each argument of the batch."""
@@ -166,6 +180,15 @@ def stacked(trees: Sequence[Tree]) -> Tree:
     """Stack pytrees of the same structure, one per row, leaf by leaf."""
     with autocast_disabled(trees[0]):  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
+
+
+def _check_tensors(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"per_example: the loss of one example and its aux must be tensors, found {type(leaf).__name__}. Leave "
+                "it out, or return torch.as_tensor(...) of numbers."
+            )
 
 
 def _select(argument: Tree, dim: int, index: int) -> Tree:

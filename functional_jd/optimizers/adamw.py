@@ -1,6 +1,7 @@
 """Adam with decoupled weight decay."""
 
 from itertools import chain
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ def adamw(
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
 
     Raises:
+        TypeError: a hyper-parameter that is no number.
         ValueError: a negative, infinite or NaN hyper-parameter, or a beta outside [0, 1).
 
     Laws:
@@ -73,8 +75,8 @@ def adamw(
         Without it, eps rounds to zero in float16, and an entry that never had a gradient becomes NaN.
         Eager calls without derivatives take that fused kernel; all others the formulas, equal up to rounding.
     """
-    b1, b2 = betas
-    check_settings("adamw", eps=eps, weight_decay=weight_decay, lr=lr)
+    check_settings("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
+    b1, b2 = _pair(betas)
     for name, beta in (("betas[0]", b1), ("betas[1]", b2)):
         if not 0 <= beta < 1:
             raise ValueError(f"adamw: {name} must lie in [0, 1), found {beta}. Usual values are (0.9, 0.999).")
@@ -89,6 +91,12 @@ def adamw(
         rate = current_rate(lr, state.steps)
         leaves, structure = floating_leaves(params, "adamw")
         columns = [leaves, *(leaves_like(structure, tree) for tree in (direction, state.first, state.second))]
+        if state.steps.ndim or any(x.shape != y.shape for c in columns[1:] for x, y in zip(c, leaves, strict=True)):
+            # The fused kernel would read and write beyond the end of the smaller one.
+            raise ValueError(
+                "adamw: expected a direction and averages of the shapes of the parameters, found others. Start the "
+                "state anew with init(params)."
+            )
         if _undisturbed([*chain(*columns), state.steps, rate]):
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
@@ -153,6 +161,13 @@ def _undisturbed(values: list[Any]) -> bool:
 
 def _beside(leaf: Tensor, like: Tensor) -> Tensor:
     return leaf if leaf.stride() == like.stride() else copy_with_strides(leaf, like)
+
+
+def _pair(betas: Any) -> tuple[float, float]:
+    pair: Any = tuple(betas) if isinstance(betas, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(beta, Real | Tensor) for beta in pair):
+        raise TypeError(f"adamw: betas must be a pair of numbers, found {betas!r}. Usual values are (0.9, 0.999).")
+    return pair
 
 
 def _kept(moving: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

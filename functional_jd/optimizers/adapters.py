@@ -50,7 +50,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: the class needs a closure (LBFGS), keeps state that is not a tensor, or changes its param groups.
+        TypeError: not a class of `torch.optim`, or arguments that it does not take; the class needs a closure (LBFGS),
+            keeps state that is not a tensor, or changes its param groups.
         ValueError: called under a `torch.func` transform; an `lr` that is negative, infinite or NaN.
 
     Laws:
@@ -61,6 +62,13 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
         >>> warmed_up = from_torch(torch.optim.RAdam, lr=lambda steps: 1e-3 * ((steps + 1) / 100).clamp(max=1))
     """
+    given: Any = cls
+    if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
+        found = given.__name__ if isinstance(given, type) else f"an instance of {type(given).__name__}"
+        raise TypeError(
+            f"from_torch: expected a class of torch.optim, found {found}. Pass the class and its settings: "
+            "from_torch(torch.optim.Adam, lr=1e-3)."
+        )
     name = cls.__name__
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -68,6 +76,13 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             f"from_torch: expected a class whose step needs no closure, found {name}, which evaluates the losses in "
             "its step. Use a class such as torch.optim.Adam."
         )
+    try:
+        inspect.signature(cls).bind([], **hyper)
+    except TypeError as error:
+        raise TypeError(
+            f"from_torch: expected the keyword arguments of {name}, found others: {error}. The parameters are given to "
+            "train_state."
+        ) from None
     schedule: Any = hyper.get("lr", 0.0)
     check_settings("from_torch", lr=schedule)
     scheduled = isinstance(schedule, Tensor) or callable(schedule)

@@ -1,6 +1,6 @@
 """The protocol of optimizers, and what `sgd` and `adamw` share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,13 +40,15 @@ def check_settings(where: str, **values: Any) -> None:
         ValueError: a number is out of range.
     """
     for name, value in values.items():
-        if isinstance(value, Tensor) or callable(value):
+        if isinstance(value, Tensor) or (callable(value) and not isinstance(value, torch.nn.Module)):
             continue
         number: Any = value
         if not isinstance(value, int | float) and not isinstance(value, Real):  # such as numpy.float32
             more = ", a tensor or a schedule" if name == "lr" else ""
+            later = " The parameters are given to train_state." if isinstance(value, Iterable | torch.nn.Module) else ""
             raise TypeError(
                 f"{where}: {name} must be a number{more}, found {type(value).__name__}. Pass for instance {name}=0.1."
+                f"{later * (not isinstance(value, str))}"
             )
         if not 0 <= number < float("inf"):
             raise ValueError(

@@ -165,7 +165,7 @@ def _written_records(checkpoint: Any) -> dict[str, list[str]]:
             f"from_checkpoint: expected the entries {_VERSION!r} and {_FIELDS!r}, found a dict without them. Pass all "
             "that to_checkpoint returned; a state that torch.save wrote needs no from_checkpoint."
         )
-    version = entries[_VERSION].tolist()
+    version: Any = entries[_VERSION].tolist()
     if version != VERSION:
         raise ValueError(
             f"from_checkpoint: expected a checkpoint of version {VERSION}, found version {version}. Read it with the "

@@ -8,7 +8,7 @@ from functional_jd.core.types import LossFunction
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.kinds import kind_of
 from functional_jd.training.engines import ENGINES, Engine, Problem
-from functional_jd.training.state import TrainState
+from functional_jd.training.state import TrainState, check_state
 
 
 def chosen_engine(losses: LossFunction, state: TrainState, *batch: Any, aggregator: Aggregator) -> EngineChoice:
@@ -36,6 +36,7 @@ def chosen_engine(losses: LossFunction, state: TrainState, *batch: Any, aggregat
         >>> chosen_engine(losses, train_state(params, x, **method), x, aggregator=upgrad()).engine
         'jacobian'
     """
+    check_state("chosen_engine", state)
     check_rule(aggregator, "chosen_engine")
     kind, scale = kind_of(losses), state.scale.scale
     m = len(scale) if scale.ndim else kind.objectives(losses, state.params, batch)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, combine, start, view_name, weigh
+from functional_jd.aggregation.aggregate import Aggregator, combine, start, updated, view_name, weigh
 from functional_jd.aggregation.views import gramian as look_at_gramian
 from functional_jd.aggregation.views import losses as look_at_losses
 from functional_jd.aggregation.views import needs_no_rows
@@ -114,7 +114,7 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
         if problem.aggregator.view is look_at_gramian and _gramian_is_safe(jacobian):
             return _by_gramian(problem, values, carried, *_gramian_of_rows(problem, jacobian))
         jacobian, finite = unscale(problem.scale, jacobian)
-        weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values)
+        weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
         direction = combine(jacobian, weights)
         # The heads' gradient was finite, or is zero, as `unscale` left it.
         direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
@@ -139,7 +139,7 @@ def weighted_engine() -> Engine:
     def differentiate(problem: Problem) -> EngineResult:
         losses = weighted_fn(problem.losses, has_aux=True, scale=problem.factor)
         (values, carried), pullback = losses(*problem.args)
-        weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values)
+        weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values, where="step")
         # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
         weights_finite = weights.isfinite().all()
         direction, finite = pullback(torch.where(weights_finite, weights, 0), last=True)
@@ -190,7 +190,7 @@ def _by_gramian(
     """The rule on the Gramian, and the pullback of its weights."""
     products, rows = _without_overflow(problem, products)
     with autocast_disabled(products):
-        weights, memory = problem.aggregator.update(products, problem.memory)
+        weights, memory = updated(problem.aggregator, products, problem.memory, "step")
     direction = pullback(weights)
     finite = rows if problem.scale.scale.ndim else rows.all()
     return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, products)

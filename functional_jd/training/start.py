@@ -63,7 +63,12 @@ def train_state(
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
         place is put back. Under a transform and torch.compile they are evaluated once, and not checked.
     """
-    check_method("train_state", aggregator, optimizer)
+    check_method("train_state", losses, aggregator, optimizer)
+    if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
+            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective."
+        )
     leaves, _ = floating_leaves(params, "train_state")
     _refuse_frozen(params)
     check_batch("train_state", batch)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -9,7 +10,7 @@ from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.torch_internals import has_values
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import tree_difference, tree_leaves
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import ScaleState
@@ -86,8 +87,39 @@ class StepInfo(NamedTuple):
     aux: Tree = ()
 
 
-def check_method(where: str, aggregator: Aggregator, optimizer: Optimizer) -> None:
-    """Refuse what is no rule for one batch, or no optimizer."""
+def check_state(where: str, state: Any) -> None:
+    """Refuse parameters, and all else that is no `TrainState`."""
+    if isinstance(state, TrainState) and not isinstance(state.scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{where}: state.scale must be a ScaleState, found {type(state.scale).__name__}. Without scaling it is "
+            "no_scale()."
+        )
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{where}: state must be a TrainState, found {type(state).__name__}. Start with "
+            "state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
+        )
+
+
+def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, error: Exception) -> None:
+    """Say so, if what failed is that the state is one of another optimizer or for other parameters."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        difference = tree_difference(optimizer.init(state.params), state.optimizer)
+    except Exception:  # the error that is known says more
+        return
+    if difference:
+        raise ValueError(
+            f"{where}: the state must be one of this optimizer for these parameters: {difference} in "
+            "state.optimizer. Start it anew with train_state, or state._replace(optimizer=optimizer.init(params))."
+        ) from error
+
+
+def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer) -> None:
+    """Refuse what is no function, no rule for one batch, or no optimizer."""
+    if not callable(losses):
+        raise TypeError(f"{where}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
     check_rule(aggregator, where)
     if aggregator.view is cross_gramian:
         raise ValueError(

@@ -15,7 +15,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.loss_scale import select, update_scale
 from functional_jd.training.choice import find_engine
 from functional_jd.training.engines import Engine, EngineResult, Problem
-from functional_jd.training.state import StepInfo, TrainState, check_method
+from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
 
 
 def step(
@@ -51,8 +51,8 @@ def step(
 
     Raises:
         TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not return what `has_aux` and
-            the buffers ask for; an engine that is unknown, or does not give the rule what it needs. Never because of
-            values.
+            the buffers ask for; an engine that is unknown, or does not give the rule what it needs; a state of another
+            rule, optimizer, number of objectives or model. Never because of values.
 
     Laws:
         Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
@@ -62,7 +62,8 @@ def step(
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
         the device, unless the rule does: its docstring says so.
     """
-    check_method("step", aggregator, optimizer)
+    check_state("step", state)
+    check_method("step", losses, aggregator, optimizer)
     form = Form("step", state.buffers, has_aux)
     threaded = kind_of(losses).thread(losses, batch, form)
     problem = Problem(threaded.losses, (state.params, *threaded.args), aggregator, state.aggregator, state.scale)
@@ -80,13 +81,17 @@ def _finished(
     guarded = None if under_transform() else optimizer.guarded_update  # torch.compile fuses `select` by itself
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
-    if guarded is not None:
-        params, moments = guarded(moved, direction, state.optimizer, state.params)
-    else:
-        params, moments = optimizer.update(direction, state.optimizer, state.params)
-        del direction
-        params = select(moved, params, state.params)
-        moments = select(moved, moments, state.optimizer)
+    try:
+        if guarded is not None:
+            params, moments = guarded(moved, direction, state.optimizer, state.params)
+        else:
+            params, moments = optimizer.update(direction, state.optimizer, state.params)
+            del direction
+            params = select(moved, params, state.params)
+            moments = select(moved, moments, state.optimizer)
+    except Exception as error:
+        refuse_other_optimizer("step", state, optimizer, error)
+        raise
     new = TrainState(
         params,
         select(moved, buffers, state.buffers) if tree_leaves(buffers) else state.buffers,

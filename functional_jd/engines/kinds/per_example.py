@@ -48,7 +48,8 @@ def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], optio
 
     def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses.loss, (tree_unflatten(structure, inputs), *example), options)
+            loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
+            return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), options)
 
         point = vjp(f, inputs, differentiable=options.differentiable)
         check_example_losses(point.outputs, ())
@@ -181,7 +182,7 @@ def _batched_attention(leaves: list[Tensor]) -> Any:
 
 
 def _one_by_one(losses: PerExample, params: Any, *batch: Any) -> Any:
-    return stacked([losses.loss(params, *example) for example in losses.examples(batch)])
+    return stacked([losses.of_one(params, *example) for example in losses.examples(batch)])
 
 
 def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
@@ -233,7 +234,7 @@ def _thread(losses: PerExample, batch: Args, form: Form) -> Threaded:
 def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
     """The first example stands for all: they have one graph."""
     params, *batch = args
-    return losses.loss, (params, *losses.examples(tuple(batch))[0])
+    return losses.of_one, (params, *losses.examples(tuple(batch))[0])
 
 
 PER_EXAMPLE = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample, rows_are_examples=True)

@@ -1,0 +1,198 @@
+"""What is no state, or the state of another method, is refused with what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import functional_jd as fj
+
+X = torch.arange(12.0).reshape(4, 3) / 12
+PARAMS = {"bias": torch.ones(2), "weight": torch.ones(2, 3)}
+
+
+def losses(p, x):
+    return (x @ p["weight"].T + p["bias"]).square().mean(0)
+
+
+def method(**changes):
+    return {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw()} | changes
+
+
+def begun(params=PARAMS, **changes):
+    return fj.train_state(params, X, **method(**changes))
+
+
+def refused(match, run, error=ValueError):
+    with pytest.raises(error, match=match):
+        run()
+
+
+@pytest.mark.parametrize("state", [PARAMS, None, (PARAMS, ()), fj.scale_state()])
+def test_what_is_no_state_is_refused(state):
+    refused(
+        rf"^step: state must be a TrainState, found {type(state).__name__}\. .*train_state\(",
+        lambda: fj.step(state, X, **method()),
+        TypeError,
+    )
+    refused(
+        "^chosen_engine: state must be a TrainState",
+        lambda: fj.chosen_engine(losses, state, X, aggregator=fj.upgrad()),
+        TypeError,
+    )
+
+
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
+def test_what_is_no_scale_is_refused(scale):
+    refused(r"^train_state: scale must be a ScaleState or None.*scale_state\(", lambda: begun(scale=scale), TypeError)
+    refused(
+        r"^step: state\.scale must be a ScaleState.*no_scale\(\)",
+        lambda: fj.step(begun()._replace(scale=scale), X, **method()),
+        TypeError,
+    )
+
+
+def test_losses_that_are_no_function_are_refused():
+    refused(
+        "^step: losses must be a function, found Tensor", lambda: fj.step(begun(), X, **method(losses=X)), TypeError
+    )
+    refused("^train_state: losses must be a function, found NoneType", lambda: begun(losses=None), TypeError)
+
+
+OPTIMIZERS = {
+    "adamw": fj.adamw(),
+    "sgd": fj.sgd(0.1),
+    "momentum": fj.sgd(0.1, momentum=0.9),
+    "adam": fj.from_torch(torch.optim.Adam),
+    "rmsprop": fj.from_torch(torch.optim.RMSprop),
+}
+
+
+@pytest.mark.parametrize("other", OPTIMIZERS)
+@pytest.mark.parametrize("one", OPTIMIZERS)
+def test_a_state_of_another_optimizer_is_refused(one, other):
+    state, how = begun(optimizer=OPTIMIZERS[one]), method(optimizer=OPTIMIZERS[other])
+    if one == other:
+        assert fj.step(state, X, **how)[1].moved
+        return
+    refused("^step: the state must be one of this optimizer.*Start it anew", lambda: fj.step(state, X, **how))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_of_another_model_is_refused(optimizer):
+    how = method(optimizer=OPTIMIZERS[optimizer])
+    larger = {name: torch.ones(5, *p.shape[1:]) for name, p in PARAMS.items()}
+    state = begun(optimizer=OPTIMIZERS[optimizer])._replace(params=larger)
+    if optimizer == "sgd":  # which remembers nothing of the model
+        assert fj.step(state, X, **how)[1].moved
+        return
+    refused("^step: the state must be one of this optimizer for these parameters", lambda: fj.step(state, X, **how))
+
+
+STATEFUL = {
+    "famo": fj.famo,
+    "uw": fj.uw,
+    "dwa": fj.dwa,
+    "gradnorm": fj.gradnorm,
+    "nash_mtl": fj.nash_mtl,
+    "excess_mtl": fj.excess_mtl,
+    "db_mtl": fj.db_mtl,
+    "moco": fj.moco,
+    "gradvac": lambda: fj.gradvac(fj.random.key(0)),
+    "imtl_l": fj.imtl_l,
+    "pcgrad": lambda: fj.pcgrad(fj.random.key(0)),
+    "upgrad": fj.upgrad,
+}
+
+
+@pytest.mark.parametrize("rule", STATEFUL)
+def test_a_state_of_another_rule_is_refused(rule):
+    other = fj.pcd() if rule != "pcd" else fj.famo()
+    state, how = begun(aggregator=other), method(aggregator=STATEFUL[rule]())
+    refused("^step: the state must be one of this rule.*Start it anew", lambda: fj.step(state, X, **how))
+
+
+@pytest.mark.parametrize("rule", [name for name in STATEFUL if name not in ("pcgrad", "upgrad")])
+def test_a_state_for_another_number_of_objectives_is_refused(rule):
+    how = method(aggregator=STATEFUL[rule]())
+    state = fj.train_state(PARAMS, X, **how)
+    for more in (lambda p, x: torch.cat([losses(p, x), losses(p, x)]), lambda p, x: losses(p, x)[:1]):
+        refused(
+            "^step: the state must be one of this rule for the same number of objectives",
+            lambda more=more: fj.step(state, X, **(how | {"losses": more})),
+        )
+
+
+def test_aggregate_refuses_the_state_of_another_rule_too():
+    jacobian = torch.ones(2, 3)
+    state = fj.aggregate(fj.famo(), jacobian, losses=torch.ones(2)).state
+    refused(
+        "^aggregate: the state must be one of this rule.*expected NashState, found FamoState",
+        lambda: fj.aggregate(fj.nash_mtl(), jacobian, state),
+    )
+
+
+class FailingError(RuntimeError):
+    pass
+
+
+def test_other_errors_come_through_as_they_are():
+    def update(direction, state, params):
+        raise FailingError("of the user")
+
+    how = method(optimizer=fj.Optimizer(lambda params: (), update))
+    refused("^of the user", lambda: fj.step(begun(optimizer=how["optimizer"]), X, **how), FailingError)
+
+
+NET = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (NET, r"found Linear in 'value'.*dict\(module.named_parameters"),
+        (NET.parameters(), r"found generator in 'value'.*dict\(module.named_parameters"),
+        (list(NET.named_parameters()), r"found str in '0.0'.*dict\(module.named_parameters"),
+        (nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), r"found ParameterDict.*dict\(parameters"),
+        ({"w": torch.ones(2, dtype=torch.complex64)}, "found torch.complex64 in 'w'.*view_as_real"),
+        ({"w": torch.ones(2, dtype=torch.int64)}, "found torch.int64 in 'w'.*further arguments"),
+    ],
+)
+def test_what_are_no_parameters_is_refused_with_the_cure(params, words):
+    refused(f"^train_state: .*{words}", lambda: begun(params), TypeError)
+    refused(f"^jacobian_fn: .*{words}", lambda: fj.jacobian_fn(lambda p: p)(params), TypeError)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found str"),
+        (lambda: fj.adamw(NET.parameters(), 1e-3), "adamw: lr .* found generator.* given to train_state"),
+        (lambda: fj.sgd(NET), "sgd: lr .* found Linear.* given to train_state"),
+        (lambda: fj.adamw(1e-3, 0.9), "adamw: betas must be a pair of numbers, found 0.9"),
+        (lambda: fj.from_torch(torch.optim.Adam(NET.parameters())), "from_torch: .* found an instance of Adam"),
+        (lambda: fj.from_torch(SimpleNamespace), "from_torch: expected a class of torch.optim, found SimpleNamespace"),
+        (lambda: fj.from_torch(torch.optim.Adam, rate=1), "from_torch: .* argument 'rate'"),
+    ],
+)
+def test_what_is_no_setting_is_refused_with_the_cure(run, words):
+    refused(f"^{words}", run, TypeError)
+
+
+@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
+def test_strings_as_aux_of_examples_are_refused(fn):
+    found = fj.per_example(lambda p, x: (losses(p, x[None]).sum(), "name"))
+    refused(r"(weighted_fn|per_example|_fn): .*found str", lambda: fn(found, has_aux=True)(PARAMS, X), TypeError)
+
+
+@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
+def test_losses_of_examples_that_fail_say_what_they_received(fn):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))
+    apply = fj.functional(net)
+    found = fj.per_example(lambda p, x: apply(p, {}, x)[0].square().sum())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fn(found)(dict(net.named_parameters()), torch.ones(4, 1, 8, 8))
+    assert any(
+        "per_example" in note and "[1, 8, 8]" in note and "unsqueeze(0)" in note for note in caught.value.__notes__
+    )
