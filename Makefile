@@ -5,13 +5,13 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-cpus bench notebooks docs lint types check clean
+.PHONY: demo test test-cpus test-models bench notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
-test: $(VENV)/.test  ## all tests
-	@$(BIN)/python -m pytest -n 2 -q
+test: $(VENV)/.test  ## all tests but those of `make test-models`
+	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
 NUMERICAL := tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
@@ -22,6 +22,9 @@ test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with 
 		env $$cpu HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest -n 2 -q $(NUMERICAL) \
 			-k "not compile and not inductor and not transform and not derivative"; \
 	done
+
+test-models: $(VENV)/.models  ## models of transformers, peft and timm, trained beside an ordinary loop
+	@$(BIN)/python -m pytest -n 2 -q tests/models
 
 bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
