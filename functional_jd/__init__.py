@@ -63,8 +63,9 @@ from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
-from functional_jd.precision.loss_scale import ScaleState, no_scale, scale, scale_state, select, unscale, update_scale
+from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
+from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.choice import chosen_engine
 from functional_jd.training.engines import Engine, gramian_engine, jacobian_engine, weighted_engine

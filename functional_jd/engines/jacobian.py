@@ -9,7 +9,8 @@ from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Jacobian, LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, detach_tree, select_arguments
 from functional_jd.engines.kinds import kind_of
-from functional_jd.precision.loss_scale import ScaleState, multiplier
+from functional_jd.precision.loss_scale import multiplier
+from functional_jd.precision.scale_state import ScaleState
 
 MODES = ("auto", "vmap", "loop", "forward")
 

@@ -25,7 +25,7 @@ from functional_jd.plotting.style import (
     stacked_axes,
     text_color,
 )
-from functional_jd.precision.loss_scale import ScaleState
+from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.state import StepInfo
 
 SIZE = (7.0, 2.8)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.precision.loss_scale import ScaleState, is_scaled, range_of, scale_state
+from functional_jd.precision.scale_state import ScaleState, is_scaled, range_of, scale_state
 
 # The keys of GradScaler.state_dict(), in its order, with the field of ScaleState and its dtype.
 _ENTRIES = {

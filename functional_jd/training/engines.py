@@ -21,7 +21,8 @@ from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import ScaleState, is_scaled, multiplier, unscale
+from functional_jd.precision.loss_scale import multiplier, unscale
+from functional_jd.precision.scale_state import ScaleState, is_scaled
 
 
 class Problem(NamedTuple):

@@ -12,7 +12,7 @@ from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.loss_scale import ScaleState, no_scale
+from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.training.checks import check_batch, check_learning
 from functional_jd.training.choice import find_engine
 from functional_jd.training.engines import ENGINES, Engine, Problem, start_without_rows

@@ -13,7 +13,7 @@ from functional_jd.core.torch_internals import has_values
 from functional_jd.core.tree import tree_difference, tree_leaves
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.loss_scale import ScaleState
+from functional_jd.precision.scale_state import ScaleState
 
 
 def step_table(info: Any) -> Table:

@@ -19,7 +19,7 @@ from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, PerExample, multitask, per_example
-from functional_jd.precision.loss_scale import scale_state
+from functional_jd.precision.scale_state import scale_state
 
 pytestmark = [
     # Of torch's own decompositions for forward mode.

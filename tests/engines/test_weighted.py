@@ -16,7 +16,7 @@ from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, of_module, 
 from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
-from functional_jd.precision.loss_scale import scale_state
+from functional_jd.precision.scale_state import scale_state
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -12,17 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
-from functional_jd.precision.loss_scale import (
-    FLOOR,
-    ScaleState,
-    multiplier,
-    no_scale,
-    scale,
-    scale_state,
-    select,
-    unscale,
-    update_scale,
-)
+from functional_jd.precision.loss_scale import FLOOR, multiplier, scale, select, unscale, update_scale
+from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
 
 # The first forward-mode derivative, and inductor, make torch import modules that it scripts itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")

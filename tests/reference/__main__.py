@@ -27,7 +27,7 @@ SECTIONS = {
     "Differentiate": ["engines", "core.slow_path"],
     "Aggregate": ["aggregation", "core.types"],
     "Rules": ["aggregators"],
-    "Loss scaling": ["precision.loss_scale", "precision.grad_scaler"],
+    "Loss scaling": ["precision.loss_scale", "precision.scale_state", "precision.grad_scaler"],
     "Precision": ["precision"],
     "Optimizers": ["optimizers"],
     "Diagnose": ["diagnostics", "core.names"],

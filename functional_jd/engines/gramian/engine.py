@@ -21,7 +21,8 @@ from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.kinds.base import FoundGramian
 from functional_jd.engines.kinds.multitask import nan_unless_heads_are_finite
-from functional_jd.precision.loss_scale import ScaleState, multiplier
+from functional_jd.precision.loss_scale import multiplier
+from functional_jd.precision.scale_state import ScaleState
 
 
 def gramian_fn(

@@ -33,7 +33,7 @@ from zoo import ASKS, BATCH, MODELS, Case, Model, mlp, numbers, plain, with_hook
 
 from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.objectives import PerExample, multitask, per_example
-from functional_jd.precision.loss_scale import scale_state
+from functional_jd.precision.scale_state import scale_state
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
