@@ -1,6 +1,7 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.views import View
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.rows import as_matrix, at_least_float32, in_range
 from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
@@ -132,6 +133,8 @@ def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tupl
         _refuse_other_memory(aggregator, view, state, where, None)
     try:
         weights, new = aggregator.update(view, state)
+    except torch.OutOfMemoryError:  # `init` would ask for more
+        raise
     except Exception as error:
         _refuse_other_memory(aggregator, view, state, where, error)
         raise
@@ -172,6 +175,13 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     """
     rows, heads = split_heads(jacobian)
     return direction_with_heads(_combine(rows, weights), heads)
+
+
+def pullback_of_scaled(jacobian: Jacobian) -> Callable[[Weights], Direction]:
+    """`combine` of rows that were multiplied by a loss scale, for weights `[m]` that are divided by it."""
+    rows, heads = split_heads(jacobian)
+    pullback = in_range(partial(_combine, rows))
+    return lambda weights: direction_with_heads(pullback(weights), heads)
 
 
 def _combine(jacobian: Tree, weights: Weights) -> Tree:

@@ -1,9 +1,13 @@
-"""Operations on the rows of a leaf `[m, *p]`: reshaping, casting, broadcasting and inner products."""
+"""Operations on the rows of a leaf `[m, *p]`: reshaping, casting, broadcasting, inner products, sums in range."""
 
+from collections.abc import Callable
 from functools import reduce
 
 import torch
 from torch import Tensor
+
+from functional_jd.core.tree import tree_map
+from functional_jd.core.types import Tree
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
 # made. From HALVE_FROM rows on, computing one off-diagonal block instead of both is faster than the full product.
@@ -23,6 +27,31 @@ def as_matrix(leaf: Tensor) -> Tensor:
 def per_row(numbers: Tensor, leaf: Tensor) -> Tensor:
     """Reshape `[m]`, one number per row, to `[m, 1, ..., 1]`, which broadcasts over the rows of the leaf."""
     return numbers.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def in_range(pullback: Callable[[Tensor], Tree]) -> Callable[[Tensor], Tree]:
+    """The pullback of rows that were multiplied by a loss scale, for weights that are divided by it.
+
+    Such weights may lie below float32's range, and such rows near its end. The weights are therefore multiplied by the
+    power of two that brings the largest one to between 1/2 and 1 by their number, and the direction is divided by it,
+    in two steps. Powers of two add no rounding.
+
+    Args:
+        pullback: a linear function of weights `[m]`, with a pytree of tensors as result.
+
+    Returns:
+        The same function, for weights float64 `[m]`. A weight smaller than the largest one by more than 2^-100 may
+        count as 0.
+    """
+
+    def pulled(weights: Tensor) -> Tree:
+        _, exponent = torch.frexp(weights.detach().abs().amax() * len(weights))
+        half = exponent // 2
+        one = weights.new_ones(())
+        first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
+        return tree_map(lambda x: x * first.to(x.dtype) * second.to(x.dtype), pullback(weights / first / second))
+
+    return pulled
 
 
 def inner_products(matrix: Tensor) -> Tensor:

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, combine, start, updated, view_name, weigh
+from functional_jd.aggregation.aggregate import (
+    Aggregator,
+    combine,
+    pullback_of_scaled,
+    start,
+    updated,
+    view_name,
+    weigh,
+)
 from functional_jd.aggregation.views import gramian as look_at_gramian
 from functional_jd.aggregation.views import losses as look_at_losses
 from functional_jd.aggregation.views import needs_no_rows
@@ -135,6 +143,12 @@ def weighted_engine() -> Engine:
     Returns:
         An `Engine`, for `step` and `train_state`. With one scale per objective, the backward pass runs at the largest
         scale that serves all, and all flags are equal.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule with another view.
+
+    Laws:
+        The direction is that of `jacobian_engine`, up to the order of sums.
     """
 
     def differentiate(problem: Problem) -> EngineResult:
@@ -154,6 +168,12 @@ def gramian_engine() -> Engine:
 
     Returns:
         An `Engine`, for `step` and `train_state`: see `gramian_fn`.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule with another view.
+
+    Laws:
+        Weights and direction are those of `jacobian_engine`, up to the order of sums.
     """
 
     def look(problem: Problem) -> tuple[Losses, Carried, Gramian, Callable[[Tensor], Direction]]:
@@ -220,7 +240,8 @@ def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Cal
     if problem.factor is None:
         return products, partial(combine, whole)
     inverse = multiplier(problem.scale).double().reciprocal().expand(len(products))
-    return products * inverse[:, None] * inverse, lambda weights: combine(whole, weights.double() * inverse)
+    pullback = pullback_of_scaled(whole)
+    return products * inverse[:, None] * inverse, lambda weights: pullback(weights.double() * inverse)
 
 
 def _gramian_is_safe(jacobian: Jacobian) -> bool:

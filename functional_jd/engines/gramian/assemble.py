@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import at_least_float32
+from functional_jd.core.rows import at_least_float32, in_range
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction, Gramian
 from functional_jd.engines.evaluate import Options, detach_tree
@@ -89,6 +89,9 @@ def like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
     return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 
 
-def shaped(pullback: Callable[[Tensor], list[Tensor]], structure: Structure) -> Callable[[Tensor], Direction]:
+def shaped(
+    pullback: Callable[[Tensor], list[Tensor]], structure: Structure, options: Options
+) -> Callable[[Tensor], Direction]:
     """The pullback, whose direction is a pytree of this structure."""
-    return lambda weights: tree_unflatten(structure, pullback(weights))
+    shaped_pullback = lambda weights: tree_unflatten(structure, pullback(weights))
+    return shaped_pullback if options.scale is None else in_range(shaped_pullback)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.aggregate import combine, pullback_of_scaled
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.multitask import split_heads
 from functional_jd.core.rows import at_least_float32
@@ -92,7 +92,8 @@ def gramian_fn(
             jacobian = jacobian if options.differentiable else detach_tree(jacobian)
             values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
             jacobian = jacobian if factor is None else tree_map(at_least_float32, jacobian)
-            return _gramian_of_rows(jacobian), values, aux, partial(combine, jacobian)
+            pull = partial(combine, jacobian) if factor is None else pullback_of_scaled(jacobian)
+            return _gramian_of_rows(jacobian), values, aux, pull
 
         gramian, values, aux, pullback = _attempt(by_layers, by_rows, options)
         returned = (values, aux) if has_aux else values

@@ -121,7 +121,7 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     (between, gradient), values, aux = found if options.differentiable else detach_tree(found)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), len(between[0]))
-    direct = shaped(pullback, structure)
+    direct = shaped(pullback, structure, options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
     direction = lambda weights: {"shared": direct(weights), "heads": own}
     return nan_unless_heads_are_finite(products, gradient), values, aux, direction

@@ -63,7 +63,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     m = objective_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
     products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), m)
-    return products, *point.extra, shaped(pullback, structure)
+    return products, *point.extra, shaped(pullback, structure, options)
 
 
 def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:

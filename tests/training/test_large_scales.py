@@ -1,0 +1,122 @@
+"""Loss scales up to the end of float32's range: weights are divided by them, and no entry of the direction is lost."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jvp, vmap
+
+import functional_jd as jd
+
+X = torch.tensor([[3.0, 0, 0, -1], [0, 5, 0, 2], [0, 0, 7, 4]])  # each row has an entry of its own
+PARAMS = {"w": torch.ones(1, 4)}
+NO_OPTIMIZER = jd.Optimizer(lambda params: (), lambda direction, state, params: (direction, state))
+
+
+def plain(params, x):
+    return {str(i): torch.nn.functional.linear(row, params["w"])[0] for i, row in enumerate(x)}
+
+
+def trunk(params, x):
+    return x @ params["w"].mT
+
+
+def top(params, features, x):
+    return [f[0] * params["c"] for f in features]
+
+
+TASKS = jd.multitask(trunk, top)
+KINDS = {
+    "plain": (plain, PARAMS),
+    "per_example": (jd.per_example(lambda params, x: torch.nn.functional.linear(x, params["w"])[0]), PARAMS),
+    "multitask": (TASKS, {"shared": PARAMS, "heads": {"c": torch.ones(())}}),
+}
+
+
+def trunk_of(direction):
+    return direction.get("shared", direction)["w"][0]
+
+
+def by_pullback(kind, scale, weights):
+    losses, params = KINDS[kind]
+    return trunk_of(jd.gramian_fn(losses, scale=scale)(params, X)[2](weights))
+
+
+def by_step(kind, engine, scale, weights):
+    losses, params = KINDS[kind]
+    rule = jd.stateless(jd.gramian, lambda _: weights)
+    state = jd.TrainState(params, (), (), (), scale)
+    how = {"losses": losses, "aggregator": rule, "optimizer": NO_OPTIMIZER, "engine": engine}
+    after, info = jd.step(state, X, **how)
+    assert info.finite.all()
+    assert info.moved
+    return trunk_of(after.params)
+
+
+def by_weights(kind, scale, weights):
+    losses, params = KINDS[kind]
+    return trunk_of(jd.weighted_fn(losses, scale=scale)(params, X)[1](weights)[0])
+
+
+WAYS = {
+    "jacobian": partial(by_step, engine="jacobian"),
+    "gramian": partial(by_step, engine="gramian"),
+    "pullback": by_pullback,
+    "weighted": by_weights,
+}
+
+
+def assert_direction(found, weights):
+    """The sum of the rows, up to the roundings of m products and sums in float32."""
+    terms = weights[:, None] * X.double()
+    bound = (len(X) + 2) * torch.finfo(torch.float32).eps * terms.abs().sum(0)
+    assert ((found.double() - terms.sum(0)).abs() <= bound).all(), found
+
+
+weights_of_rows = st.lists(st.floats(2.0**-24, 2.0**10, width=32), min_size=3, max_size=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=20)
+@given(st.integers(0, 124), weights_of_rows)
+def test_one_scale_of_any_size(way, kind, exponent, weights):
+    weights = torch.tensor(weights, dtype=torch.float64)
+    if way == "weighted":
+        exponent = min(exponent, 112)  # the weights are part of its cotangent: more overflows
+    assert_direction(WAYS[way](kind, scale=jd.scale_state(2.0**exponent), weights=weights), weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["jacobian", "gramian", "pullback"])
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 60), min_size=3, max_size=3), st.integers(0, 64), weights_of_rows)
+def test_a_scale_per_objective(way, kind, exponents, common, weights):
+    weights = torch.tensor(weights, dtype=torch.float64)
+    scale = jd.scale_state(shape=3)._replace(scale=2.0 ** (torch.tensor(exponents) + common).float())
+    assert_direction(WAYS[way](kind, scale=scale, weights=weights), weights)
+
+
+@pytest.mark.parametrize("way", ["jacobian", "gramian", "pullback"])
+def test_sums_of_scaled_rows_do_not_overflow(way):
+    rows = 2.0**127 / 8  # 4 and 7 of these add up beyond float32's range, and so does their first weighted sum
+    weights = torch.tensor([-8.0, 8.0, 8.0], dtype=torch.float64)
+    assert_direction(WAYS[way]("plain", scale=jd.scale_state(rows), weights=weights), weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms(kind):
+    weights = torch.tensor([1.0, 1e-4, 1e-7], dtype=torch.float64)
+    scale = jd.scale_state(2.0**122)
+    f = lambda weights: by_pullback(kind, scale, weights)
+    batch = torch.stack([weights, weights.flip(0)])
+    for found, given_weights in zip(vmap(f)(batch), batch, strict=True):
+        assert_direction(found, given_weights)
+    assert_direction(jvp(f, (weights,), (weights.flip(0),))[1], weights.flip(0))  # it is linear
+    sums = grad(lambda weights: f(weights).sum())(weights)
+    assert torch.allclose(sums, X.double().sum(1), rtol=8 * torch.finfo(torch.float32).eps, atol=0)
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    assert_direction(compiled(weights), weights)
