@@ -94,7 +94,7 @@ def _memory(
     engine: str | Engine, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
 ) -> Tree:
     """The rule's initial state."""
-    if isinstance(engine, Engine) or engine not in ("auto", *ENGINES):
+    if engine != "auto":
         return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
     if needs_no_rows(problem.aggregator):
         return start_without_rows(problem)

@@ -1,4 +1,4 @@
-"""What training carries from step to step, and how it starts."""
+"""What training carries from step to step, what a step reports, and checks of what a step is given."""
 
 from typing import Any, NamedTuple
 
@@ -89,26 +89,23 @@ class StepInfo(NamedTuple):
 
 def check_state(where: str, state: Any) -> None:
     """Refuse parameters, and all else that is no `TrainState`."""
-    if isinstance(state, TrainState) and not isinstance(state.scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"{where}: state.scale must be a ScaleState, found {type(state.scale).__name__}. Without scaling it is "
-            "no_scale()."
-        )
     if not isinstance(state, TrainState):
         raise TypeError(
             f"{where}: state must be a TrainState, found {type(state).__name__}. Start with "
             "state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
         )
+    if not isinstance(state.scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{where}: state.scale must be a ScaleState, found {type(state.scale).__name__}. Without scaling it is "
+            "no_scale()."
+        )
 
 
 def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, error: Exception) -> None:
     """Say so, if what failed is that the state is one of another optimizer or for other parameters."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(error, torch.OutOfMemoryError):
         return
-    try:
-        difference = tree_difference(optimizer.init(state.params), state.optimizer)
-    except Exception:  # the error that is known says more
-        return
+    difference = tree_difference(optimizer.init(state.params), state.optimizer)
     if difference:
         raise ValueError(
             f"{where}: the state must be one of this optimizer for these parameters: {difference} in "

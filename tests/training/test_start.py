@@ -134,3 +134,16 @@ def test_the_look_at_the_losses_leaves_no_trace(rule):
 def test_under_vmap_nothing_is_checked():
     start = torch.vmap(lambda w: begin(lambda p, x: x.mean(0), {"w": w}))
     assert start(torch.ones(3, 2)).params["w"].shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rule", "words"),
+    [
+        ("gramian", fj.mean, "needs 'no_gradients'"),
+        ("gramian", lambda: fj.trimmed_mean(0), "needs 'full_jacobian'"),
+        ("weighted", fj.upgrad, "needs 'gramian'"),
+    ],
+)
+def test_an_engine_that_does_not_serve_the_rule_is_refused_at_the_start(engine, rule, words):
+    with pytest.raises(ValueError, match=rf"^train_state: engine='{engine}' serves rules .* {words}"):
+        begin(REACHED["dict"], engine=engine, aggregator=rule())

@@ -145,6 +145,24 @@ def test_other_errors_come_through_as_they_are():
     refused("^of the user", lambda: fj.step(begun(optimizer=how["optimizer"]), X, **how), FailingError)
 
 
+def test_no_more_memory_is_asked_for_where_there_is_none():
+    calls = []
+
+    def init(given):
+        calls.append(given)
+        return ()
+
+    def update(*_):
+        raise torch.OutOfMemoryError("of the device")
+
+    optimizer = fj.Optimizer(init, update)
+    state, how = begun(), method(optimizer=optimizer)
+    refused("^of the device", lambda: fj.step(state, X, **how), torch.OutOfMemoryError)
+    how = method(aggregator=fj.Aggregator(fj.gramian, init, update))
+    refused("^of the device", lambda: fj.step(state, X, **how), torch.OutOfMemoryError)
+    assert not calls
+
+
 NET = nn.Linear(3, 2)
 
 
