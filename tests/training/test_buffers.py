@@ -2,6 +2,7 @@
 
 import io
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -116,8 +117,9 @@ def by_hand(n, seed=0):
     return {name: p.detach() for name, p in trunk.named_parameters()}, dict(trunk.named_buffers())
 
 
-@pytest.mark.parametrize("engine", ["jacobian", "weighted", "compiled"])
-@pytest.mark.parametrize("kind", ["plain", "multitask"])
+@pytest.mark.parametrize(
+    ("kind", "engine"), [*product(["plain", "multitask"], ["jacobian", "weighted"]), ("multitask", "compiled")]
+)
 def test_statistics_and_parameters_are_those_of_a_plain_loop(kind, engine):
     params, buffers, losses = problem(kind)
     method = how(losses, rule=fj.total())
@@ -275,9 +277,10 @@ def test_aux_comes_back_from_every_kind_and_engine(kind, engine):
     assert not info.aux["h"].requires_grad
     if kind == "per_example":
         torch.testing.assert_close(info.losses, h.square().sum(1))
-    torch._dynamo.reset()
-    compiled = torch.compile(partial(fj.step, engine=engine, **method), backend="aot_eager", fullgraph=True)
-    close(compiled(state, x)[1].aux["h"], h, **AGREE)
+    if engine == "jacobian":  # the other one compiles in the tests of the step
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(fj.step, engine=engine, **method), backend="aot_eager", fullgraph=True)
+        close(compiled(state, x)[1].aux["h"], h, **AGREE)
 
 
 def test_derivatives_go_through_a_step_with_buffers():
