@@ -7,6 +7,7 @@ import torch
 
 from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, combine
+from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
@@ -141,6 +142,7 @@ __all__ = [
     "gramian_engine",
     "gramian_fn",
     "grouped",
+    "held",
     "imtl_g",
     "imtl_l",
     "jacobian_engine",

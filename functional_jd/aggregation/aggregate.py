@@ -103,6 +103,10 @@ def check_rule(aggregator: Any, where: str) -> None:
         )
 
 
+class CannotStartError(ValueError):
+    """A rule that continues the state of another one was asked for a state of its own."""
+
+
 def view_name(aggregator: Aggregator) -> str:
     """The name of the view that a rule needs, for errors."""
     return repr(getattr(aggregator.view, "__name__", aggregator.view))
@@ -144,7 +148,10 @@ def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tupl
 
 
 def _refuse_other_memory(aggregator: Aggregator, view: View, state: Tree, where: str, error: Exception | None) -> None:
-    difference = tree_difference(aggregator.init(view), state)
+    try:
+        difference = tree_difference(aggregator.init(view), state)
+    except CannotStartError:  # such a rule looks at the state itself
+        return
     if difference:
         raise ValueError(
             f"{where}: the state must be one of this rule for the same number of objectives: {difference}. Start it "

@@ -1,0 +1,100 @@
+"""A rule every few steps: a pair of rules with one state, of which the second repeats the weights of the first."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator, CannotStartError
+from functional_jd.aggregation.views import View, no_gradients
+from functional_jd.core.types import Tree, Weights
+
+
+class HeldState(NamedTuple):
+    """The state of both rules of `held`.
+
+    Attributes:
+        weights: float64 `[m]`: the last weights of the rule.
+        inner: the rule's state.
+    """
+
+    weights: Tensor
+    inner: Tree
+
+
+def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
+    """A rule, and a rule that repeats its last weights.
+
+    The second needs no gradients: a step with it costs one weighted backward pass, whatever m. A rule that is taken
+    every k steps so costs a k-th of its price.
+
+    Args:
+        rule: any rule with weights `[m]`.
+
+    Returns:
+        `(fresh, repeated)`, two rules with one state `HeldState`: `fresh` has the view and the weights of `rule`,
+        `repeated` the view `no_gradients` and the weights of the last call of `fresh`. Start with `fresh`: before its
+        first call, `repeated` has the weights of the batch that the state was started with.
+
+    Raises:
+        TypeError: `rule` is not an `Aggregator`.
+        ValueError: when called, the rule's weights are not `[m]`; `repeated` without a state, or with that of another
+            rule or number of objectives.
+
+    Laws:
+        `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights go on through
+        the state. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step` does.
+
+    Source:
+        Navon et al., Multi-task learning as a bargaining game, ICML 2022, arXiv 2202.01017, where the weights are
+        updated every few steps.
+
+    Differs:
+        `nash_mtl(every=k)` counts the calls itself, at the price of all rows in every step.
+
+    Example:
+        >>> params, x = {"w": torch.ones(3)}, torch.tensor([[1.0, 2.0, 0.0], [-1.0, 1.0, 1.0]])
+        >>> losses = lambda params, x: (x @ params["w"] - 1).square()
+        >>> fresh, repeated = held(upgrad())
+        >>> method = {"losses": losses, "optimizer": sgd(0.1)}
+        >>> state = train_state(params, x, aggregator=fresh, **method)
+        >>> for i in range(16):
+        ...     state, info = step(state, x, aggregator=repeated if i % 8 else fresh, **method)
+    """
+    if not isinstance(rule, Aggregator):
+        raise TypeError(f"held: expected a rule, found {type(rule).__name__}. Call its builder first: held(upgrad()).")
+
+    def weigh(view: View, inner: Tree) -> tuple[Tensor, Tree]:
+        weights, inner = rule.update(view, inner)
+        if not (isinstance(weights, Tensor) and weights.ndim == 1):
+            raise ValueError(
+                "held: expected a rule with one weight per row, found one that weighs entry by entry. Its weights are "
+                "as large as the rows, and no backward pass takes them."
+            )
+        return weights, inner
+
+    def init(view: View) -> HeldState:
+        inner = rule.init(view)
+        return HeldState(weigh(view, inner)[0], inner)
+
+    def update(view: View, state: HeldState) -> tuple[Weights, HeldState]:
+        weights, inner = weigh(view, state.inner)
+        return weights, HeldState(weights, inner)
+
+    return Aggregator(rule.view, init, update), Aggregator(no_gradients, _cannot_start, _repeat)
+
+
+def _cannot_start(view: View) -> Tree:  # noqa: ARG001
+    raise CannotStartError(
+        "held: the second rule of the pair repeats the weights of the first, and cannot start. Give the first one to "
+        "train_state, or to aggregate without a state."
+    )
+
+
+def _repeat(view: Tensor, state: HeldState) -> tuple[Weights, HeldState]:
+    if not isinstance(state, HeldState) or state.weights.shape != view.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"weights {list(state.weights.shape)}" if isinstance(state, HeldState) else type(state).__name__
+        raise ValueError(
+            f"held: the state must be one of the first rule of the pair, with {len(view)} weights, found {found}. "
+            "Start it anew with train_state and the first rule."
+        )
+    return state.weights, state
