@@ -69,7 +69,7 @@ from functional_jd.precision.policy import Policy, policy
 from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.choice import chosen_engine
-from functional_jd.training.engines import Engine, gramian_engine, jacobian_engine, weighted_engine
+from functional_jd.training.engines import Engine, features_engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.training.fit import fit
 from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
@@ -126,6 +126,7 @@ __all__ = [
     "excess_mtl",
     "fairgrad",
     "famo",
+    "features_engine",
     "fit",
     "float32_island",
     "from_checkpoint",

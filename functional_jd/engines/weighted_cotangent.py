@@ -23,7 +23,7 @@ def weighted_cotangent(
             f"{options.where}: weights must be one tensor [{len(scales)}], one per objective, found {found}. "
             "Rules that weigh entry by entry need the Jacobian."
         )
-    common = scales[0] if options.scale is None or not options.scale.ndim else _common(weights, scales)
+    common = common_scale(weights, scales, options)
     parts = (weights.double() * common).split([y.numel() for y in outputs])
     return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)], common
 
@@ -40,8 +40,12 @@ def flags(finite: Tensor, options: Options) -> Tensor:
     return finite if options.scale is None else finite.expand(options.scale.shape)
 
 
-def _common(weights: Tensor, scales: Tensor) -> Tensor:
-    """The largest power of two S with `|weights_i| S <= scale_i` for all i: exact to divide by, hence no derivative."""
+def common_scale(weights: Tensor, scales: Tensor, options: Options) -> Tensor:
+    """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
+    `|weights_i| S <= scale_i` for all i. A power of two divides exactly, and so has no derivative.
+    """
+    if options.scale is None or not options.scale.ndim:
+        return scales[0]
     largest = (scales.detach().double() / weights.detach().double().abs()).amin().clamp(max=_CEILING)
     mantissa, _ = torch.frexp(largest)
     return multiplier(largest / (2 * mantissa))

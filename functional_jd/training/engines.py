@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, LossFunction, Tree, Weights
+from functional_jd.engines.features import features_gramian
 from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
+from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier, unscale
@@ -190,8 +192,62 @@ def gramian_engine() -> Engine:
         with autocast_disabled(products):
             return problem.aggregator.init(products)
 
-    serves = lambda aggregator: aggregator.view is look_at_gramian
-    return Engine(partial(_require, "gramian", serves, "the Gramian"), begin, differentiate)
+    return Engine(partial(_require, "gramian", _sees_gramian, "the Gramian"), begin, differentiate)
+
+
+def features_engine() -> Engine:
+    """Inner products of the rows with respect to the features of `multitask` losses, for rules that need the Gramian.
+
+    The heads are differentiated once per objective, the trunk once for all: the weighted sum of the rows goes through
+    it. The Gramian is that of the features, and the weights are those for the features, not for the parameters:
+    `"auto"` never takes this engine.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`. With one scale per objective, an overflow in the trunk cannot be
+        assigned to an objective: all scales back off.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for losses that are not made by `multitask`, or a rule with another
+            view.
+
+    Laws:
+        The direction of the trunk is `sum_i w_i J_i`, with w the rule's weights for `Z Z'` and Z the rows by feature.
+
+    Source:
+        Sener and Koltun, Multi-task learning as multi-objective optimization, NeurIPS 2018, arXiv 1810.04650, section
+        3.3 (MGDA-UB).
+    """
+
+    def look(problem: Problem) -> tuple[Gramian, Losses, Carried, Callable[[Tensor], tuple[Direction, Tensor]]]:
+        tasks = cast(Multitask, problem.losses)
+        return features_gramian(tasks, problem.args, problem.factor)
+
+    def differentiate(problem: Problem) -> EngineResult:
+        products, values, carried, pullback = look(problem)
+        products, rows = _without_overflow(problem, products)
+        with autocast_disabled(products):
+            weights, memory = updated(problem.aggregator, products, problem.memory, "step")
+        weights_finite = weights.isfinite().all()
+        direction, passed = pullback(torch.where(weights_finite, weights, 0))
+        # A row that overflowed is to blame for what comes after it.
+        finite = rows & (passed | ~rows.all())
+        finite = finite if problem.scale.scale.ndim else finite.all()
+        return EngineResult(direction, weights, memory, values, finite, weights_finite, carried, products)
+
+    def begin(problem: Problem) -> Tree:
+        products, _ = _without_overflow(problem, look(problem)[0])
+        with autocast_disabled(products):
+            return problem.aggregator.init(products)
+
+    def check(where: str, problem: Problem) -> None:
+        if not isinstance(problem.losses, Multitask):
+            raise ValueError(
+                f"{where}: features_engine() serves losses with features, found {type(problem.losses).__name__}. Make "
+                "them with multitask(features, heads), or use engine='auto'."
+            )
+        _require("features", _sees_gramian, "the Gramian", where, problem)
+
+    return Engine(check, begin, differentiate)
 
 
 def start_without_rows(problem: Problem) -> Tree:
@@ -247,6 +303,10 @@ def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Cal
 def _gramian_is_safe(jacobian: Jacobian) -> bool:
     """Whether the squares of finite rows are finite in float64."""
     return all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(jacobian))
+
+
+def _sees_gramian(aggregator: Aggregator) -> bool:
+    return aggregator.view is look_at_gramian
 
 
 def _require(

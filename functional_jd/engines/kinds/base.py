@@ -20,6 +20,9 @@ FoundGramian: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], Directi
 FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Tensor]]]
 """The losses, aux, and `pullback(weights, *, last=False) -> (direction, finite)`, unscaled."""
 
+FoundFeatures: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
+"""The Gramian of the rows by feature, the losses, aux, and `pullback(weights) -> (direction, finite)`, all unscaled."""
+
 
 class Kind(NamedTuple):
     """A kind of objectives, such as one loss per example: how each engine differentiates it. One file a kind.

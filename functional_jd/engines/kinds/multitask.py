@@ -6,9 +6,19 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.torch_internals import graph_nodes, under_transform
-from functional_jd.core.tree import Structure, floating_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.tree import (
+    Structure,
+    all_finite,
+    floating_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from functional_jd.core.types import Direction, Gramian, MultitaskJacobian, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import (
@@ -23,10 +33,10 @@ from functional_jd.engines.evaluate import (
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, like_directions, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.base import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
@@ -55,24 +65,9 @@ def jacobian(losses: Multitask, args: Args, argnums: int | Sequence[int], option
     """Rows of the trunk, by one pass through the heads and m through the trunk."""
     if options.mode == "forward":
         return _forward(losses, args, argnums, options)
-    below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = _evaluate(losses, args, options)
-    factors = row_scales(options.scale, objective_count(above.outputs), above.outputs[0], options.where)
-
-    def together() -> Parted:
-        rows = jacobian_rows(above, factors, options._replace(mode="vmap"))
-        return _heads_and_features(rows, len(heads_leaves), factors, options)
-
-    def one_by_one() -> Parted:
-        sums: Rows = [None] * len(heads_leaves)
-        features: list[list[Tensor | None]] = []
-        for factor, gradient in zip(factors.split(1), gradients_one_by_one(above, factors), strict=True):
-            mine, theirs = _one_row(gradient, len(heads_leaves), factor, options)
-            sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, mine, strict=True)]
-            features.append(theirs)
-        return sums, stack_rows(features, len(factors))
-
-    mode = choose_heads(above, len(factors), options)
-    sums, feature_rows = by_mode(mode, together, one_by_one, options)
+    point = _evaluate(losses, args, options)
+    below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = point
+    factors, sums, feature_rows = _parted(point, options)
     trunk_rows = vjp_rows(below, feature_rows, options)
     gradient = [g.to(x.dtype) for g, x in zip(dense_gradients(sums, heads_leaves), heads_leaves, strict=True)]
     found = MultitaskJacobian(
@@ -125,6 +120,34 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
     direction = lambda weights: {"shared": direct(weights), "heads": own}
     return nan_unless_heads_are_finite(products, gradient), values, aux, direction
+
+
+def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
+    """Rows with respect to the features, and one pass through the trunk for their weighted sum."""
+    point = _evaluate(losses, args, options)
+    scales, sums, rows = _parted(point, options)
+    reached = [at_least_float32(row) for row in rows if row is not None]
+    if any(row.is_complex() for row in reached):
+        raise ValueError(
+            f"{options.where}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
+            "engine='jacobian'."
+        )
+    inverse = scales.double().reciprocal()
+    zero = inverse.new_zeros(len(scales), len(scales))
+    products = gramian_of(reached) * inverse[:, None] * inverse if reached else zero
+    own = [at_least_float32(g) for g in dense_gradients(sums, point.own[0])]
+    heads, heads_finite = tree_unflatten(point.own[1], own), all_finite(own)
+
+    def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
+        common = common_scale(weights, scales, options)
+        factors = weights.double() * common.double() * inverse
+        summed = iter(combine(reached, factors))
+        cotangent = [None if row is None else next(summed).to(row.dtype) for row in rows]
+        shared = dense_gradients(point.trunk.pullback(cotangent, last=True), point.shared[0])
+        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared), options)
+        return {"shared": trunk, "heads": heads}, finite & heads_finite
+
+    return products, *point.heads.extra, pullback
 
 
 def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
@@ -207,6 +230,28 @@ def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], option
     rows, values, aux = plain.jacobian(losses, args, argnums, options)
     gradient = tree_map(lambda leaf: _unscaled_sum(leaf, options.scale, options).to(leaf.dtype), rows["heads"])
     return MultitaskJacobian(rows["shared"], gradient), values, aux
+
+
+def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
+    """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
+    above, n_heads = point.heads, len(point.own[0])
+    factors = row_scales(options.scale, objective_count(above.outputs), above.outputs[0], options.where)
+
+    def together() -> Parted:
+        rows = jacobian_rows(above, factors, options._replace(mode="vmap"))
+        return _heads_and_features(rows, n_heads, factors, options)
+
+    def one_by_one() -> Parted:
+        sums: Rows = [None] * n_heads
+        features: list[list[Tensor | None]] = []
+        for factor, gradient in zip(factors.split(1), gradients_one_by_one(above, factors), strict=True):
+            mine, theirs = _one_row(gradient, n_heads, factor, options)
+            sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, mine, strict=True)]
+            features.append(theirs)
+        return sums, stack_rows(features, len(factors))
+
+    mode = choose_heads(above, len(factors), options)
+    return factors, *by_mode(mode, together, one_by_one, options)
 
 
 def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Options) -> Parted:
