@@ -32,8 +32,9 @@ bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; wr
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb
 
-docs: $(VENV)/.docs  ## README, notebooks and the reference as pages in build/docs, links checked
-	@$(BIN)/python tests/reference build/docs
+docs: $(VENV)/.docs  ## README, guides, notebooks and the reference as a site in build/docs; a broken link is an error
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs . build/docs
+	@echo "build/docs/index.html"
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

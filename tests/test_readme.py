@@ -1,4 +1,4 @@
-"""Every block of the README runs, as printed and in order, and both sides of its diffs; its links lead somewhere."""
+"""Every block of the README and the guides runs, as printed and in order; diffs on both sides; links lead somewhere."""
 
 import copy
 import re
@@ -15,7 +15,23 @@ from functional_jd.testing import RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, flags=re.DOTALL)
+# In the order in which they are read: the guides go on with what the README defines.
+GUIDES = [f"guides/{page}" for page in ("by_hand", "objectives", "diagnose", "own_rule", "recipes")]
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in [
+        ROOT / "README.md",
+        *(
+            ROOT / f"docs/{page}.md"
+            for page in [*GUIDES, "coming_from", "rules", "benchmarks", "limits", "contributing"]
+        ),
+    ]
+}
+BLOCKS = [
+    block
+    for text in PAGES.values()
+    for block in re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, flags=re.DOTALL)
+]
 DIFFS = [code for language, code, _ in BLOCKS if language == "diff"]
 
 
@@ -115,15 +131,28 @@ def test_every_command_is_there():
             assert (ROOT / command[-1]).exists()
 
 
-def test_every_link_leads_somewhere():
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    for link in re.findall(r"\]\((.*?)\)", prose):
-        if link.startswith("#"):
-            assert link[1:] in anchors, link
-        elif not link.startswith("https://"):
-            assert (ROOT / link).exists(), link
+def anchors(text):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\((.*?)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        if not link.startswith("https://"):
+            place, _, anchor = link.partition("#")
+            target = (page.parent / place).resolve() if place else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(PAGES[target]), link
+
+
+def test_no_page_is_forgotten():
+    assert {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} == PAGES.keys()
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert README.count("\n") <= 220
 
 
 def test_every_notebook_is_linked_by_its_title():
@@ -132,7 +161,7 @@ def test_every_notebook_is_linked_by_its_title():
 
 
 def test_the_names_in_the_text_are_there():
-    for name in re.findall(r"\bjd\.(\w+)", README):
+    for name in re.findall(r"\bjd\.(\w+)", "\n".join(PAGES.values())):
         assert hasattr(functional_jd, name), name
     assert f"| {len(RULES)}, and any scalarization" in README
 

@@ -1,4 +1,4 @@
-"""`python -m functional_jd.testing [README.md]`: print the table of the rules, or update it in the given files."""
+"""`python -m functional_jd.testing [docs/rules.md]`: print the table of the rules, or update it in the given files."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The rules of the package: how tests build each, which laws each claims, and the table of the README."""
+"""The rules of the package: how tests build each, which laws each claims, and the table of `docs/rules.md`."""
 
 import inspect
 from collections.abc import Callable, Mapping

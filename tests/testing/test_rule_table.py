@@ -1,4 +1,4 @@
-"""The README's table of rules is what the code says."""
+"""The table of rules in the docs is what the code says."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from functional_jd.testing import RULES, rules_table, with_rules_table
 from functional_jd.testing.__main__ import main
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
 HEADER, _, *LINES = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rules_table().splitlines()]
 ROWS = {cells[0].strip("`").partition("(")[0]: dict(zip(HEADER, cells, strict=True)) for cells in LINES}
 
@@ -55,6 +55,6 @@ def test_a_text_without_both_markers_is_refused(text):
         with_rules_table(text)
 
 
-def test_the_table_of_the_readme_is_up_to_date():
-    text = README.read_text(encoding="utf-8")
-    assert text == with_rules_table(text), "run: python -m functional_jd.testing README.md"
+def test_the_table_of_the_docs_is_up_to_date():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_rules_table(text), "run: python -m functional_jd.testing docs/rules.md"

@@ -1,0 +1,89 @@
+"""The site: `make docs`. The README is its front page, and links are those of the repository."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from shutil import copyfile
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import make_reference
+
+import functional_jd
+
+project = "functional_jd"
+version = release = functional_jd.__version__
+copyright = author = "the authors of functional_jd"
+
+root_doc = "README"
+include_patterns = ["README.md", "CHANGELOG.md", "docs/**", "notebooks/*.ipynb"]
+exclude_patterns = ["build", ".*", "**/.*", "tests", "functional_jd"]
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+nb_execution_mode = "off"  # they are stored with their outputs, which `make test` checks
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+default_role = "code"
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Laws", "Source", "Differs"]
+
+html_theme = "furo"
+html_title = "functional_jd"
+html_copy_source = False
+html_show_sphinx = False
+
+
+def setup(app: Any) -> None:
+    """Pages of the reference are written before the build, and the front page is copied to index.html after it."""
+    make_reference.write(Path(app.srcdir) / "docs" / "reference")
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-docstring", link_names, priority=400)
+    app.connect("build-finished", copy_front_page)
+
+
+# The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
+CONTENTS = {
+    "Choose": ["docs/rules", "docs/benchmarks", "docs/limits"],
+    "Guides": [f"docs/guides/{page}" for page in ("objectives", "by_hand", "recipes", "diagnose", "own_rule")],
+    "Coming from": ["docs/coming_from"],
+    "Notebooks": ["notebooks/*"],
+    "Reference": ["docs/reference/index"],
+    "Project": ["CHANGELOG", "docs/contributing"],
+}
+
+
+def add_contents(app: Any, page: str, source: list[str]) -> None:
+    """Append the sidebar to the front page."""
+    if page == root_doc:
+        for caption, pages in CONTENTS.items():
+            options = f":hidden:\n:glob:\n:caption: {caption}\n:maxdepth: 2"
+            source[0] += f"\n```{{toctree}}\n{options}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def link_names(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Turn the names of public functions in docstrings into links, and other code into RST's code, before napoleon."""
+    own = name.rpartition(".")[2]
+    for i, line in enumerate(lines):
+        lines[i] = re.sub(r"`([^`]+)`", lambda match: _linked(match[1], own), line)
+
+
+def _linked(code: str, own: str) -> str:
+    target = getattr(functional_jd, code, None) if code in functional_jd.__all__ else None
+    if code == own or target is None or isinstance(target, ModuleType):
+        return f"``{code}``"
+    kind = "class" if inspect.isclass(target) else "func"
+    return f":{kind}:`~functional_jd.{code}`"
+
+
+def copy_front_page(app: Any, error: Exception | None) -> None:
+    """Browsers open index.html."""
+    if error is None and app.builder.format == "html":
+        copyfile(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")

@@ -1,0 +1,101 @@
+"""Pages of the reference, one per section, with a page for each rule, written before the site is built."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import functional_jd
+
+# The sections, and the packages or files that their names come from.
+SECTIONS = {
+    "Train": ["training", "engines.choose"],
+    "Objectives": ["objectives"],
+    "Differentiate": ["engines", "core.slow_path"],
+    "Aggregate": ["aggregation", "core.types"],
+    "Rules": ["aggregators"],
+    "Loss scaling": ["precision.loss_scale", "precision.scale_state", "precision.grad_scaler"],
+    "Precision": ["precision"],
+    "Optimizers": ["optimizers"],
+    "Diagnose": ["diagnostics", "core.names"],
+}
+MODULES = ["random", "distributed", "plotting", "testing"]
+
+
+def sections() -> dict[str, list[str]]:
+    """The public names of the package under the headings of the reference, functions before records."""
+    found: dict[str, list[str]] = {title: [] for title in SECTIONS}
+    home = {file: title for title, files in SECTIONS.items() for file in files}
+    members = [(name, getattr(functional_jd, name)) for name in functional_jd.__all__]
+    for name, member in sorted(members, key=lambda pair: (inspect.isclass(pair[1]), pair[0])):
+        if isinstance(member, ModuleType):
+            continue
+        path = member.__module__.removeprefix("functional_jd.")
+        while path not in home:
+            path = path.rpartition(".")[0]
+        found[home[path]].append(name)
+    return found
+
+
+def members_of(module: str) -> list[str]:
+    """The public names of a module of the package."""
+    found = import_module(f"functional_jd.{module}")
+    own = [name for name, value in vars(found).items() if getattr(value, "__module__", None) == found.__name__]
+    return list(getattr(found, "__all__", [name for name in own if name[0] != "_"]))
+
+
+def write(folder: Path) -> None:
+    """Write all pages into a folder."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.rst"):
+        old.unlink()
+    pages: list[str] = []
+    for title, names in sections().items():
+        page = title.lower().replace(" ", "_")
+        pages.append(page)
+        if title == "Rules":
+            _write_rules(folder, names)
+        else:
+            blocks = [_entry("functional_jd", name) for name in names]
+            _page(folder / f"{page}.rst", title, blocks)
+    for module in MODULES:
+        pages.append(module)
+        blocks = [_entry(f"functional_jd.{module}", name) for name in members_of(module)]
+        _page(
+            folder / f"{module}.rst", f"functional_jd.{module}", [f".. automodule:: functional_jd.{module}\n", *blocks]
+        )
+    _page(folder / "index.rst", "Reference", [_contents(pages)])
+
+
+def _write_rules(folder: Path, names: list[str]) -> None:
+    for name in names:
+        _page(folder / f"rule_{name}.rst", name, [_entry("functional_jd", name), *_state(name)])
+    _page(folder / "rules.rst", "Rules", ["One page a rule.\n", _contents([f"rule_{name}" for name in names])])
+
+
+def _state(name: str) -> list[str]:
+    """The record of what a rule remembers."""
+    module = import_module(getattr(functional_jd, name).__module__)
+    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `after_step`
+        return []
+    records = [
+        value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    return [_entry(module.__name__, record.__name__) for record in records]
+
+
+def _entry(module: str, name: str) -> str:
+    value = getattr(import_module(module), name)
+    if inspect.isclass(value):
+        return f".. autoclass:: {module}.{name}\n"
+    if inspect.isfunction(value):
+        return f".. autofunction:: {module}.{name}\n"
+    return f".. py:data:: {module}.{name}\n"
+
+
+def _contents(pages: list[str]) -> str:
+    return ".. toctree::\n   :maxdepth: 1\n\n" + "".join(f"   {page}\n" for page in pages)
+
+
+def _page(path: Path, title: str, blocks: list[str]) -> None:
+    path.write_text(f"{title}\n{'=' * len(title)}\n\n" + "\n".join(blocks), encoding="utf-8")
