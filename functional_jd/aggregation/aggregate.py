@@ -78,6 +78,12 @@ def aggregate(
 
     Laws:
         Pure; equal for a tree and for its flattened rows; composes with vmap, grad, jvp and compile.
+
+    Example:
+        >>> jacobian = torch.tensor([[2.0, 0.0], [-1.0, 1.0]])
+        >>> direction, weights, state = aggregate(upgrad(), jacobian)
+        >>> direction, jacobian @ direction  # no row conflicts with it
+        (tensor([0.5000, 1.0000]), tensor([1.0000, 0.5000]))
     """
     check_rule(aggregator, "aggregate")
     m, *rest = (row_count(rows_of(rows), "aggregate") for rows in (jacobian, *others))
@@ -179,6 +185,10 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Laws:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
+
+    Example:
+        >>> combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
+        {'w': tensor([2.5000, 4.0000])}
     """
     rows, heads = split_heads(jacobian)
     return direction_with_heads(_combine(rows, weights), heads)

@@ -55,7 +55,11 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         Liu, Johns & Davison, End-to-end multi-task learning with attention, CVPR 2019, equation 7.
 
     Example:
-        >>> state = state._replace(aggregator=end_epoch(state.aggregator))
+        >>> rule, jacobian = dwa(), torch.eye(2)
+        >>> state = aggregate(rule, jacobian, losses=torch.tensor([1.0, 2.0])).state
+        >>> state = end_epoch(state)  # of a TrainState: state._replace(aggregator=end_epoch(state.aggregator))
+        >>> aggregate(rule, jacobian, state, losses=torch.tensor([1.0, 1.0])).weights
+        tensor([1., 1.], dtype=torch.float64)
     """
     temperature = hyper_parameter(temperature, "dwa: temperature", POSITIVE, "The default is 2.")
 

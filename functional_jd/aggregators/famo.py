@@ -70,8 +70,10 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         No 1e-8 is added to the losses. The decay is 1e-3, as in TorchJD and LibMTL; the paper's code has 1e-5.
 
     Example:
-        >>> state, info = step(state, batch, **method)
-        >>> state = state._replace(aggregator=after_step(state.aggregator, losses(state.params, batch)))
+        >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()
+        >>> method = {"losses": losses, "aggregator": famo(), "optimizer": sgd(0.1)}
+        >>> state, info = step(train_state(torch.zeros(2), **method), **method)
+        >>> state = state._replace(aggregator=after_step(state.aggregator, losses(state.params)))
     """
     rate = hyper_parameter(rate, "famo: rate", NOT_NEGATIVE, "The default is 0.025.")
     decay = hyper_parameter(decay, "famo: decay", NOT_NEGATIVE, "The default is 0.001.")

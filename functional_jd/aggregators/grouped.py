@@ -52,6 +52,12 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
     Source:
         The granularities of Wang et al., Gradient vaccine, ICLR 2021 (encoder and decoder, layers, matrices), for any
         rule.
+
+    Example:
+        >>> rule = grouped({"trunk": upgrad(), "head": mean()})
+        >>> jacobian = {"trunk": torch.tensor([[2.0, 0.0], [-1.0, 1.0]]), "head": torch.tensor([[2.0], [-1.0]])}
+        >>> aggregate(rule, jacobian).direction
+        {'trunk': tensor([0.5000, 1.0000]), 'head': tensor([0.5000])}
     """
     if not rules:
         raise ValueError("grouped: expected one rule per group of parameters, found none. Name at least one group.")

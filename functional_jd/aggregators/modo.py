@@ -51,6 +51,12 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
     Differs:
         The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
         Jacobian. For a third batch, use `combine(third_jacobian, weights)`.
+
+    Example:
+        >>> rows, others = torch.eye(2), torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+        >>> direction, weights, state = aggregate(modo(), rows, None, others)
+        >>> weights.shape
+        torch.Size([2])
     """
     rate = hyper_parameter(rate, "modo: rate", POSITIVE, "The default is 0.1.")
     ridge = hyper_parameter(ridge, "modo: ridge", NOT_NEGATIVE, "Use 0 for none.")

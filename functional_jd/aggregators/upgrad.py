@@ -41,6 +41,10 @@ def upgrad(preference: Numbers | None = None) -> Aggregator:
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian: no conflict remains
         for rows of very different or very small norms.
+
+    Example:
+        >>> aggregate(upgrad(), torch.tensor([[2.0, 0.0], [-1.0, 1.0]])).direction
+        tensor([0.5000, 1.0000])
     """
     preference_of = preferences(preference, "upgrad")
 

@@ -108,6 +108,11 @@ def diagnose(
         Fliege & Svaiter, Steepest descent methods for multicriteria optimization, 2000 (stationarity); Roy & Vetterli,
         The effective rank, EUSIPCO 2007; Senushkin et al., Independent component alignment for multi-task learning,
         CVPR 2023 (condition).
+
+    Example:
+        >>> diagnosis = diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
+        >>> diagnosis.cosines[0, 1]
+        tensor(-0.7071, dtype=torch.float64)
     """
     G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
     m = len(G)

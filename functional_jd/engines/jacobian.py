@@ -70,6 +70,13 @@ def jacobian_fn(
         autocast; custom functions without a vmap rule, buffers changed in place and checkpoints
         (`use_reentrant=False`) work in `"auto"` and `"loop"`. A checkpoint runs again as its forward pass did: in the
         same precision, and with the tensors that `torch.func.functional_call` had put into modules around it.
+
+    Example:
+        >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
+        >>> jacobian, values = jacobian_fn(losses)(torch.tensor([1.0, 2.0]))
+        >>> jacobian
+        tensor([[2., 4.],
+                [1., 0.]])
     """
     if not callable(losses):
         raise TypeError(

@@ -47,6 +47,12 @@ def weighted_fn(
         Equal to `combine(unscale(jacobian), weights)` to rounding, where every row is finite; linear in the weights.
         Composes with vmap, grad, jvp and compile; the result is detached unless an input or the weights require grad.
         Weights that are not finite give a direction that is not finite. Weight 0 does not hide a row that overflows.
+
+    Example:
+        >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
+        >>> values, pullback = weighted_fn(losses)(torch.tensor([1.0, 2.0]))
+        >>> pullback(torch.tensor([0.5, 1.0]))
+        (tensor([2., 2.]), tensor(True))
     """
     if not callable(losses):
         raise TypeError(

@@ -143,6 +143,13 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
         The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:
         m small backward passes at the cost of one, not m passes through the batch. If vmap refuses the loss, it is
         evaluated again, example by example, with a `SlowPathWarning`; buffers are then updated once, as without vmap.
+
+    Example:
+        >>> losses = per_example(lambda params, x, y: (x @ params["w"] - y).square())
+        >>> x, y = torch.eye(3), torch.tensor([1.0, 2.0, 3.0])
+        >>> jacobian, values = jacobian_fn(losses)({"w": torch.zeros(3)}, x, y)
+        >>> values, jacobian["w"].diagonal()
+        (tensor([1., 4., 9.]), tensor([-2., -4., -6.]))
     """
     _check_callable("per_example", "loss", loss)
     return PerExample(loss, in_dims)
@@ -170,6 +177,16 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
     Laws:
         The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of its
         rows, with every rule and every engine. To apply the weights of a rule to the heads too, pass a plain function.
+
+    Example:
+        >>> tasks = multitask(
+        ...     lambda shared, x: x @ shared["w"],
+        ...     lambda heads, h, x: {"size": h.square().mean(), "fit": (h @ heads["v"] - 1).square().mean()},
+        ... )
+        >>> params = {"shared": {"w": torch.ones(3, 2)}, "heads": {"v": torch.ones(2)}}
+        >>> jacobian, values = jacobian_fn(tasks)(params, torch.ones(4, 3))
+        >>> jacobian.shared["w"].shape, jacobian.heads["v"].shape
+        (torch.Size([2, 3, 2]), torch.Size([2]))
     """
     _check_callable("multitask", "features", features)
     _check_callable("multitask", "heads", heads)

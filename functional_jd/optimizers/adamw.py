@@ -74,6 +74,10 @@ def adamw(
         From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does.
         Without it, eps rounds to zero in float16, and an entry that never had a gradient becomes NaN.
         Eager calls without derivatives take that fused kernel; all others the formulas, equal up to rounding.
+
+    Example:
+        >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
+        >>> optimizer = adamw(lr=warm_up)
     """
     check_settings("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
     b1, b2 = _pair(betas)

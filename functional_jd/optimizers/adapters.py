@@ -146,6 +146,7 @@ def from_transformation(transformation: Any) -> Optimizer:
         Pure, and composes with vmap, grad, jvp and compile, if the transformation does.
 
     Example:
+        >>> import torchopt
         >>> optimizer = from_transformation(torchopt.adam(lr=1e-3))
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):

@@ -59,6 +59,13 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
 
     Differs:
         From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
+
+    Example:
+        >>> optimizer = sgd(lr=lambda steps: 0.1 / (1 + steps), momentum=0.9)  # steps: int64, those that were taken
+        >>> params = torch.ones(2)
+        >>> params, state = optimizer.update(torch.ones(2), optimizer.init(params), params)
+        >>> params
+        tensor([0.9000, 0.9000])
     """
     check_settings("sgd", momentum=momentum, weight_decay=weight_decay, lr=lr)
     if nesterov and not momentum:

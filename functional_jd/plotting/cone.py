@@ -51,7 +51,7 @@ def cone(
         ValueError: more than three dimensions, values that are not finite, or axes or names that do not match.
 
     Example:
-        >>> cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
+        >>> ax = cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
     """
     jacobian = rows_of(jacobian)
     row_count(jacobian, "cone")

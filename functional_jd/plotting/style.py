@@ -41,8 +41,9 @@ def look(index: int) -> dict[str, Any]:
         Keyword arguments of `ax.plot`: `color`, `marker`, `linestyle`.
 
     Example:
-        >>> for index, curve in enumerate(curves):
-        ...     ax.plot(curve, markevery=10, **look(index))
+        >>> ax = matplotlib.pyplot.figure().add_subplot()
+        >>> for index, curve in enumerate([[1, 2, 3], [3, 2, 1]]):
+        ...     lines = ax.plot(curve, **look(index))
     """
     return {
         "color": PALETTE[index % len(PALETTE)],
@@ -100,8 +101,8 @@ def legend(ax: Ax, **settings: Any) -> None:
         settings: keyword arguments of `ax.legend`.
 
     Example:
-        >>> ax = scales(states)
-        >>> ax.plot(peer, label="peer", **look(1))
+        >>> ax = matplotlib.pyplot.figure().add_subplot()
+        >>> lines = ax.plot([1, 2, 3], label="ours", **look(0))
         >>> legend(ax)
     """
     position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}

@@ -41,7 +41,8 @@ def trajectories(
         ValueError: a path whose points are not `[steps + 1, s, 2]`.
 
     Example:
-        >>> trajectories(quadratics(), {"mean": mean(), "upgrad": upgrad()})
+        >>> from functional_jd.plotting import quadratics
+        >>> ax = trajectories(quadratics(), {"mean": mean(), "upgrad": upgrad()})
     """
     paths = {name: rule if isinstance(rule, Path) else descend(problem, rule) for name, rule in rules.items()}
     for name, path in paths.items():

@@ -63,6 +63,11 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         buffers belong in float32: running statistics in half precision are not updated. The builtin `pow(x, y)` is
         hidden from the tables by torch.compile, which leaves it to native autocast (half precision on the CPU): write
         `x ** y`.
+
+    Example:
+        >>> product = autocast(torch.matmul, torch.bfloat16)
+        >>> product(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        torch.bfloat16
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -142,6 +147,7 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         Inside, `x @ y` has the dtype of `x` and `y`, whatever autocast surrounds it; afterwards all is as it was.
 
     Example:
+        >>> x = torch.ones(2, 2)
         >>> with torch.autocast("cpu", torch.bfloat16), autocast_disabled(x):
         ...     (x @ x).dtype
         torch.float32

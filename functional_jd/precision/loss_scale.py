@@ -126,6 +126,13 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
 
     Differs: from GradScaler, which tests the scaled values, so that tiny scales give infinite parameters, and refuses
         float16.
+
+    Example:
+        >>> state = scale_state(1024.0, shape=(2,))
+        >>> rows, finite = unscale(state, torch.tensor([[1024.0, 512.0], [torch.inf, 0.0]]))
+        >>> rows, finite
+        (tensor([[1.0000, 0.5000],
+                [0.0000, 0.0000]]), tensor([ True, False]))
     """
     rows, heads = split_heads(tree)
     inverse = multiplier(state, "unscale").double().reciprocal().float()
@@ -171,6 +178,11 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Source: `torch.amp.GradScaler.update`.
 
     Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
+
+    Example:
+        >>> state = scale_state(1024.0, shape=(2,))
+        >>> update_scale(state, torch.tensor([True, False])).scale
+        tensor([1024.,  512.])
     """
     _require_flag(finite, "update_scale", state.scale)
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
@@ -208,6 +220,10 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     Laws:
         The tree that is not selected has no effect: a NaN in it does not propagate, and its derivative is exactly zero.
         (This zero times an infinite derivative *before* `select` is NaN, as with every `where`.)
+
+    Example:
+        >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
     """
     _require_flag(finite, "select")
     (leaves, structure), (others, other_structure) = tree_flatten(new), tree_flatten(old)

@@ -62,6 +62,10 @@ def scale_state(
         ValueError: an argument out of its range, or a shape other than `()` and `(m,)`.
 
     Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
+
+    Example:
+        >>> scale_state(2.0**10, shape=(2,)).scale
+        tensor([1024., 1024.])
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)

@@ -55,13 +55,15 @@ def fit(
         an iterator.
 
     Example:
-        >>> history = []
-        >>> state = fit(partial(step, **method), state, loader, on_step=history.append, progress=True)
+        >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
+        >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 3
+        >>> take, history = functools.partial(step, **method), []
+        >>> state = fit(take, state, loader, on_step=history.append)  # progress=True
 
         To stop with Ctrl-C and go on with what there is (in a notebook, `sys.last_value.state` has it too):
 
         >>> try:
-        ...     state = fit(partial(step, **method), state, loader)
+        ...     state = fit(take, state, loader)
         ... except KeyboardInterrupt as stopped:
         ...     state = stopped.state
 

@@ -62,6 +62,16 @@ def train_state(
     Laws:
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
         place is put back. Under a transform and torch.compile they are evaluated once, and not checked.
+
+    Example:
+        >>> net = nn.Linear(3, 2)
+        >>> apply = functional(net)
+        >>> losses = lambda params, x: apply(params, {}, x)[0].square().mean(0)  # two objectives
+        >>> method = {"losses": losses, "aggregator": upgrad(), "optimizer": adamw(lr=1e-3)}
+        >>> x = torch.ones(4, 3)
+        >>> state = train_state(dict(net.named_parameters()), x, scale=scale_state(shape=(2,)), **method)
+        >>> state.scale.scale
+        tensor([65536., 65536.])
     """
     check_method("train_state", losses, aggregator, optimizer)
     if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]

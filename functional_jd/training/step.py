@@ -61,6 +61,17 @@ def step(
         scale per objective, the backward pass runs at the largest scale that serves all, and all flags are equal. The
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
         the device, unless the rule does: its docstring says so.
+
+    Example:
+        >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+        >>> def losses(params, x):
+        ...     return {"fit": (x @ params["w"] - 1).square().sum(), "near": (params["w"] - 1).square().sum()}
+        >>> method = {"losses": losses, "aggregator": upgrad(), "optimizer": sgd(lr=0.05)}
+        >>> state = train_state(params, x, **method)
+        >>> for _ in range(20):
+        ...     state, info = step(state, x, **method)
+        >>> bool(info.moved), sorted(info.losses)
+        (True, ['fit', 'near'])
     """
     check_state("step", state)
     check_method("step", losses, aggregator, optimizer)

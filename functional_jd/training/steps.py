@@ -36,8 +36,10 @@ def steps(
         loop holds the last state.
 
     Example:
-        >>> for state, info in steps(partial(step, **method), state, loader):
-        ...     if info.losses["kind"] < 0.1:
+        >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
+        >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 50
+        >>> for state, info in steps(functools.partial(step, **method), state, loader):
+        ...     if max(info.losses) < 0.1:
         ...         break
     """
     return iterate(step, state, batches, patience, "steps")

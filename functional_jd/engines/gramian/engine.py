@@ -71,6 +71,15 @@ def gramian_fn(
     Differs:
         These put hooks on modules. Here a layer is recognised by the parameter that it receives, so that shared weights
         and functions without modules are no special cases.
+
+    Example:
+        >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
+        >>> gramian, values, pullback = gramian_fn(losses)(torch.tensor([1.0, 2.0]))
+        >>> gramian
+        tensor([[20.,  2.],
+                [ 2.,  1.]], dtype=torch.float64)
+        >>> pullback(torch.tensor([0.5, 1.0]))
+        tensor([2., 2.])
     """
     if not callable(losses):
         raise TypeError(
