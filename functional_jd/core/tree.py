@@ -105,7 +105,7 @@ def row_count(jacobian: Tree, where: str) -> int:
         TypeError: a leaf is not a floating-point tensor.
         ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
     """
-    rows: dict[int, int] = {}
+    rows: list[int] = []
     leaves = tree_leaves(jacobian)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -120,19 +120,20 @@ def row_count(jacobian: Tree, where: str) -> int:
                 f"{list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
                 "Stack one gradient per objective along the first dimension."
             )
-        rows.setdefault(leaf.shape[0], index)
-    if len(rows) > 1:
+        rows.append(leaf.shape[0])
+    # A set or a dict of sizes would make torch.compile compile anew for each of them: a size to be hashed is a constant.
+    if any(m != rows[0] for m in rows):
         names = tree_names(jacobian)
-        found = " and ".join(f"{m} in {names[index]!r}" for m, index in rows.items())
+        found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
         raise ValueError(
             f"{where}: every leaf must have the same number of rows, found {found}. "
             "Did you mix Jacobians of different losses?"
         )
-    if not rows or 0 in rows:
+    if not rows or rows[0] == 0:
         raise ValueError(
             f"{where}: needs at least one row (one objective), found none. Is the pytree of losses or parameters empty?"
         )
-    return next(iter(rows))
+    return rows[0]
 
 
 def tree_difference(expected: Tree, found: Tree) -> str:
