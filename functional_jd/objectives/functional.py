@@ -1,10 +1,13 @@
 """Modules as pure functions of their parameters and buffers."""
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, cast
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
@@ -38,7 +41,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         From `torch.func.functional_call`, which puts tensors into the module for the time of the call: what runs again
         in the backward pass finds the module's own parameters there, and gradients are silently wrong. Here a shallow
         copy of the tree of modules, whose parameters are the arguments, is called; values that a module sets on itself
-        while it runs stay in the copy.
+        while it runs stay in the copy, hooks and entries of its dicts and lists too. So do conversions (`to`, `float`)
+        and the rows that an embedding with `max_norm` shortens.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -77,6 +81,8 @@ def _copy(module: nn.Module, tensors: dict[int, Tensor], copies: dict[int, nn.Mo
     state.update(module.__dict__)
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: None if x is None else tensors[id(x)] for name, x in module.__dict__[kind].items()}
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        state["_parameters"]["weight"] = tensors[id(module.weight)].clone()  # rows are shortened in place
     state["_modules"] = {
         name: None if child is None else _copy(child, tensors, copies)
         for name, child in module.__dict__["_modules"].items()
@@ -84,7 +90,20 @@ def _copy(module: nn.Module, tensors: dict[int, Tensor], copies: dict[int, nn.Mo
     for name, value in module.__dict__.items():
         if name not in ("_parameters", "_buffers", "_modules"):
             state[name] = _replaced(value, tensors, copies)
+    inherited = type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
+    if inherited and not torch.compiler.is_compiling():
+        state["_apply"] = partial(_convert, ref(copy))
     return copy
+
+
+def _convert(copy: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What `to`, `float` and the like do to a copy while it runs: nn.Module's own would change the arguments."""
+    module = copy()
+    for child in module.children() if recurse else ():
+        child._apply(fn)  # pyright: ignore[reportPrivateUsage]
+    for tensors in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+        tensors.update({name: fn(x) for name, x in tensors.items() if x is not None})
+    return module
 
 
 def _replaced(value: Any, tensors: dict[int, Tensor], copies: dict[int, nn.Module]) -> Any:
@@ -104,7 +123,16 @@ def _replaced(value: Any, tensors: dict[int, Tensor], copies: dict[int, nn.Modul
     if type(value) in (list, tuple):  # such as the flat weights of recurrent layers
         elements: Any = cast(Any, value)
         return type(elements)([_replaced(x, tensors, copies) for x in elements])
+    if type(value) in _MUTABLE:  # such as hooks, which a module may add when it first runs
+        container: Any = cast(Any, value)
+        own = container.copy()
+        if isinstance(own, dict):
+            own.update({name: _replaced(x, tensors, copies) for name, x in container.items()})
+        return own
     return value
+
+
+_MUTABLE = (OrderedDict, dict, defaultdict, set, deque)
 
 
 def _check_names(what: str, given: Any, names: Any, method: str) -> None:

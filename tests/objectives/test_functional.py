@@ -143,6 +143,88 @@ def test_nothing_is_left_on_the_module():
     assert module.calls == 0
 
 
+class Hooking(nn.Module):
+    """Puts a hook on a submodule when it first runs, as models of transformers do, and keeps notes in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+        self.hooked, self.notes, self.shapes = False, {"calls": []}, set()
+        self.inner.register_forward_pre_hook(self.scaled)
+
+    def scaled(self, module, args):
+        return (args[0] * self.gain,)
+
+    def forward(self, x):
+        if not self.hooked:
+            self.inner.register_forward_hook(lambda module, args, output: 2 * output)
+            self.hooked = True
+        self.notes["calls"].append(x)
+        self.shapes.add(tuple(x.shape))
+        return self.inner(x) * len(self.notes["calls"]) * len(self.shapes)
+
+
+def test_hooks_and_containers_are_those_of_a_fresh_module_in_every_call():
+    module = Hooking()
+    apply, (params, buffers) = fj.functional(module), parts(module, 0.5)
+    expected = 2 * nn.functional.linear(X * params["gain"], params["inner.weight"], params["inner.bias"])
+    for x in (X, X, torch.cat([X, X])):
+        torch.testing.assert_close(apply(params, buffers, x)[0][: len(X)], expected)
+    assert not module.inner._forward_hooks
+    assert module.notes == {"calls": []}
+    assert module.shapes == set()
+
+
+class Converting(nn.Module):
+    """Converts a submodule while it runs, as routers of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+    def forward(self, x):
+        self.router = self.router.to(torch.float32)
+        return self.router(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap", "forward"])
+def test_a_module_that_converts_itself_leaves_the_parameters(mode):
+    module = Converting().double()
+    params, buffers = parts(module)
+    apply, x = fj.functional(module), X.double()
+    weights = torch.arange(3.0, dtype=torch.float64)
+    losses = lambda params: (apply(params, buffers, x)[0].square() * weights).mean(0)
+    rows, _ = fj.jacobian_fn(losses, mode=mode)(params)
+    single = copy.deepcopy(module).float()
+    values = (single(X).square() * weights).mean(0)
+    for k in range(3):
+        expected = torch.autograd.grad(values[k], list(single.parameters()), retain_graph=True)
+        for (key, p), g in zip(params.items(), expected, strict=True):
+            assert p.dtype == rows[key].dtype == torch.float64
+            torch.testing.assert_close(rows[key][k].float(), g)
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_a_largest_norm_leaves_the_parameters(kind):
+    ids = torch.tensor([[0, 2], [2, 3]])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = kind(5, 3, max_norm=0.5)
+    params, theirs = parts(module)[0], copy.deepcopy(module)
+    before = state_of(module)
+    points = {"weight": params["weight"].clone().requires_grad_()}
+    expected = theirs(ids)  # shortens its own rows
+    (gradient,) = torch.autograd.grad(expected.square().sum(), list(theirs.parameters()))
+    for _ in range(2):
+        output, _ = fj.functional(module)(points, {}, ids)
+        (found,) = torch.autograd.grad(output.square().sum(), list(points.values()))
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(found, gradient)
+    same({"weight": points["weight"].detach()}, params)
+    same(state_of(module), before)
+
+
 def rows_by_hand(module, params, losses):
     """Rows of a copy of the module that holds these parameters."""
     theirs = copy.deepcopy(module)
