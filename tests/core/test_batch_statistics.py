@@ -80,6 +80,34 @@ def test_eval_mode_and_group_norm_are_the_cures():
         assert losses(params, x).shape == (5,)
 
 
+@pytest.mark.parametrize("fn", [fj.jacobian_fn, fj.gramian_fn, fj.weighted_fn])
+def test_standardized_weights_are_no_batch_of_examples(fn):
+    """As networks without normalization layers have them: statistics of each filter, from `batch_norm`."""
+    draw = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(3, 2, 2, generator=draw).double(), torch.randn(4, 2, 5, generator=draw).double())
+
+    def loss(w, x):
+        flat = w.reshape(1, 3, 4)
+        standard = nn.functional.batch_norm(flat, None, None, training=True, momentum=0.0).reshape(w.shape)
+        return nn.functional.conv1d(x[None], standard).square().sum()
+
+    def by_hand(w, x):
+        flat = w.flatten(1)
+        flat = (flat - flat.mean(1, keepdim=True)) / (flat.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return nn.functional.conv1d(x[None], flat.reshape(w.shape)).square().sum()
+
+    rows = torch.stack([torch.func.grad(by_hand)(weight, one) for one in x])
+    found = fn(fj.per_example(loss))(weight, x)
+    weights = torch.tensor([0.5, 2.0, -1.0, 0.0], dtype=torch.float64)
+    if fn is fj.jacobian_fn:
+        torch.testing.assert_close(found[0], rows)
+    else:
+        direction = found[1](weights)[0] if fn is fj.weighted_fn else found[2](weights)
+        torch.testing.assert_close(direction, torch.tensordot(weights, rows, 1))
+    if fn is fj.gramian_fn:
+        torch.testing.assert_close(found[0], rows.flatten(1) @ rows.flatten(1).T)
+
+
 @given(st.integers(2, 4), st.integers(1, 3), st.sampled_from([fj.jacobian_fn, fj.gramian_fn]))
 def test_a_batch_inside_an_example_has_statistics(size, channels, fn):
     draw = torch.Generator().manual_seed(size)
