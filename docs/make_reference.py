@@ -19,6 +19,8 @@ SECTIONS = {
     "Optimizers": ["optimizers"],
     "Diagnose": ["diagnostics", "core.names"],
 }
+# What a reader looks for first.
+FIRST = ["train_state", "step", "jacobian_fn", "aggregate", "scale_state"]
 MODULES = ["random", "distributed", "plotting", "testing"]
 
 
@@ -27,7 +29,7 @@ def sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {title: [] for title in SECTIONS}
     home = {file: title for title, files in SECTIONS.items() for file in files}
     members = [(name, getattr(functional_jd, name)) for name in functional_jd.__all__]
-    for name, member in sorted(members, key=lambda pair: (inspect.isclass(pair[1]), pair[0])):
+    for name, member in sorted(members, key=lambda pair: (inspect.isclass(pair[1]), pair[0] not in FIRST, pair[0])):
         if isinstance(member, ModuleType):
             continue
         path = member.__module__.removeprefix("functional_jd.")

@@ -121,7 +121,7 @@ def row_count(jacobian: Tree, where: str) -> int:
                 "Stack one gradient per objective along the first dimension."
             )
         rows.append(leaf.shape[0])
-    # A set or a dict of sizes would make torch.compile compile anew for each of them: a size to be hashed is a constant.
+    # No set or dict of sizes: torch.compile takes a size to be hashed for a constant, and compiles anew for each.
     if any(m != rows[0] for m in rows):
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
