@@ -52,7 +52,9 @@ def setup(app: Any) -> None:
 # The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
 CONTENTS = {
     "Choose": ["docs/rules", "docs/benchmarks", "docs/limits"],
-    "Guides": [f"docs/guides/{page}" for page in ("objectives", "by_hand", "recipes", "diagnose", "own_rule")],
+    "Guides": [
+        f"docs/guides/{page}" for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "diagnose", "own_rule")
+    ],
     "Coming from": ["docs/coming_from"],
     "Notebooks": ["notebooks/*"],
     "Reference": ["docs/reference/index"],
