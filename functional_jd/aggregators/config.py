@@ -53,8 +53,8 @@ def config(preference: Numbers | None = None) -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         u = preference_of(G)
-        a = pseudo_inverse(C) @ u
-        attained = C @ a
+        inverse, projection = pseudo_inverse(C)
+        a, attained = inverse @ u, projection @ u
         vanishing = attained.abs().amax() <= _VANISHING * u.amax()
         length = (norms @ attained) / torch.where(vanishing, 1, a @ attained)
         return torch.where(vanishing, 0, length * a / norms)

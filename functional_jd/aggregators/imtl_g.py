@@ -42,12 +42,12 @@ def imtl_g() -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         is_zero = G.diagonal() == 0
-        inverse = pseudo_inverse(C + torch.diag(is_zero.to(C.dtype)))
-        # C times its pseudo-inverse projects on the range: its trace is the rank.
-        independent = (C * inverse).sum() > (~is_zero).sum() - 0.5
-        least_squares = pseudo_inverse(G) @ torch.where(is_zero, 0, norms)
-        longest = torch.where(is_zero, 0, norms).amax()
-        attainable = independent | ((G @ least_squares).abs().amax() > _VANISHING * longest)
+        inverse, projection = pseudo_inverse(C + torch.diag(is_zero.to(C.dtype)))
+        independent = projection.diagonal().sum() > len(G) - 0.5  # the trace is the rank
+        lengths = torch.where(is_zero, 0, norms)
+        inverse_gramian, projection = pseudo_inverse(G)
+        least_squares, attained = inverse_gramian @ lengths, projection @ lengths
+        attainable = independent | (attained.abs().amax() > _VANISHING * lengths.amax())
         v = torch.where(independent, torch.where(is_zero, 0, inverse.sum(-1)) / norms, least_squares)
         total = v.sum()
         exists = attainable & (total.abs() > _CANCELLED * v.abs().sum())

@@ -9,21 +9,38 @@ from functional_jd.core.safe import divide, nan_unless
 _CUT = 8 * torch.finfo(torch.float64).eps
 
 
-def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """The inverse on the range, zero on its complement (Moore and Penrose).
+def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse on the range, zero on its complement (Moore and Penrose); and the projection on the range.
+
+    In the basis of its eigenvectors V, which are constant to derivatives, a matrix of constant rank is `T S T'`, with S
+    its block of the eigenvalues that are kept, and `T = [1, X]'` a basis of its range, `X S` the block below. Then
+    `A^+ = T M S^-1 M T'` and the projection is `T M T'`, with `M = (T'T)^-1 = 1 - X'X` to third order in X, which is
+    zero except for its derivatives. Two steps of `Y <- Y (2 - S Y)`, that change derivatives only, give those of
+    `S^-1`. Where no eigenvalue is dropped the projection is the identity, and no rounding of it is multiplied by
+    the inverse twice, as by the usual formula for the derivative.
 
     Args:
-        matrix: float64 `[*, m, m]`, symmetric positive semi-definite.
+        matrix: A, float64 `[*, m, m]`, symmetric positive semi-definite.
 
     Returns:
-        float64 `[*, m, m]`; NaN where the matrix is not finite.
+        float64 `[*, m, m]` each; NaN where the matrix is not finite.
 
     Laws:
-        Composes with vmap, grad, jvp, compile; derivatives are correct where the rank is constant, also at repeated
-        eigenvalues. The decomposition synchronizes with the device.
+        Composes with vmap, grad, jvp, compile. First and second derivatives are correct where the rank is constant,
+        also at repeated eigenvalues. The decomposition synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
-    return nan_unless(finite, torch.linalg.pinv(finite_matrix, hermitian=True, rtol=_CUT * matrix.shape[-1]))
+    spectrum, V, kept, change = _eigenbasis(finite_matrix)
+    one = torch.diag_embed(kept.to(spectrum.dtype))
+    block = torch.diag_embed(spectrum) + change
+    inverse = torch.diag_embed(1 / torch.where(kept, spectrum, torch.inf))
+    for _ in range(2):
+        inverse = inverse + inverse @ (one - block @ inverse)
+    X = torch.where(kept.unsqueeze(-1), 0, change) @ inverse
+    T = one + X
+    left = T - T @ X.mT @ X
+    projection, inverse = V @ left @ T.mT @ V.mT, V @ left @ inverse @ left.mT @ V.mT
+    return nan_unless(finite, inverse), nan_unless(finite, projection)
 
 
 def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,11 +65,9 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
         Higham, Functions of Matrices, SIAM 2008, theorem 3.11 (divided differences), chapter 6 (roots by Newton).
     """
     finite_matrix, finite = _finite_or_identity(matrix)
-    spectrum, V = torch.linalg.eigh(finite_matrix.detach())
-    kept = spectrum > _CUT * matrix.shape[-1] * spectrum[..., -1:]
+    spectrum, V, kept, change = _eigenbasis(finite_matrix)
     root = torch.where(kept, spectrum, 1).sqrt()
     rotated = V.mT @ finite_matrix @ V
-    change = rotated - rotated.detach()  # zero, except for its derivatives
     inverse_roots = torch.where(kept, spectrum, torch.inf).rsqrt()
     sums = root.unsqueeze(-1) + root.unsqueeze(-2)
     one = torch.diag_embed(kept.to(root.dtype))
@@ -66,6 +81,13 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     eigenvalues = torch.where(kept, rotated.diagonal(dim1=-2, dim2=-1) + second_order, 0)
     inverse = V @ (inverse + (border + border.mT) * change) @ V.mT
     return nan_unless(finite, inverse), nan_unless(finite.squeeze(-1), eigenvalues)
+
+
+def _eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, constant to derivatives; which are kept; zero with the derivatives of `V'A V`."""
+    spectrum, V = torch.linalg.eigh(matrix.detach())
+    rotated = V.mT @ matrix @ V
+    return spectrum, V, spectrum > _CUT * matrix.shape[-1] * spectrum[..., -1:], rotated - rotated.detach()
 
 
 def _finite_or_identity(matrix: Tensor) -> tuple[Tensor, Tensor]:

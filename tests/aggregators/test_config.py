@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_within, gramian_bound
+from bounds import check_within, eps, gramian_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -97,6 +97,20 @@ def test_derivatives_are_those_of_differences(J):
     torch.testing.assert_close(jacfwd(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
     first = jacrev(lambda J: direction(J)[0])
     torch.testing.assert_close(jacrev(first)(J), differences(first, J), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("angle", [1e-2, 1e-3, 1e-4])
+def test_derivatives_are_accurate_where_two_rows_are_nearly_parallel(angle):
+    half, norms = torch.tensor(angle / 2, dtype=torch.float64), torch.tensor([[2.0], [3.0]], dtype=torch.float64)
+
+    def turned(x):  # the first row turns away from the second one by x
+        angles = torch.stack([half + x, -half])
+        return direction(norms * torch.stack([angles.cos(), angles.sin()], dim=1))
+
+    # Halfway between both rows, as long as the projections of both on it: `5 cos(half + x / 2)` at the angle x / 2.
+    expected = 2.5 * torch.stack([-half.sin(), half.cos()])
+    slope = jacfwd(turned)(torch.zeros((), dtype=torch.float64))
+    check_within(slope, expected, 64 * eps() / angle**3)  # what rounding of the cosines does to them
 
 
 def test_derivatives_are_finite_beside_a_row_of_zeros():

@@ -27,10 +27,11 @@ def normal(*shape, seed=0):
 @given(rows())
 def test_penrose_and_the_root_of_the_inverse(J):
     G = J @ J.T
-    P, (X, eigenvalues) = pseudo_inverse(G), inverse_root(G)
+    (P, range_), (X, eigenvalues) = pseudo_inverse(G), inverse_root(G)
     rounding = 64 * len(G) * eps() * max(G.abs().max(), 1) * max(P.abs().max(), 1)
     check_within(G @ P @ G, G, rounding * max(G.abs().max(), 1))
     check_within(P, P.T, rounding * max(P.abs().max(), 1))
+    check_within(G @ P, range_, rounding)
     check_within(X @ X, P, rounding * max(P.abs().max(), 1))
     assert (eigenvalues != 0).sum() == np.linalg.matrix_rank(J.numpy())
 
@@ -59,7 +60,14 @@ def differences(f, x, h=1e-5):
 
 @pytest.mark.parametrize("name", POINTS)
 @pytest.mark.parametrize(
-    "function", [pseudo_inverse, lambda G: inverse_root(G)[0], lambda G: inverse_root(G)[1].sum()], ids=["+", "-/", "s"]
+    "function",
+    [
+        lambda G: pseudo_inverse(G)[0],
+        lambda G: pseudo_inverse(G)[1],
+        lambda G: inverse_root(G)[0],
+        lambda G: inverse_root(G)[1].sum(),
+    ],
+    ids=["+", "range", "-/", "s"],
 )
 def test_derivatives_are_those_of_differences(name, function):
     f = lambda J: function(J @ J.T)
@@ -81,15 +89,15 @@ def test_a_simple_eigenvalue_has_second_derivatives():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so_and_does_not_raise(value):
     G = torch.tensor([[1.0, value], [value, 1.0]], dtype=torch.float64)
-    assert all(part.isnan().all() for part in (pseudo_inverse(G), *inverse_root(G)))
+    assert all(part.isnan().all() for part in (*pseudo_inverse(G), *inverse_root(G)))
 
 
 def test_a_batch_is_the_loop_and_compiles_with_its_derivatives():
     batch = torch.stack([normal(3, 3, seed=seed) @ normal(3, 3, seed=seed).T for seed in range(3)])
-    for f in (pseudo_inverse, lambda G: inverse_root(G)[0]):
+    for f in (lambda G: pseudo_inverse(G)[0], lambda G: inverse_root(G)[0]):
         loop = torch.stack([f(G) for G in batch])
         size = torch.linalg.cond(batch) * loop.abs().amax((1, 2))
         check_within(torch.vmap(f)(batch), loop, 64 * eps() * size.view(-1, 1, 1))
-    both = torch.vmap(grad(lambda G: (pseudo_inverse(G) @ inverse_root(G)[0]).sum()))
+    both = torch.vmap(grad(lambda G: (pseudo_inverse(G)[0] @ inverse_root(G)[0]).sum()))
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), both(batch))
