@@ -80,7 +80,7 @@ def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
         for j, target, sine in zip(orders.unbind(1), targets.unbind(1), _sine(targets).unbind(1), strict=True):
             one_hot = eye[j]
             cosine = (one_hot * products).sum(1) / nonzero(lengths)
-            below = cosine < target
+            below = (cosine < target) & (C[j, j] > 0)  # a row of zeros moves nothing
             # The component orthogonal to g_j is unchanged and gives the new length, without a difference of squares.
             growth = torch.where(below, _sine(cosine) / sine, 1)
             steps = torch.where(below, lengths * (target * growth - cosine), 0).unsqueeze(1)

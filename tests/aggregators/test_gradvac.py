@@ -203,3 +203,13 @@ def test_bad_hyper_parameters_are_refused_at_once():
             gradvac(key(0), beta)
     with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
         gradvac(0)
+
+
+def test_a_row_of_zeros_moves_no_row_whatever_its_target():
+    J = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-0.6, 0.8]], dtype=torch.float64)
+    targets = torch.tensor([[0.0, 0.9, 0.5], [0.0, 0.0, 0.0], [0.0, 0.9, 0.0]], dtype=torch.float64)
+    # Row 0 gets the cosine 1/2 with row 2, and row 2 the cosine 0 with row 0.
+    expected = torch.stack([J[0] + (0.5 * 0.8 / 0.75**0.5 + 0.6) * J[2], J[2] + 0.6 * J[0]]).sum(0)
+    for seed in range(4):  # row 1 comes first for some of the keys
+        found = aggregate(gradvac(key(seed)), J, GradVacState(key(seed), targets)).direction
+        check_within(found, expected, 16 * eps() * 3)
