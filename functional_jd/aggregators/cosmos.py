@@ -7,6 +7,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
+from functional_jd.core.safe import order_of
 
 
 def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
@@ -48,5 +49,5 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
 
 def value(losses: Tensor, lambda_: Number, weights: Tensor) -> Tensor:
     """The scalarization of the losses."""
-    total, norm = weights @ losses, torch.linalg.vector_norm
-    return total - lambda_ * total / (norm(weights) * norm(losses))
+    total, ray, point = weights @ losses, weights / order_of(weights), losses / order_of(losses)
+    return total - lambda_ * (ray @ point) / (torch.linalg.vector_norm(ray) * torch.linalg.vector_norm(point))

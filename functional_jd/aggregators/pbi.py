@@ -7,7 +7,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import scalarized
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
-from functional_jd.core.safe import sqrt_or_zero
+from functional_jd.core.safe import order_of, sqrt_or_zero
 
 # Distances from the ray below this, relative to that from the reference, are treated as rounding, which would give the
 # penalty a random direction.
@@ -52,8 +52,10 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
 
 def value(losses: Tensor, theta: Number, weights: Tensor, reference: Tensor | float = 0.0) -> Tensor:
     """The scalarization of the losses."""
-    ray, offset = weights / torch.linalg.vector_norm(weights), losses - reference
+    proportions, offset = weights / order_of(weights), losses - reference
+    unit = order_of(offset)
+    ray, offset = proportions / torch.linalg.vector_norm(proportions), offset / unit
     along = ray @ offset
     perpendicular = offset - along * ray
     square = perpendicular @ perpendicular
-    return along + theta * sqrt_or_zero(square, square <= _ON_THE_RAY**2 * (offset @ offset))
+    return unit * (along + theta * sqrt_or_zero(square, square <= _ON_THE_RAY**2 * (offset @ offset)))

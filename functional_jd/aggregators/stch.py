@@ -46,4 +46,6 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
 
 def value(losses: Tensor, mu: Number, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:
     """The scalarization of the losses."""
-    return mu * torch.logsumexp(weights * (losses - reference) / mu, dim=0)
+    scaled = weights * (losses - reference)
+    largest = scaled.detach().amax()  # a constant that cancels: it may be too large to divide by mu
+    return largest + mu * torch.logsumexp((scaled - largest) / mu, dim=0)

@@ -27,3 +27,10 @@ def nan_unless(holds: Tensor, x: Tensor) -> Tensor:
 def with_nan_of(x: Tensor, source: Tensor) -> Tensor:
     """`x`, but NaN where `source`, which must broadcast with it, is not finite."""
     return x + 0 * source
+
+
+def order_of(x: Tensor) -> Tensor:
+    """The largest magnitude in `x`, constant to derivatives, 1 where all is zero: what `x` is divided by before squares
+    that might overflow.
+    """
+    return nonzero(x.detach().abs().amax())

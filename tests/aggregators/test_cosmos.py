@@ -76,6 +76,13 @@ def test_weights_drawn_in_the_step_are_differentiated_and_batched():
     torch.testing.assert_close(torch.vmap(weights)(batch), torch.stack([weights(u) for u in batch]))
 
 
+@pytest.mark.parametrize("unit", [1e-200, 1e-30, 1e30, 1e200])
+def test_units_whose_squares_overflow_or_vanish_are_units(unit):
+    losses, u = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    expected = calls(cosmos(8.0, u), [losses])[0][0]
+    torch.testing.assert_close(calls(cosmos(8.0 * unit, u), [losses * unit])[0][0], expected, rtol=0, atol=64 * eps())
+
+
 def test_losses_of_zero_give_a_direction_that_is_not_finite():
     assert not hidden(cosmos(1.0, [1.0, 1.0]), torch.zeros(2, dtype=torch.float64))
 

@@ -43,6 +43,14 @@ def test_on_the_ray_the_weights_are_its_own_whatever_is_rounded(weights, exponen
     torch.testing.assert_close(found, u / u.norm())
 
 
+@pytest.mark.parametrize("unit", [1e-200, 1e-30, 1e30, 1e200])
+def test_units_whose_squares_overflow_or_vanish_are_units(unit):
+    losses, u = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    expected = calls(pbi(5.0, u), [losses])[0][0]
+    for rule in (pbi(5.0, u), pbi(5.0, u * unit)):
+        torch.testing.assert_close(calls(rule, [losses * unit])[0][0], expected, rtol=0, atol=64 * eps())
+
+
 def s(losses):
     n = U / U.norm()
     along = (losses - Z) @ n

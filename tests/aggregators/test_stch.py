@@ -31,6 +31,13 @@ def test_the_weights_are_scipy_s_softmax(losses, reference, mu):
     check_within(weights[0], torch.as_tensor(expected), 16 * eps() * (1 + exponents))
 
 
+@pytest.mark.parametrize("mu", [1e-300, 1e-320])
+def test_however_small_mu_is_the_worst_loss_has_all_the_weight(mu):
+    losses = torch.tensor([1e30, 3e30, -2e30], dtype=torch.float64)
+    weights, _ = calls(stch(mu, U), [losses])
+    assert weights[0].tolist() == [0, U[1].item(), 0]
+
+
 @given(numbers, st.sampled_from([0.01, 1.0, 30.0]))
 def test_the_value_is_the_maximum_or_a_little_more(losses, mu):
     worst = (U * (losses - Z)).max()
