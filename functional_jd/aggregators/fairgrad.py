@@ -33,12 +33,15 @@ def fairgrad(alpha: Number) -> Aggregator:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the
         direction for `c J` is `c^((1 - alpha) / (1 + alpha))` times that for J, up to rounding. A row of zeros gets
         weight 0, the others the weights that they have without it. From alpha = 0.1 to 10 the residual of the equation
-        is at rounding level for norms spread over 1e12; below 0.02 and above 50, with norms spread over 1e4 or more,
-        weights are finite but approximate, with derivative zero. A stationary Jacobian (a convex combination of the
-        unit rows is zero, within 1e-7) has no solution. Then weights are 0 for `alpha >= 1`, and wherever no direction
-        gains; for `alpha < 1`, the direction of largest utility exists: it gains zero for the rows that cancel, whose
-        weights solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))` and the direction is
-        accurate to `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5, 3e7 and 6e-9 for 0.9.
+        is at rounding level for norms spread over 1e12. For larger alpha (from 50 at norms spread over 1e4, 30 at 1e8,
+        20 at 1e12, 10 at 1e24) a row to which the others give more than its share may keep a weight that is too large,
+        but too small to matter: below 1e-60 of the sum of all `w norms`. Direction and derivatives are then accurate.
+        Below 0.02, with norms spread over 1e4 or more, derivatives may be zero. A stationary Jacobian (a convex
+        combination of the unit rows is zero, within 1e-7) has no solution. Then weights are 0 for `alpha >= 1`, and
+        wherever no direction gains; for `alpha < 1`, the direction of largest utility exists: it gains zero for the
+        rows that cancel, whose weights solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))`
+        and the direction is accurate to `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5,
+        3e7 and 6e-9 for 0.9.
         A non-finite Gramian gives NaN weights.
 
     Source:

@@ -15,6 +15,8 @@ _TOLERANCE = 1e-7
 # Below the first, relative to the sizes of what cancels, a float64 Gramian cannot tell |sum of multiples|^2 from zero;
 # what is below the second is treated as zero if the search did not converge.
 _NOISE, _DOUBTFUL = 1e-14, 1e-8
+# Multiples below this fraction of the sum of all are far below the rounding of every gain.
+_LEAST = 1e-60
 # Keeps Newton's matrix positive definite on dependent rows; it is not part of the residual.
 _RIDGE = 1e-15
 
@@ -36,9 +38,9 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
         v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
         combination of the unit rows is within 1e-7 of zero) there is no solution. All are 0 then for p <= 1, or where
         all gains `C y` vanish. For p > 1 the gains approach those of the largest utility as y grows: v is where the
-        equation holds to the rounding of `C y`. A search that did not converge gives 0 within 1e-4 of stationary rows,
-        else its last iterate, positive and finite, with derivative zero: for p below 0.02 or above 50 when sizes are
-        spread over 1e4 or more.
+        equation holds to the rounding of `C y`. A share of which less than 1e-60 of the sum of all `k v` is left may be
+        too large, with derivative zero. A search that did not converge gives 0 within 1e-4 of stationary rows, else its
+        last iterate, positive and finite, with derivative zero: for p above 50 when sizes are spread over 1e4 or more.
 
     Laws:
         Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct. On a CPU the search
@@ -56,25 +58,25 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
     constant = power.detach() if isinstance(power, Tensor) else power
     found, upper, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k))
     v = start = torch.where(solved, found, 1)
-    slope = start ** ((1 + constant) / 2)
+    size, negligible = _no_larger_than_one(start, constant), _negligible(k * start)
     for _ in range(2):
-        residual = matvec(C, k * v) - k * v**-power
+        residual = torch.where(negligible, 0, matvec(C, k * v) - k * v**-power)
         # Where the residual is rounding, only its derivatives matter.
         residual = torch.addcmul(residual, rounded, residual.detach(), value=-1)
-        v = v - torch.where(solved, slope / k.detach() * solve(upper.mT, slope * residual), 0)
+        v = v - torch.where(solved & ~negligible, size / k.detach() * solve(upper.mT, size * residual), 0)
     return torch.where(is_zero, 0, torch.where(solved, v, found))
 
 
 def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shares `[*, m]`; the upper Cholesky factor of `S C S + p`, `S = v^((1 + p) / 2)`; convergence, `[*, 1]`; 1 where
-    the residual is rounding, else 0, `[*, 1]`.
+    """Shares `[*, m]`; the upper Cholesky factor of `S (C + p v^-(1 + p)) S`, `S = min(1, v^((1 + p) / 2))`;
+    convergence, `[*, 1]`; 1 where the residual is rounding, else 0, `[*, 1]`.
     """
     m = sizes.shape[-1]
     C, k, p = cosines.reshape(-1, m, m), sizes.reshape(-1, m), power.reshape(-1, 1)
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, p_eye = C + _RIDGE * eye, p.unsqueeze(-1) * eye
     v = t = torch.ones_like(k)
-    solved = rounded = finished = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
+    solved = rounded = finished = arrived = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
     smallest = torch.full_like(k[:, :1], torch.inf)
     for step in range(_STEPS):
         y = k * v
@@ -87,26 +89,48 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tens
             finished = finished | rounded
         if on_host(C) and finished.all():
             break
-        rate = (t / v).sqrt()
-        factor = torch.linalg.cholesky_ex(ridged / rate.unsqueeze(-1) / rate.unsqueeze(-2) + p_eye)[0]
+        rate = t / v
+        size = rate.clamp(min=1).rsqrt()
+        factor = torch.linalg.cholesky_ex(
+            ridged * size.unsqueeze(-1) * size.unsqueeze(-2) + rate.clamp(max=1).unsqueeze(-1) * p_eye
+        )[0]
         log_residual = p * v.log() + t.log()
-        dv = solve(factor, ((1 - log_residual) * k * t - gain) / rate) / (rate * y)
+        dv = size / y * solve(factor, size * ((1 - log_residual) * k * t - gain))
         dt = -log_residual - p * dv
         change = torch.maximum(dv.abs(), dt.abs()).amax(-1, keepdim=True)
         running = change.isfinite() & ~finished
         solved = solved | (running & (change < _TOLERANCE))
+        # A share that is too small to matter to any gain may go on shrinking.
+        seen = torch.where(_negligible(y) & (dv < 0), 0, dv.abs()).maximum(dt.abs()).amax(-1, keepdim=True)
+        arrived = ~running & arrived | running & (seen < _TOLERANCE)
         v, t = torch.where(running, v * _step_factor(dv), v), torch.where(running, t * _step_factor(dt), t)
         finished = solved | ~running
     y = k * v
     relative = _relative_size(y, matvec(C, y), p)
-    solved = (solved | rounded) & (relative > _NOISE)
-    slope = torch.where(solved, v, 1) ** ((1 + p) / 2)
-    factor = torch.linalg.cholesky_ex(ridged * slope.unsqueeze(-1) * slope.unsqueeze(-2) + p_eye)[0]
+    solved = (solved | rounded | arrived) & (relative > _NOISE)
+    start = torch.where(solved, v, 1)
+    size = _no_larger_than_one(start, p)
+    rate = (start ** -(1 + p)).clamp(max=1)
+    factor = _factor(ridged, size, rate.unsqueeze(-1) * p_eye)
     v = torch.where(solved | (torch.minimum(smallest, relative) > _DOUBTFUL), v, 0)
     v = with_nan_of(v, C.sum((-2, -1)).unsqueeze(-1) + p)
     single = (*sizes.shape[:-1], 1)
     upper = factor.mT.contiguous().view(cosines.shape)  # the layout that compiled code expects, without a copy
     return v.view(sizes.shape), upper, solved.view(single), rounded.to(v.dtype).view(single)
+
+
+def _factor(C: Tensor, size: Tensor, diagonal: Tensor) -> Tensor:
+    """The lower Cholesky factor of C with rows and columns multiplied by a size, plus a diagonal."""
+    return torch.linalg.cholesky_ex(C * size.unsqueeze(-1) * size.unsqueeze(-2) + diagonal)[0]
+
+
+def _no_larger_than_one(v: Tensor, power: float | Tensor) -> Tensor:
+    """What brings the rows and columns of Newton's matrix to order one, although powers of v may overflow."""
+    return (v ** ((1 + power) / 2)).clamp(max=1)
+
+
+def _negligible(y: Tensor) -> Tensor:
+    return y.detach() <= _LEAST * y.detach().sum(-1, keepdim=True)
 
 
 def _relative_size(y: Tensor, gain: Tensor, power: Tensor) -> Tensor:

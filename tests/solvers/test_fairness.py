@@ -114,6 +114,32 @@ def test_an_extreme_power_stays_finite_in_value_and_derivative():
         assert grad(lambda C, p=p: fair_shares(C, k, p).sum())(C).isfinite().all()
 
 
+@pytest.mark.parametrize("p", [10.0, 20.0, 100.0, 1000.0])
+def test_shares_whose_powers_overflow_are_those_without_which_no_gain_is_possible(p):
+    # A short row that a long one opposes gains nothing: it takes as much of it as there is of the long one.
+    C, k = torch.tensor([[1.0, -0.5], [-0.5, 1.0]], dtype=torch.float64), torch.tensor([1.0, 1e-12]).double()
+    v = fair_shares(C, k, p)
+    y = torch.tensor([0.75 ** (-1 / (1 + p)), 0.5 * 0.75 ** (-1 / (1 + p))], dtype=torch.float64)
+    check_within(k * v, y, 16 * eps())
+    f = lambda c: fair_shares(torch.stack([torch.stack([c / c, c]), torch.stack([c, c / c])]), k, p)
+    slope = jacfwd(f)(C[0, 1])[0]  # of (1 - c^2)^(-1 / (1 + p)), unless the search did not converge
+    if p <= 50:
+        assert slope.item() == pytest.approx(2 * -0.5 / (1 + p) * 0.75 ** (-1 / (1 + p) - 1), rel=1e-12)
+    assert slope.isfinite()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.02, 0.05])
+def test_a_share_that_does_not_matter_leaves_the_derivatives_of_the_others(p):
+    # The last row gains more from the others than its share is worth, so that it shrinks beyond all bounds.
+    C, k = problem(3, 5, 2)[0], torch.tensor([1.0, 1e-2, 1e-12], dtype=torch.float64)
+    C[2] = C[:, 2] = torch.tensor([0.6, 0.2, 1.0])
+    S = torch.tensor([[0.0, 0.3, -0.2], [0.3, 0.0, 0.5], [-0.2, 0.5, 0.0]], dtype=torch.float64)
+    f, h = lambda x: k * fair_shares(C + x * S, k, p), 1e-5
+    zero = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close(jacfwd(f)(zero), (f(zero + h) - f(zero - h)) / (2 * h), rtol=1e-7, atol=1e-9)
+    assert jacfwd(f)(zero).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0])
 def test_first_and_second_derivatives_are_those_of_differences(p):
     C, k = problem(3, 5, 2, spread=1.0)
