@@ -20,6 +20,9 @@ Rows: TypeAlias = list[Tensor | None]
 
 Result = TypeVar("Result")
 
+# Elements of the cotangents that the loop makes at once.
+_COTANGENTS = 1 << 16
+
 LOOP = "differentiates one row after the other, which takes m backward passes"
 
 
@@ -34,7 +37,12 @@ def vjp_rows(point: Vjp, cotangents: Rows, options: Options) -> Rows:
         return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
     mode, chunk_size = choose_rows(point, m, options)
-    return by_mode(mode, lambda: _together(point, cotangents, m, chunk_size), one_by_one, options)
+    return by_mode(
+        mode,
+        lambda: _together(point, lambda group: [c if c is None else c[group] for c in cotangents], m, chunk_size),
+        one_by_one,
+        options,
+    )
 
 
 def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
@@ -43,7 +51,7 @@ def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
     mode, chunk_size = choose_rows(point, m, options)
     return by_mode(
         mode,
-        lambda: _together(point, [*_diagonal(point, factors)], m, chunk_size),
+        lambda: _together(point, lambda group: _cotangents(point, factors, group), m, chunk_size),
         lambda: stack_rows(gradients_one_by_one(point, factors), m),
         options,
     )
@@ -65,9 +73,10 @@ def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | 
     for owner, (y, own) in enumerate(
         zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
     ):
-        block = (own if y.numel() == 1 else torch.diag(own)).to(y.dtype)
-        for cotangent in block.reshape(y.numel(), *y.shape).unbind():
-            yield point.pullback([cotangent if k == owner else None for k in range(len(point.outputs))])
+        for group in _groups(y.numel(), max(1, _COTANGENTS // max(1, y.numel()))):
+            block = _diagonal(own, group).to(y.dtype)
+            for cotangent in block.reshape(len(block), *y.shape).unbind():
+                yield point.pullback([cotangent if k == owner else None for k in range(len(point.outputs))])
 
 
 def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
@@ -79,32 +88,45 @@ def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
     return _written(enumerate(chain([first], parts)), m)
 
 
-def _diagonal(point: Vjp, factors: Tensor) -> list[Tensor]:
-    """The m cotangents of the objectives, by output `[m, *y]`."""
-    matrix = torch.diag(factors)  # eye(m) * factors would turn one infinite factor into a NaN in every row
-    blocks = matrix.split([y.numel() for y in point.outputs], dim=1)
-    return [block.reshape(len(factors), *y.shape).to(y.dtype) for block, y in zip(blocks, point.outputs, strict=True)]
+def _groups(m: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, m)) for start in range(0, m, size))
 
 
-def _together(point: Vjp, cotangents: Rows, m: int, chunk_size: int | None) -> Rows:
+def _diagonal(factors: Tensor, group: slice) -> Tensor:
+    """Some rows of the diagonal matrix of the factors, without the others: there may be too many for all of them."""
+    # eye(m) * factors would turn one infinite factor into a NaN in every row.
+    m, square = len(factors), torch.diag(factors[group])
+    return square if len(square) == m else torch.nn.functional.pad(square, (group.start, m - group.stop))
+
+
+def _cotangents(point: Vjp, factors: Tensor, group: slice) -> Rows:
+    """The cotangents of some of the m objectives, by output `[rows, *y]`."""
+    blocks = _diagonal(factors, group).split([y.numel() for y in point.outputs], dim=1)
+    return [block.reshape(len(block), *y.shape).to(y.dtype) for block, y in zip(blocks, point.outputs, strict=True)]
+
+
+def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_size: int | None) -> Rows:
+    """Rows by vmap, so many at once. Cotangents are made group by group, as those of all objectives are `[m, m]`."""
     reached: list[bool] = []
 
-    def row(*given: Tensor) -> list[Tensor]:
-        rest = iter(given)
-        gradient = point.pullback([None if c is None else next(rest) for c in cotangents])
-        reached[:] = [g is not None for g in gradient]
-        return [g for g in gradient if g is not None]
+    def rows(group: slice) -> Rows:
+        given = cotangents(group)
 
-    def rows(group: slice, chunk_size: int | None = None) -> Rows:
-        found = iter(torch.vmap(row, chunk_size=chunk_size)(*[c[group] for c in cotangents if c is not None]))
+        def row(*some: Tensor) -> list[Tensor]:
+            rest = iter(some)
+            gradient = point.pullback([None if c is None else next(rest) for c in given])
+            reached[:] = [g is not None for g in gradient]
+            return [g for g in gradient if g is not None]
+
+        found = iter(torch.vmap(row)(*[c for c in given if c is not None]))
         return [next(found) if yes else None for yes in reached]
 
     if chunk_size is None or chunk_size >= m:
-        return rows(slice(None))
+        return rows(slice(0, m))
+    parts = (rows(group) for group in _groups(m, chunk_size))
     if under_transform():
-        return rows(slice(None), chunk_size)
-    groups = (slice(i, i + chunk_size) for i in range(0, m, chunk_size))
-    return _written(((group, rows(group)) for group in groups), m)
+        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    return _written(zip(_groups(m, chunk_size), parts, strict=True), m)
 
 
 def _stacked(gradients: list[list[Tensor | None]]) -> Rows:

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from zoo import numbers
 
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient
+from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
+from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.vjp import vjp
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
@@ -74,3 +78,39 @@ def test_the_graph_tells_its_nodes_and_its_widest_gradient():
     for _ in range(40):  # 2 ** 40 paths
         twice = twice + twice
     assert len(graph_nodes([twice])) == 44
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements behind the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if torch.is_tensor(x)]
+        self.numel = max([self.numel, *made])
+        return result
+
+
+@pytest.mark.parametrize("shapes", [[2000], [(20, 50), 999, ()]], ids=["one output", "several outputs"])
+@pytest.mark.parametrize(("mode", "chunk_size"), [("vmap", 10), ("auto", 10), ("loop", None), ("auto", 1)])
+def test_memory_follows_the_chunk_size_however_many_objectives(mode, chunk_size, shapes):
+    x, p = numbers(2000, 3, dtype=torch.float64), numbers(3, seed=1, dtype=torch.float64)
+    sizes = [torch.Size([shape] if isinstance(shape, int) else shape) for shape in shapes]
+
+    def losses(p):
+        values = torch.tanh(x @ p).split([size.numel() for size in sizes])
+        return [value.reshape(size) for value, size in zip(values, sizes, strict=True)]
+
+    scale = torch.linspace(1, 2, 2000, dtype=torch.float32)
+    with Largest() as made:
+        rows, _ = jacobian_fn(losses, scale=scale, mode=mode, chunk_size=chunk_size)(p)
+    # A group of rows, or what the loop takes at once: not the [m, m] of all cotangents.
+    assert made.numel <= max(10 * 2000, row_vjps._COTANGENTS) < 2000**2 // 50
+    expected = scale.unsqueeze(1) * x * (1 - torch.tanh(x @ p) ** 2).unsqueeze(1)
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(
+        torch.vmap(lambda p: jacobian_fn(losses, scale=scale, mode=mode, chunk_size=400)(p)[0])(p[None])[0], expected
+    )
