@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.solvers.search import on_host, opaque, solve, solve_upper
+from functional_jd.solvers.products import guessed_multipliers, solve_by_products
+from functional_jd.solvers.search import may_be_differentiated, on_host, opaque, solve, solve_upper
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
 # rows; the chord steps remove its effect where no pivot is below `_ILL_CONDITIONED`.
@@ -17,8 +18,9 @@ _ROUNDING = 4 * torch.finfo(torch.float64).eps
 _TOLERANCE = 1e-13
 # Exchanges converge within 1 to 9 rounds or not at all.
 _EXCHANGES = 10
-# From this many entries in all factors on, guessing the active set costs less than the exchanges that it saves.
-_GUESSED_FROM = 12_000
+# From so many entries in all factors on, guessing the active set costs less than the exchanges that it saves, and
+# products cost less than factors.
+_GUESSED_FROM, _PRODUCTS_FROM = 12_000, 400_000
 
 
 class _Solutions(NamedTuple):
@@ -60,6 +62,8 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
+    if not may_be_differentiated(matrix, offset):
+        return _opaque_solution(matrix, offset, allowed)
     s, active, upper, refined = _opaque_search(matrix.detach(), offset.detach(), allowed)
     for _ in range(2):
         residual = (s @ matrix + offset) * active
@@ -68,30 +72,37 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     return s
 
 
+def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
+    """The multipliers."""
+    M, q, free = _batch(matrix, offset, allowed)
+    if q.numel() * q.shape[-1] < _PRODUCTS_FROM:
+        s = _chord_steps(M, q, *_factored(M, q, free))
+    else:
+        s, _ = _by_products(M, q, free)
+    return _with_nan(M, q, s).view(offset.shape)
+
+
 def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M; whether refined, `[*, 1, 1]`."""
-    k, m = offset.shape[-2:]
-    M, q = matrix.contiguous().view(-1, m, m), offset.contiguous().view(-1, k, m)
-    free = allowed.reshape(-1, k, m)
-    if q.numel() * m < _GUESSED_FROM:
-        found = _exchange(M, q, free, (q < 0) & free, _EXCHANGES)
+    m = offset.shape[-1]
+    M, q, free = _batch(matrix, offset, allowed)
+    if q.numel() * m < _PRODUCTS_FROM:
+        (s, active, factor, _), refined = _factored(M, q, free)
     else:
-        found = _exchange(M, q, free, _guessed_active_set(M, q, free), 1)
-        found = _search_unsolved(
-            found, M, q, free, lambda M, q, free, old: _exchange(M, q, free, old.active ^ old.wrong, _EXCHANGES)
-        )
-    least = found.factor.diagonal(dim1=-2, dim2=-1).amin() if on_host(M) else 0
-    refines = bool(least < _ILL_CONDITIONED**0.5) or bool(found.wrong.any())
-    if refines:
-        found = _refined(M, q, free, found.s, found.active)
-        found = _search_unsolved(found, M, q, free, _descended)
-    s = torch.add(found.s, torch.baddbmm(q, found.s, M).sum(-1, keepdim=True), alpha=0)  # NaN where not finite
-    upper = found.factor.mT.contiguous().view(*offset.shape, m)
-    refined = offset.new_full((*offset.shape[:-2], 1, 1), refines)
-    return s.view(offset.shape), found.active.view(offset.shape), upper, refined
+        s, active = _by_products(M, q, free)
+        (factor, _), refined = _cholesky(M, active, _RIDGE), True
+        if _maybe_ill_conditioned(factor):
+            factor, active = _independent(M, active)
+    s = _with_nan(M, q, s).view(offset.shape)
+    upper = factor.mT.contiguous().view(*offset.shape, m)
+    return s, active.view(offset.shape), upper, offset.new_full((*offset.shape[:-2], 1, 1), refined)
 
 
-def _fake(
+def _solution_like(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:  # noqa: ARG001
+    return offset.new_empty(offset.shape)
+
+
+def _search_like(
     matrix: Tensor,  # noqa: ARG001
     offset: Tensor,
     allowed: Tensor,
@@ -101,7 +112,75 @@ def _fake(
     return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper, refined
 
 
-_opaque_search = opaque("functional_jd::complementarity_search", _search, _fake)
+_opaque_solution = opaque("functional_jd::complementarity_solution", _solution, _solution_like)
+_opaque_search = opaque("functional_jd::complementarity_search", _search, _search_like)
+
+
+def _batch(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    k, m = offset.shape[-2:]
+    return matrix.contiguous().view(-1, m, m), offset.contiguous().view(-1, k, m), allowed.reshape(-1, k, m)
+
+
+def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
+    """s, but NaN where `M s + q` is not finite."""
+    return torch.add(s, torch.baddbmm(q, s, M).sum(-1, keepdim=True), alpha=0)
+
+
+def _factored(M: Tensor, q: Tensor, free: Tensor) -> tuple[_Solutions, bool]:
+    """Solutions with one factor each, and whether they are refined."""
+    if q.numel() * q.shape[-1] < _GUESSED_FROM:
+        return _finished(M, q, free, _exchange(M, q, free, (q < 0) & free, _EXCHANGES))
+    found = _exchange(M, q, free, guessed_multipliers(M, q, free) > 0, 1)
+    found = _search_unsolved(
+        found, M, q, free, lambda M, q, free, old: _exchange(M, q, free, old.active ^ old.wrong, _EXCHANGES)
+    )
+    return _finished(M, q, free, found)
+
+
+def _finished(M: Tensor, q: Tensor, free: Tensor, found: _Solutions) -> tuple[_Solutions, bool]:
+    """Refine where active rows are ill-conditioned or signs are wrong, and descend where they stay wrong."""
+    if not _maybe_ill_conditioned(found.factor) and not found.wrong.any():
+        return found, False
+    found = _refined(M, q, free, found.s, found.active)
+    return _search_unsolved(found, M, q, free, _descended), True
+
+
+def _chord_steps(M: Tensor, q: Tensor, found: _Solutions, refined: bool) -> Tensor:
+    s = found.s
+    for _ in range(0 if refined else 2):
+        s = _chord_step(M, q, s, found.active, found.factor)
+    return s
+
+
+def _by_products(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
+    """Multipliers and active set, with one factor for each problem that products do not solve."""
+    found = solve_by_products(M, q, free, _TOLERANCE)
+    if on_host(M) and found.solved.all():
+        return found.s, found.active
+    k, m = q.shape[-2:]
+    problem = _to_search(~found.solved)
+    one_q, one_free, active, wrong, solved = (
+        x.flatten(0, 1)[problem].unsqueeze(1) for x in (q, free, found.active, found.wrong, found.solved)
+    )
+    several = M[problem // k]
+    exchanged = _exchange(several, one_q, one_free, active ^ wrong, _EXCHANGES)
+    new, refined = _finished(several, one_q, one_free, exchanged)
+    s = _chord_steps(several, one_q, new, refined)
+    merged = [
+        old.view(-1, m).index_copy(0, problem, torch.where(solved, old.view(-1, 1, m)[problem], x).squeeze(1))
+        for old, x in ((found.s, s), (found.active, new.active))
+    ]
+    return merged[0].view_as(q), merged[1].view_as(q)
+
+
+def _to_search(unsolved: Tensor) -> Tensor:
+    """Indices of the problems to search again: on other devices than a CPU all of them, as their number is unknown."""
+    unsolved = unsolved.flatten()
+    return unsolved.nonzero().squeeze(-1) if on_host(unsolved) else torch.arange(len(unsolved), device=unsolved.device)
+
+
+def _maybe_ill_conditioned(factor: Tensor) -> bool:
+    return not on_host(factor) or bool(factor.diagonal(dim1=-2, dim2=-1).amin() < _ILL_CONDITIONED**0.5)
 
 
 def _cholesky(M: Tensor, active: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -145,7 +224,7 @@ def _search_unsolved(
         return found
     k, m = q.shape[-2:]
     unsolved = found.wrong.any(-1).flatten()
-    problem = unsolved.nonzero().squeeze(-1) if on_host(M) else torch.arange(len(unsolved), device=M.device)
+    problem = _to_search(unsolved)
     old = [x.flatten(0, 1) for x in found]
     one_q, one_free = (x.reshape(-1, 1, m)[problem] for x in (q, free))
     new = search(M[problem // k], one_q, one_free, _Solutions(*(x[problem].unsqueeze(1) for x in old)))
@@ -155,19 +234,6 @@ def _search_unsolved(
         for x, y in zip(old, new, strict=True)
     ]
     return _Solutions(*(x.view_as(y) for x, y in zip(merged, found, strict=True)))
-
-
-def _guessed_active_set(M: Tensor, q: Tensor, free: Tensor) -> Tensor:
-    """The active set after a few over-relaxed steps of the alternating direction method: one inverse, then products."""
-    m = M.shape[-1]
-    damping, relaxation = 0.3, 1.6
-    resolvent = torch.linalg.inv_ex(M + damping * torch.eye(m, dtype=M.dtype, device=M.device))[0]
-    s = dual = torch.zeros_like(q)
-    for _ in range(min(8 + m // 2, 50)):
-        raw = torch.lerp(s, (damping * (s - dual) - q) @ resolvent, relaxation) + dual
-        s = raw.clamp(min=0) * free
-        dual = raw - s
-    return s > 0
 
 
 def _refined(M: Tensor, q: Tensor, free: Tensor, s: Tensor, active: Tensor, chords: int = 2) -> _Solutions:

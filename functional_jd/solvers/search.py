@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.torch_internals import transform_level, under_functorch, under_transform
 
 
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -14,7 +14,7 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
 
     Args:
         name: of the operator, unique.
-        search: a function of tensors `[*, ...]` and numbers that returns several tensors with the same batch
+        search: a function of tensors `[*, ...]` and numbers that returns one or several tensors with the same batch
             dimensions. It is constant to derivatives.
         fake: `search` for shapes and dtypes only.
 
@@ -25,13 +25,13 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
     op.register_fake(fake)
 
     @op.register_vmap
-    def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, tuple[int, ...]]:
+    def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, int | tuple[int, ...]]:
         batched = [
             (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)) if isinstance(x, Tensor) else x
             for x, dim in zip(inputs, in_dims, strict=True)
         ]
         found = op(*batched)
-        return found, (0,) * len(found)
+        return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
 
     def run(*inputs: Any) -> Any:
         # The dispatch of an operator takes as long as a small problem.
@@ -39,6 +39,13 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
 
     run.op = op  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def may_be_differentiated(*inputs: Tensor) -> bool:
+    """Whether derivatives of a function of the inputs may be asked for, now or later."""
+    if under_functorch() or transform_level()[1] >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def per_problem(number: float | Tensor, vectors: Tensor) -> Tensor:

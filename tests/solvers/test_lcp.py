@@ -88,9 +88,24 @@ def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
     check_within(blind @ A, looking @ A, bound(A))
 
 
+@given(problems(most=8))
+def test_large_problems_are_solved_as_small_ones(problem):
+    A, x = problem
+    M, q = A @ A.T, x @ A.T
+    expected = linear_complementarity(M, q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lcp, "_PRODUCTS_FROM", 0)
+        s = linear_complementarity(M, q)
+        differentiable = linear_complementarity(M, q.requires_grad_())
+    check_within(s @ A, expected @ A, bound(A))
+    assert torch.equal(differentiable, s)
+
+
 @pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 6), (30, 40), (40, 20), (64, 64)])
 @pytest.mark.parametrize("on_host", [True, False])
-def test_equal_to_non_negative_least_squares(m, n, on_host, monkeypatch):
+@pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
+def test_equal_to_non_negative_least_squares(m, n, on_host, start, monkeypatch):
+    monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
     if not on_host:
         monkeypatch.setattr(lcp, "on_host", lambda _: False)
     A, x = random_rows(m, n, seed=m, k=12)
@@ -140,7 +155,9 @@ def symmetric(f):
 
 
 @pytest.mark.parametrize("m", [3, 6])
-def test_first_and_second_derivatives_are_those_of_finite_differences(m):
+@pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
+def test_first_and_second_derivatives_are_those_of_finite_differences(m, start, monkeypatch):
+    monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
     generator = torch.Generator().manual_seed(m)
     A = torch.nn.functional.normalize(torch.randn(m, m + 2, generator=generator, dtype=torch.float64))
     q = torch.randn(2, m, generator=generator, dtype=torch.float64)
@@ -178,5 +195,6 @@ def test_vmapped_compiles_whole(f):  # the compiler cannot trace forward mode un
 def test_the_search_is_a_sound_operator():
     M, q = random_problem(4, 6)
     allowed = torch.ones_like(q, dtype=torch.bool)
+    torch.library.opcheck(lcp._opaque_solution.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M, q, allowed))
     torch.library.opcheck(lcp._opaque_search.op, (M.mT, q.mT.contiguous().mT, allowed[:1].expand_as(q)))
