@@ -1,13 +1,15 @@
 """How training starts: the state that the first step takes."""
 
+from functools import reduce
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import gramian, needs_no_rows
-from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.tree import floating_leaves, tree_map, tree_names
+from functional_jd.core.torch_internals import under_functorch, under_transform
+from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives.buffers import Form
@@ -61,7 +63,8 @@ def train_state(
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
-        place is put back. Under a transform and torch.compile they are evaluated once, and not checked.
+        place is put back. Under a transform and torch.compile they are evaluated once, and not checked. Under vmap,
+        every element of the state has memory of its own.
 
     Example:
         >>> net = nn.Linear(3, 2)
@@ -92,12 +95,24 @@ def train_state(
     if not under_transform():
         check_learning("train_state", problem)
     state = TrainState(params, buffers, optimizer.init(params), (), scale)
-    return replicate(state._replace(aggregator=_memory(engine, problem, state, losses, batch)))
+    state = state._replace(aggregator=_memory(engine, problem, state, losses, batch))
+    return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
 def detach_parameters(params: Params) -> Params:
     """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
     return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
+
+
+def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
+    """The state with memory of its own for every element of a vmap, as each step returns it.
+
+    What no input enters, such as a count of steps, would be stored once, with a stride of 0: torch.compile would take
+    the second step for another function than the first.
+    """
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+    chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
+    return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)
 
 
 def _memory(

@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
@@ -147,3 +149,32 @@ def test_under_vmap_nothing_is_checked():
 def test_an_engine_that_does_not_serve_the_rule_is_refused_at_the_start(engine, rule, words):
     with pytest.raises(ValueError, match=rf"^train_state: engine='{engine}' serves rules .* {words}"):
         begin(REACHED["dict"], engine=engine, aggregator=rule())
+
+
+VARIED = {"the parameters": (0, None, None), "the batch": (None, 0, None), "the learning rate": (0, None, 0)}
+
+
+@pytest.mark.parametrize("dims", VARIED.values(), ids=VARIED)
+def test_steps_after_a_start_under_vmap_share_one_graph_also_at_other_learning_rates(dims):
+    factors = torch.tensor([1.0, 0.5, -1.0])
+    several = lambda x: factors.view(3, *[1] * x.ndim) * x
+    params = {"w": torch.ones(3, 2), "v": torch.ones(2)}
+    params = tree_map(several, params) if dims[0] == 0 else params
+    x, rate = several(X) if dims[1] == 0 else X, torch.full((3,), 0.1) if dims[2] == 0 else torch.tensor(0.1)
+
+    def method(rate):
+        losses = lambda p, x: {"a": output(p, x).sum(), "b": p["v"].square().sum()}
+        return {"losses": losses, "aggregator": fj.cr_mogm(fj.upgrad()), "optimizer": fj.adamw(rate)}
+
+    begun = torch.vmap(lambda p, x, rate: fj.train_state(p, x, scale=fj.scale_state(), **method(rate)), dims)
+    state = expected = begun(params, x, rate)
+    assert all(leaf.is_contiguous() for leaf in tree_leaves(state))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    stepped = torch.vmap(lambda state, x, rate: fj.step(state, x, **method(rate)), (0, *dims[1:]))
+    compiled = torch.compile(stepped, fullgraph=True, backend=counter)
+    for factor in (1.0, 1.0, 0.5, 2.0):
+        state, _ = compiled(state, x, rate * factor)
+        expected, _ = stepped(expected, x, rate * factor)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(state, expected)

@@ -723,17 +723,27 @@ def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):
     assert re.search(words, choice.reason)
 
 
-@pytest.mark.parametrize("kind", ["plain", "per_example"])
-def test_batches_of_other_sizes_take_two_graphs(kind):
+@pytest.mark.parametrize(
+    ("kind", "rule", "sizes"),
+    [
+        ("plain", fj.mean, (3, 4, 5, 9, 2)),
+        ("per_example", fj.mean, (3, 4, 5, 9, 2)),
+        ("per_example", fj.upgrad, (3, 4, 5, 9, 12)),  # two objectives are solved in closed form, in another graph
+        ("per_example", fj.mgda, (3, 4, 5, 9, 12)),
+    ],
+)
+def test_batches_of_other_sizes_take_two_graphs(kind, rule, sizes):
     params, losses, batch = regression(kind)
     if kind == "plain":  # as many objectives as ever: a mean over the batch
         losses = lambda p, x, y: torch.stack([((x @ p["w"]).sum(-1) - y).square().mean(), p["w"].square().sum()])
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, *batch, **how)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(partial(fj.step, **how), fullgraph=True, backend=counter)
-    for n in (3, 4, 5, 9, 2):
+    factors = torch.linspace(1, 2, 12)
+    for n in sizes:
         larger = [x.repeat(4, *[1] * (x.ndim - 1))[:n] for x in batch]
+        larger[0] = larger[0] * factors[:n, None]
         close(compiled(state, *larger), fj.step(state, *larger, **how), rtol=1e-5, atol=1e-6)
     assert counter.frame_count <= 2
