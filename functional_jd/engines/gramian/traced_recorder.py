@@ -80,13 +80,13 @@ class TracedRecorder(LayerRecorder):
         copies = {id(x) for x in self.copies}
         given = [*args, *(kwargs or {}).values()]
         listed = [x for value in given if isinstance(value, list | tuple) for x in value]
-        return any(id(x) in copies for x in (*given, *listed))
+        return any(_may_be_view(x) and id(x) in copies for x in (*given, *listed))
 
     def without_view(self, output: Tensor) -> Tensor:
         return output
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
-        found = self.known.get(id(x))
+        found = self.known.get(id(x)) if _may_be_view(x) else None
         return None if found is None else found[0]
 
     def remember(self, x: Tensor, part: ParameterView) -> None:
@@ -114,6 +114,11 @@ class TracedRecorder(LayerRecorder):
             shape = {"shape": tuple(part.constant.shape)}
             self.seen.append(TracedUse(len(self.ends), part, layer.forms[name], options | shape))
         self.ends.append((given[input_name(uses)].clone(), output))
+
+
+def _may_be_view(x: Any) -> bool:
+    """Asked before the id, on which torch.compile guards: it would compile again for every batch."""
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _is_in_place(func: Any, kwargs: Any) -> bool:

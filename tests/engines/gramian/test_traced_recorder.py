@@ -211,3 +211,44 @@ def test_a_compiled_graph_holds_no_rows(kind):
     torch._dynamo.reset()
     torch.compile(f, fullgraph=True, backend=aot_autograd(fw_compiler=look))(case.params)
     assert 64 * 64 <= max(sizes) < m * 64 * 64
+
+
+@pytest.mark.parametrize("transposed", [lambda x: x.mT, lambda x: x.T, lambda x: x.transpose(0, 1)])
+def test_a_transposed_batch_is_used_twice_when_compiled(transposed):
+    draw = torch.Generator().manual_seed(0)
+    w, x = torch.randn(4, 4, generator=draw).double(), torch.randn(4, 3, generator=draw).double()
+
+    def losses(w, x):
+        y = transposed(x)
+        return (y + y @ w).square().sum(0)
+
+    def run(w, x):
+        gramian, _, pullback = gramian_fn(losses)(w, x)
+        return gramian, pullback(torch.ones(4, dtype=w.dtype))
+
+    # d losses_j / d w_kj = 2 sum_i (x' + x' w)_ij x_ki, which only column j of w moves.
+    y = x.transpose(0, 1)
+    columns = 2 * y.transpose(0, 1) @ (y + y @ w)
+    torch._dynamo.reset()
+    gramian, direction = torch.compile(run, backend="eager", fullgraph=True)(w, x)
+    torch.testing.assert_close(gramian, columns.square().sum(0).diag())
+    torch.testing.assert_close(direction, columns)
+
+
+def test_another_batch_is_not_compiled_again():
+    def losses(w, x):
+        return (x.view(3, 4) + torch.cat([x, x])[:3] @ w[:, :4]).square().sum(0)
+
+    def run(w, x):
+        gramian, _, pullback = gramian_fn(losses)(w, x)
+        return gramian, pullback(torch.ones(4, dtype=w.dtype))
+
+    draw = torch.Generator().manual_seed(0)
+    torch._dynamo.reset()
+    take = torch.compile(run, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            w, x = torch.randn(4, 5, generator=draw).double(), torch.randn(3, 4, generator=draw).double()
+            found, expected = take(w, x), run(w, x)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other)
