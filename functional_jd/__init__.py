@@ -9,9 +9,11 @@ from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, combine
 from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
-from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
+from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients, norms
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
+from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.cagrad import cagrad
+from functional_jd.aggregators.clipped import clipped
 from functional_jd.aggregators.config import config
 from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cosmos import cosmos
@@ -51,7 +53,7 @@ from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
 from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
 from functional_jd.engines.choose import EngineChoice
-from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import functional, merge, multitask, partition, per_example
@@ -104,12 +106,14 @@ __all__ = [
     "after_step",
     "aggregate",
     "aligned_mtl",
+    "auto_clipped",
     "autocast",
     "by_label",
     "cagrad",
     "chosen_engine",
     "clip_by_norm",
     "clip_by_value",
+    "clipped",
     "combine",
     "config",
     "constant",
@@ -159,6 +163,7 @@ __all__ = [
     "nash_mtl",
     "no_gradients",
     "no_scale",
+    "norms",
     "objective_names",
     "partition",
     "pbi",
@@ -176,6 +181,7 @@ __all__ = [
     "sdmgrad",
     "select",
     "sgd",
+    "squared_norms_fn",
     "stateless",
     "stch",
     "step",

@@ -70,7 +70,7 @@ def single(case):
 def is_tapped(monkeypatch, case):
     """Whether the engine does not fall back to rows of everything."""
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_gramian_of_rows", lambda *_: pytest.fail("formed all rows"))
+        patch.setattr(engine, "_products_of_rows", lambda *_: pytest.fail("formed all rows"))
         found(case)
 
 

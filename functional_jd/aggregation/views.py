@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products
+from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.tree import row_count, tree_leaves
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
@@ -70,6 +72,25 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
         return reduce(torch.add, [inner_products(as_matrix(leaf)) for leaf in tree_leaves(rows_of(jacobian))])
 
 
+def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+    """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
+        others: ignored.
+        losses: ignored.
+
+    Returns:
+        float64 `[m]`.
+
+    Raises:
+        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
+    """
+    row_count(rows_of(jacobian), "norms")
+    with autocast_disabled(jacobian):
+        return row_norms(rows_of(jacobian))
+
+
 def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
     """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
 
@@ -114,6 +135,16 @@ def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = 
     return full_jacobian(jacobian), loss_vector(losses)
 
 
+def gramian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Gramian, Tensor]:
+    """The view of a rule that needs both `gramian` and `losses`."""
+    return gramian(jacobian), loss_vector(losses)
+
+
+def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Tensor, Tensor]:
+    """The view of a rule that needs both `norms` and `losses`."""
+    return norms(jacobian), loss_vector(losses)
+
+
 def loss_vector(losses: Losses) -> Tensor:
     if losses is None:
         raise ValueError(
@@ -125,3 +156,33 @@ def loss_vector(losses: Losses) -> Tensor:
 def needs_no_rows(aggregator: Any) -> bool:
     """Whether a rule needs no gradients: one weighted backward pass serves it."""
     return aggregator.view in (no_gradients, losses)
+
+
+def norms_suffice(aggregator: Any) -> bool:
+    """Whether a rule needs no inner products of different rows."""
+    return aggregator.view in (norms, norms_and_losses)
+
+
+def inner_products_suffice(aggregator: Any) -> bool:
+    """Whether a rule needs the Gramian or its diagonal, and no rows."""
+    return norms_suffice(aggregator) or aggregator.view in (gramian, gramian_and_losses)
+
+
+def view_of_products(aggregator: Any, products: Tensor, losses: Losses) -> View:
+    """The view of a rule for which `inner_products_suffice`, without rows.
+
+    Args:
+        aggregator: the rule.
+        products: the Gramian `[m, m]`; where `norms_suffice`, its diagonal `[m]`.
+        losses: the m values.
+
+    Returns:
+        What the rule's view returns for rows with these inner products.
+    """
+    seen = products if products.ndim == 2 else sqrt_or_zero(products, products == 0)
+    return seen if aggregator.view in (gramian, norms) else (seen, loss_vector(losses))
+
+
+def gramian_in(aggregator: Any, view: View) -> Gramian | tuple[()]:
+    """The Gramian that a rule received, `()` for rules that need none."""
+    return view if aggregator.view is gramian else view[0] if aggregator.view is gramian_and_losses else ()

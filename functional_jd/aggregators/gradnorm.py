@@ -7,11 +7,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
-from functional_jd.aggregation.moving_average import row_norms
-from functional_jd.aggregation.views import full_jacobian
-from functional_jd.aggregation.views import losses as losses_view
+from functional_jd.aggregation.views import norms_and_losses
 from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
-from functional_jd.core.types import Jacobian, Losses
 
 # Relative distance at which a norm has reached its target, well above the rounding of a mean in float64.
 _BALANCED = 2.0**-40
@@ -68,9 +65,6 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     """
     alpha = hyper_parameter(alpha, "gradnorm: alpha", NOT_NEGATIVE, "The default is 1.5.")
     rate = hyper_parameter(rate, "gradnorm: rate", POSITIVE, "The default is 0.025.")
-
-    def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> _View:  # noqa: ARG001
-        return row_norms(full_jacobian(jacobian)), losses_view(jacobian, losses=losses)
 
     def init(view: _View) -> GradNormState:
         _, losses = view

@@ -69,6 +69,11 @@ def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
 
 
+def squared_norms(matrix: Tensor) -> Tensor:
+    """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
+    return reduce(torch.add, [block.double().square().sum(1) for block in _blocks(matrix)])
+
+
 def symmetric_product(rows: Tensor) -> Tensor:
     """`rows @ rows.mT` of rows `[*, m, n]`; each off-diagonal block is computed once."""
     if rows.shape[-2] < HALVE_FROM:

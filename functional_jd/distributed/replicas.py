@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine, view_name, weigh
-from functional_jd.aggregation.views import gramian, needs_no_rows
+from functional_jd.aggregation.views import gramian, gramian_in, needs_no_rows
 from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
@@ -197,7 +197,7 @@ def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
     weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
     direction = combine(jacobian, weights)
     direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
-    seen = view if problem.aggregator.view is gramian else ()
+    seen = gramian_in(problem.aggregator, view)
     carried = _pooled_buffers(carried, group)
     return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
 
@@ -217,7 +217,7 @@ def _by_columns(problem: Problem, group: Group) -> EngineResult:
     direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
     direction_finite = all_finite(direction)
     direction = direction_with_heads(direction, mean_over_group(heads, group))
-    seen = view if problem.aggregator.view is gramian else ()
+    seen = gramian_in(problem.aggregator, view)
     carried = _pooled_buffers(carried, group)
     return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
 

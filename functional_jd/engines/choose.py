@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, view_name
-from functional_jd.aggregation.views import gramian, needs_no_rows
+from functional_jd.aggregation.views import gramian_and_losses, inner_products_suffice, needs_no_rows
 from functional_jd.core.rows import HALVE_FROM
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
 from functional_jd.engines.evaluate import Options
@@ -54,11 +54,14 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
         return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
     if needs_no_rows(aggregator):
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
-    if aggregator.view is not gramian:
+    if not inner_products_suffice(aggregator):
         return EngineChoice("jacobian", f"the rule needs {view_name(aggregator)}, which only rows give")
     if any(leaf.dtype.itemsize < 4 for leaf in leaves):
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
+    if aggregator.view is gramian_and_losses:
+        # Residuals, whose number the parameters do not tell: there are many, and their rows are what takes memory.
+        return EngineChoice("gramian", "the rule solves in the space of the losses, of which there are many")
     elements = m * sum(leaf.numel() for leaf in leaves)
     # A traced size has no digits.
     size = "m n" if torch.compiler.is_compiling() else f"m n = {elements:,}"
@@ -153,6 +156,19 @@ def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
     common, own = (o, i) if len(f.left) < m else (i, o)
     alike = positions * positions * ((1 if lookup else common) + _MOVED)
     return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
+
+
+def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int) -> bool:
+    """Whether norms take less time from inner products of positions ("ghost norms") than from the rows."""
+    positions = sum(f.right.shape[1] for f in factors)
+    groups, i = factors[0].right.shape[2:]
+    o = leaf.numel() // max(1, groups * i)
+    # A side that all rows share is multiplied once.
+    left, right = (max(len(f[side]) for f in factors) for side in (0, 1))
+    columns = left * (1 if all(f.left.ndim == 2 for f in factors) else o) + right * i
+    pairs = groups * positions * positions * (columns + _MOVED * (left + right + m))
+    rows = m * leaf.numel() * (sum(1 if f.left.ndim == 2 else f.right.shape[1] for f in factors) // 2 + 3 * _MOVED)
+    return pairs < rows
 
 
 def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:

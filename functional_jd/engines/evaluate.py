@@ -35,6 +35,7 @@ class Options(NamedTuple):
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
+        norms_only: whether of all inner products the squared norms of the rows are needed.
     """
 
     where: str
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     chunk_size: int | None = None
     journal: StateJournal | None = None
     examples: bool = False
+    norms_only: bool = False
 
 
 def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:

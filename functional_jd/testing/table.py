@@ -36,7 +36,9 @@ _VIEWS = {
     "cross_gramian": "Gramian of two batches",
     "full_jacobian": "Jacobian",
     "jacobian_and_losses": "Jacobian and losses",
+    "norms": "norms of rows",
     "norms_and_losses": "norms of rows and losses",
+    "gramian_and_losses": "Gramian and losses",
 }
 _COLUMNS = {
     non_conflicting: "never conflicts",
@@ -247,6 +249,18 @@ RULES: dict[str, Entry] = {
         (_ORDER, _SCALE, _SIMPLEX),
         _OUTWEIGHED | _NORM | _BLOCKED | _ENTRYWISE | {_WEAK: "the rows that are trimmed differ between entries"},
         rows=(3, 5),
+    ),
+    "clipped": Entry(
+        lambda f, max_norm=1.0: f(max_norm),
+        (_ORDER, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the largest norm has a unit"},
+        {"max_norm": _RATES},
+    ),
+    "auto_clipped": Entry(
+        lambda f, **hyper: f(**hyper),
+        (_ORDER, _WEAK, _STRONG, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "gamma has a unit"},
+        {"gamma": _RATES},
     ),
     "excess_mtl": Entry(
         lambda f, **hyper: f(**hyper),

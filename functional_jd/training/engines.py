@@ -17,15 +17,22 @@ from functional_jd.aggregation.aggregate import (
     weigh,
 )
 from functional_jd.aggregation.views import gramian as look_at_gramian
+from functional_jd.aggregation.views import (
+    gramian_in,
+    inner_products_suffice,
+    needs_no_rows,
+    norms,
+    norms_suffice,
+    view_of_products,
+)
 from functional_jd.aggregation.views import losses as look_at_losses
-from functional_jd.aggregation.views import needs_no_rows
 from functional_jd.core.multitask import direction_of_rows, split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, LossFunction, Tree, Weights
 from functional_jd.engines.features import features_gramian
-from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask
@@ -122,14 +129,14 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
 
     def differentiate(problem: Problem) -> EngineResult:
         jacobian, values, carried = rows(problem)
-        if problem.aggregator.view is look_at_gramian and _gramian_is_safe(jacobian):
-            return _by_gramian(problem, values, carried, *_gramian_of_rows(problem, jacobian))
+        if inner_products_suffice(problem.aggregator) and _products_are_safe(jacobian):
+            return _by_products(problem, values, carried, *_products_of_rows(problem, jacobian))
         jacobian, finite = unscale(problem.scale, jacobian)
         weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
         direction = combine(jacobian, weights)
         # The heads' gradient was finite, or is zero, as `unscale` left it.
         direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
-        seen = view if problem.aggregator.view is look_at_gramian else ()
+        seen = gramian_in(problem.aggregator, view)
         return EngineResult(direction, weights, memory, values, finite, direction_finite, carried, seen)
 
     def begin(problem: Problem) -> Tree:
@@ -166,10 +173,11 @@ def weighted_engine() -> Engine:
 
 
 def gramian_engine() -> Engine:
-    """Inner products of the rows, without rows where layers allow, for rules whose view is `gramian`.
+    """Inner products of the rows, without rows where layers allow, for rules whose view is `gramian` or `norms`, or one
+    of them and the losses.
 
     Returns:
-        An `Engine`, for `step` and `train_state`: see `gramian_fn`.
+        An `Engine`, for `step` and `train_state`: see `gramian_fn`, and `squared_norms_fn` for rules that need norms.
 
     Raises:
         ValueError: from `step` and `train_state`, for a rule with another view.
@@ -178,21 +186,23 @@ def gramian_engine() -> Engine:
         Weights and direction are those of `jacobian_engine`, up to the order of sums.
     """
 
-    def look(problem: Problem) -> tuple[Losses, Carried, Gramian, Callable[[Tensor], Direction]]:
-        losses = gramian_fn(problem.losses, has_aux=True, scale=problem.factor)
+    def look(problem: Problem) -> tuple[Losses, Carried, Tensor, Callable[[Tensor], Direction]]:
+        products_fn = squared_norms_fn if norms_suffice(problem.aggregator) else gramian_fn
+        losses = products_fn(problem.losses, has_aux=True, scale=problem.factor)
         products, (values, carried), pullback = losses(*problem.args)
         return values, carried, products, pullback
 
     def differentiate(problem: Problem) -> EngineResult:
-        return _by_gramian(problem, *look(problem))
+        return _by_products(problem, *look(problem))
 
     def begin(problem: Problem) -> Tree:
-        _, _, products, _ = look(problem)
+        values, _, products, _ = look(problem)
         products, _ = _without_overflow(problem, products)
         with autocast_disabled(products):
-            return problem.aggregator.init(products)
+            return problem.aggregator.init(view_of_products(problem.aggregator, products, values))
 
-    return Engine(partial(_require, "gramian", _sees_gramian, "the Gramian"), begin, differentiate)
+    needed = "inner products of rows"
+    return Engine(partial(_require, "gramian", inner_products_suffice, needed), begin, differentiate)
 
 
 def features_engine() -> Engine:
@@ -261,35 +271,36 @@ def loss_rows(values: Losses) -> Tensor:
     return look_at_losses(None, losses=values)
 
 
-def _by_gramian(
-    problem: Problem, values: Losses, carried: Carried, products: Gramian, pullback: Callable[[Tensor], Direction]
+def _by_products(
+    problem: Problem, values: Losses, carried: Carried, products: Tensor, pullback: Callable[[Tensor], Direction]
 ) -> EngineResult:
-    """The rule on the Gramian, and the pullback of its weights."""
+    """The rule on the Gramian or the norms, and the pullback of its weights."""
     products, rows = _without_overflow(problem, products)
     with autocast_disabled(products):
-        weights, memory = updated(problem.aggregator, products, problem.memory, "step")
-    direction = pullback(weights)
+        view = view_of_products(problem.aggregator, products, values)
+        weights, memory = updated(problem.aggregator, view, problem.memory, "step")
+    direction, seen = pullback(weights), gramian_in(problem.aggregator, view)
     finite = rows if problem.scale.scale.ndim else rows.all()
-    return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, products)
+    return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, seen)
 
 
-def _without_overflow(problem: Problem, products: Gramian) -> tuple[Gramian, Tensor]:
-    """The Gramian with zeros for rows that overflowed, and flags of the rows that did not."""
-    rows = products.diagonal().isfinite()
+def _without_overflow(problem: Problem, products: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gramian or its diagonal with zeros for rows that overflowed, and flags of the rows that did not."""
+    rows = (products if products.ndim == 1 else products.diagonal()).isfinite()
     # As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the
     # direction does.
     rows = rows if problem.scale.scale.ndim else rows.all().expand_as(rows)
-    return torch.where(rows[:, None] & rows, products, 0), rows
+    return torch.where(rows if products.ndim == 1 else rows[:, None] & rows, products, 0), rows
 
 
-def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Callable[[Tensor], Direction]]:
-    """The unscaled Gramian of scaled rows, and their pullback. The scale goes into m^2 products and m weights: no pass
-    over the rows.
+def _products_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Tensor, Callable[[Tensor], Direction]]:
+    """The unscaled Gramian of scaled rows, or its diagonal, and their pullback. The scale goes into products and
+    weights: no pass over the rows.
     """
     rows, heads = split_heads(jacobian)
     if any(leaf.dtype.itemsize < 4 for leaf in tree_leaves(rows)):
         rows = tree_map(at_least_float32, rows)
-    products = look_at_gramian(rows)
+    products = norms(rows).square() if norms_suffice(problem.aggregator) else look_at_gramian(rows)
     if heads:  # an overflow there belongs to no row
         products = torch.where(all_finite(heads), products, torch.nan)
     whole = with_heads(rows, heads)
@@ -297,10 +308,11 @@ def _gramian_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Gramian, Cal
         return products, partial(combine, whole)
     inverse = multiplier(problem.scale).double().reciprocal().expand(len(products))
     pullback = pullback_of_scaled(whole)
-    return products * inverse[:, None] * inverse, lambda weights: pullback(weights.double() * inverse)
+    factors = inverse if products.ndim == 1 else inverse[:, None]
+    return products * factors * inverse, lambda weights: pullback(weights.double() * inverse)
 
 
-def _gramian_is_safe(jacobian: Jacobian) -> bool:
+def _products_are_safe(jacobian: Jacobian) -> bool:
     """Whether the squares of finite rows are finite in float64."""
     return all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(jacobian))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import gramian, needs_no_rows
+from functional_jd.aggregation.views import inner_products_suffice, needs_no_rows
 from functional_jd.core.torch_internals import under_functorch, under_transform
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
@@ -123,7 +123,7 @@ def _memory(
         return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
     if needs_no_rows(problem.aggregator):
         return start_without_rows(problem)
-    return ENGINES["gramian" if problem.aggregator.view is gramian else "jacobian"].start(problem)
+    return ENGINES["gramian" if inner_products_suffice(problem.aggregator) else "jacobian"].start(problem)
 
 
 def _refuse_frozen(params: Params) -> None:

@@ -74,7 +74,7 @@ class StepInfo(NamedTuple):
         weights: how much each row counted: float64 `[m]`, or a pytree like the Jacobian.
         finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not.
         moved: bool `[]`: whether the step was taken. It was skipped unless all are finite.
-        gramian: float64 `[m, m]`, the Gramian that the rule received, for rules whose view is `gramian`: zero for rows
+        gramian: float64 `[m, m]`, the Gramian that the rule received, alone or with the losses: zero for rows
             that overflowed, and `diagnose(info.gramian)` costs no derivative. Else `()`.
         aux: what the losses returned as aux, with `has_aux=True`; else `()`.
     """

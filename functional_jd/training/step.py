@@ -40,8 +40,8 @@ def step(
             `[2]`, with a name that ends in `key`) is split: every example receives its own, and the next step another.
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
-        engine: `"jacobian"` computes all rows; `"gramian"`, for rules whose view is `gramian`, computes their inner
-            products without forming `[m, n]` where layers allow; `"weighted"`, for rules whose view is `no_gradients`
+        engine: `"jacobian"` computes all rows; `"gramian"`, for rules that need their inner products or norms, computes
+            these without forming `[m, n]` where layers allow; `"weighted"`, for rules whose view is `no_gradients`
             or `losses`, takes one backward pass with the weights as cotangent. `"auto"` takes the engine that
             `chosen_engine` returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.

@@ -11,7 +11,7 @@ from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction, Gramian
 from functional_jd.engines.evaluate import Options, detach_tree
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.products import gramian_of_leaves
+from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import layer_uses, recorded_vjp
 from functional_jd.engines.row_vjps import Rows
@@ -62,9 +62,12 @@ def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
 
 
 def gramian_of_uses(
-    uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int
+    uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int, options: Options
 ) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
-    """The Gramian of all leaves and their pullback, from the rows by edge and, behind them, by leaf."""
+    """The Gramian of all leaves, or its diagonal where that is enough, and their pullback: from the rows by edge and,
+    behind them, by leaf.
+    """
+    leaves = _like_directions(leaves, options)
     by_edge = dict(zip(edges, rows, strict=False))
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
     with autocast_disabled(leaves):
@@ -72,17 +75,18 @@ def gramian_of_uses(
             gradient = by_edge[use.edge]
             if gradient is not None:
                 by_leaf[use.leaf].append(use.form(gradient))
-        gramian, pull = gramian_of_leaves(by_leaf, leaves, m)
-        gramian = (gramian + gramian.mT) / 2  # products of factors round differently on either side
+        products, pull = products_of_leaves(by_leaf, leaves, m, norms_only=options.norms_only)
+        if not options.norms_only:
+            products = (products + products.mT) / 2  # products of factors round differently on either side
 
     def pullback(weights: Tensor) -> list[Tensor]:
         with autocast_disabled(leaves):
             return pull(weights)
 
-    return gramian, pullback
+    return products, pullback
 
 
-def like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
+def _like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
     """Tensors with the shapes and dtypes of the direction, without memory: what was unscaled is at least float32."""
     if options.scale is None:
         return leaves

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine, pullback_of_scaled
 from functional_jd.aggregation.views import gramian as gramian_of
+from functional_jd.aggregation.views import norms
 from functional_jd.core.multitask import split_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.slow_path import StateJournal, attempt
@@ -81,17 +82,69 @@ def gramian_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         tensor([2., 2.])
     """
+    return _products_fn(losses, argnums, scale, Options("gramian_fn", has_aux, None, differentiable=False))
+
+
+def squared_norms_fn(
+    losses: LossFunction,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scale: ScaleState | Tensor | None = None,
+) -> Callable[..., tuple[Tensor, Any, Callable[[Tensor], Direction]]]:
+    """Turn losses into a function that returns the squared norms of their gradients, their values, and the pullback of
+    weights.
+
+    `|J_i|^2` and `pullback(w) = w' J`, with `J_i = d losses_i / d params`: the diagonal of `gramian_fn`, without the
+    m^2 inner products of different rows. J is not formed where the norms of its factors cost less.
+
+    Args:
+        losses: `losses(params, *args)`, as for `jacobian_fn`: plain, or made by `per_example` or `multitask`.
+        argnums: as for `gramian_fn`.
+        has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
+        scale: as for `gramian_fn`.
+
+    Returns:
+        `f(*args) -> (squared_norms, losses, pullback)`, with `has_aux` `(squared_norms, (losses, aux), pullback)`.
+        Squared norms float64 `[m]`, never negative; losses and pullback as for `gramian_fn`. A row that overflowed has
+        a squared norm that is not finite.
+
+    Raises:
+        TypeError, ValueError: what `jacobian_fn` raises.
+
+    Laws:
+        The diagonal of `gramian_fn`'s Gramian, to rounding: where terms cancel, that of float64 in the sum of their
+        absolute values. Composes with vmap, grad, jvp and compile.
+
+    Source:
+        Goodfellow, "Efficient per-example gradient computations" (2015), for one position; Li et al., "Large language
+        models can be strong differentially private learners" (2022), arXiv 2110.05679, section 4 ("ghost clipping"),
+        for several; Bu et al. (2023), arXiv 2210.00038, for the choice layer by layer.
+
+    Example:
+        >>> loss = lambda params, x, y: (x @ params["w"] - y).square()
+        >>> params, x, y = {"w": torch.ones(2)}, torch.eye(2), torch.zeros(2)
+        >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
+        >>> clipped_sum = pullback(1 / squares.sqrt().clamp(min=1.0))
+    """
+    options = Options("squared_norms_fn", has_aux, None, differentiable=False, norms_only=True)
+    return _products_fn(losses, argnums, scale, options)
+
+
+def _products_fn(
+    losses: LossFunction, argnums: int | Sequence[int], scale: ScaleState | Tensor | None, asked: Options
+) -> Callable[..., tuple[Tensor, Any, Callable[[Tensor], Direction]]]:
+    """Inner products of rows or squared norms, with losses and pullback."""
+    where, has_aux = asked.where, asked.has_aux
     if not callable(losses):
-        raise TypeError(
-            f"gramian_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
-        )
-    factor = None if scale is None else multiplier(scale, "gramian_fn")
+        raise TypeError(f"{where}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
+    factor = None if scale is None else multiplier(scale, where)
     kind = kind_of(losses, argnums)
 
-    def gramian_and_losses(*args: Any) -> tuple[Gramian, Any, Callable[[Tensor], Direction]]:
-        select_arguments(argnums, args, "gramian_fn")  # a mistake is named before anything is evaluated
+    def products_and_losses(*args: Any) -> tuple[Tensor, Any, Callable[[Tensor], Direction]]:
+        select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
-        options = Options("gramian_fn", has_aux, factor, differentiable, gramian_mode())
+        options = asked._replace(scale=factor, differentiable=differentiable, mode=gramian_mode())
 
         def by_layers(options: Options) -> FoundGramian:
             return kind.gramian(losses, args, argnums, options)
@@ -102,17 +155,18 @@ def gramian_fn(
             values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
             jacobian = jacobian if factor is None else tree_map(at_least_float32, jacobian)
             pull = partial(combine, jacobian) if factor is None else pullback_of_scaled(jacobian)
-            return _gramian_of_rows(jacobian), values, aux, pull
+            return _products_of_rows(jacobian, options), values, aux, pull
 
-        gramian, values, aux, pullback = _attempt(by_layers, by_rows, options)
+        products, values, aux, pullback = _attempt(by_layers, by_rows, options)
         returned = (values, aux) if has_aux else values
         if factor is None:
-            return gramian, returned, pullback
+            return products, returned, pullback
         inverse = factor.double().reciprocal()
-        rows = inverse.expand(len(gramian))
-        return gramian * rows[:, None] * rows, returned, lambda weights: pullback(weights.double() * inverse)
+        rows = inverse.expand(len(products))
+        unscaled = products * (rows if products.ndim == 1 else rows[:, None]) * rows
+        return unscaled, returned, lambda weights: pullback(weights.double() * inverse)
 
-    return gramian_and_losses
+    return products_and_losses
 
 
 def _attempt(
@@ -133,6 +187,6 @@ def _attempt(
     )
 
 
-def _gramian_of_rows(jacobian: Jacobian) -> Gramian:
+def _products_of_rows(jacobian: Jacobian, options: Options) -> Tensor:
     rows, heads = split_heads(jacobian)
-    return nan_unless_heads_are_finite(gramian_of(rows), heads)
+    return nan_unless_heads_are_finite(norms(rows).square() if options.norms_only else gramian_of(rows), heads)

@@ -1,11 +1,13 @@
 """Rows that are not multiplied out: left and right factors of a leaf's rows."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import at_least_float32
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.core.rows import CACHED, at_least_float32
 
 
 class Factors(NamedTuple):
@@ -18,6 +20,18 @@ class Factors(NamedTuple):
 
     left: Tensor
     right: Tensor
+
+
+class Block(NamedTuple):
+    """The contribution of one leaf.
+
+    Attributes:
+        products: float64 `[m, m]`, the Gramian of its rows; or `[m]`, their squared norms.
+        pullback: `pullback(weights [m])`, the weighted sum of its rows.
+    """
+
+    products: Tensor
+    pullback: Callable[[Tensor], Tensor]
 
 
 def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
@@ -76,3 +90,17 @@ def side_by_side(factors: list[Factors]) -> Factors:
 def _joined(sides: list[Tensor]) -> Tensor:
     m = max(len(side) for side in sides)
     return torch.cat([side.expand(m, *side.shape[1:]) for side in sides], dim=1)
+
+
+def combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
+    """The weighted sum of rows whose dtype may differ from that of the leaf."""
+    return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
+
+
+def column_groups(f: Factors, m: int) -> Iterator[Factors]:
+    """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
+    left, right = at_least_float32(f.left), at_least_float32(f.right)
+    longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
+    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // CACHED)
+    for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):
+        yield Factors(piece, right) if longer is left else Factors(left, piece)

@@ -1,45 +1,38 @@
 """Inner products and weighted sums of rows, leaf by leaf, from factors or from the rows themselves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine
-from functional_jd.core.rows import CACHED, HALVE_FROM, as_matrix, at_least_float32, inner_products
+from functional_jd.core.rows import HALVE_FROM, as_matrix, at_least_float32, inner_products, squared_norms
 from functional_jd.engines.choose import factors_are_cheaper, join_leaf, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
+    Block,
     Factors,
+    column_groups,
+    combined,
     products_of_sides,
     rows_of_factors,
     side_by_side,
     weighted_sum_of_factors,
 )
+from functional_jd.engines.gramian.squared_norms import norm_block_of
 
 Pullback: TypeAlias = Callable[[Tensor], list[Tensor]]
 
 
-class Block(NamedTuple):
-    """The contribution of one leaf.
-
-    Attributes:
-        gramian: float64 `[m, m]`, the Gramian of its rows.
-        pullback: `pullback(weights [m])`, the weighted sum of its rows.
-    """
-
-    gramian: Tensor
-    pullback: Callable[[Tensor], Tensor]
-
-
-def gramian_of_leaves(
-    parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int
+def products_of_leaves(
+    parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int, *, norms_only: bool = False
 ) -> tuple[Tensor, Pullback]:
-    """The Gramian of all leaves, and the pullback of weights. The rows of a leaf are the sum of its parts.
+    """The inner products of the rows of all leaves, `[m, m]` or only the squared norms `[m]`, and the pullback of
+    weights. The rows of a leaf are the sum of its parts.
 
     The rows of small leaves are joined, as calls cost more than what they compute.
     """
+    of_parts, of_rows = (norm_block_of, squared_norms) if norms_only else (block_of, inner_products)
     blocks: dict[int, Block] = {}
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
@@ -49,9 +42,9 @@ def gramian_of_leaves(
             dtype = torch.promote_types(total.dtype, leaf.dtype)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
         else:
-            blocks[index] = block_of(own, leaf, m)
+            blocks[index] = of_parts(own, leaf, m)
     joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
-    gramians = [*(block.gramian for block in blocks.values()), *(inner_products(as_matrix(rows)) for _, rows in joined)]
+    products = [*(block.products for block in blocks.values()), *(of_rows(as_matrix(rows)) for _, rows in joined)]
 
     def pullback(weights: Tensor) -> list[Tensor]:
         found = {index: block.pullback(weights) for index, block in blocks.items()}
@@ -61,7 +54,7 @@ def gramian_of_leaves(
                 found[index] = piece.reshape(leaves[index].shape).to(leaves[index].dtype)
         return [found[index] for index in range(len(leaves))]
 
-    return reduce(torch.add, gramians), pullback
+    return reduce(torch.add, products), pullback
 
 
 def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
@@ -76,7 +69,7 @@ def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
     if not rows:
         return Block(leaf.new_zeros(m, m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
     total = sum(rows[1:], start=rows[0])
-    return Block(inner_products(as_matrix(total)), lambda weights: _combined(total, weights, leaf))
+    return Block(inner_products(as_matrix(total)), lambda weights: combined(total, weights, leaf))
 
 
 def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
@@ -86,24 +79,12 @@ def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
         gramian = inner_products(as_matrix(rows_of_factors(f, leaf, m)))
     elif rows_are_smaller(f, leaf, m):
         rows = rows_of_factors(f, leaf, m)
-        return Block(inner_products(as_matrix(rows)), lambda weights: _combined(rows, weights, leaf))
+        return Block(inner_products(as_matrix(rows)), lambda weights: combined(rows, weights, leaf))
     else:
-        gramian = reduce(torch.add, [inner_products(as_matrix(products_of_sides(part))) for part in _parts(f, m)])
+        gramian = reduce(
+            torch.add, [inner_products(as_matrix(products_of_sides(part))) for part in column_groups(f, m)]
+        )
     return Block(gramian, lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
-
-
-def _combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
-    """The weighted sum of rows whose dtype may differ from that of the leaf."""
-    return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
-
-
-def _parts(f: Factors, m: int) -> Iterator[Factors]:
-    """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
-    left, right = at_least_float32(f.left), at_least_float32(f.right)
-    longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
-    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // CACHED)
-    for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):
-        yield Factors(piece, right) if longer is left else Factors(left, piece)
 
 
 def _inner_products(f: Factors, m: int) -> Tensor:

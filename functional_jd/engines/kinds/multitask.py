@@ -19,7 +19,7 @@ from functional_jd.core.tree import (
     tree_map,
     tree_unflatten,
 )
-from functional_jd.core.types import Direction, Gramian, MultitaskJacobian, Params, Tree
+from functional_jd.core.types import Direction, MultitaskJacobian, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import (
     Options,
@@ -30,7 +30,7 @@ from functional_jd.engines.evaluate import (
     objective_count,
     row_scales,
 )
-from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, like_directions, recorded, shaped
+from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.base import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
@@ -115,7 +115,7 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
         _refuse_other_ways(values, differentiated, inside, options)
     (between, gradient), values, aux = found if options.differentiable else detach_tree(found)
     rows = vjp_rows(point, between, options)
-    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), len(between[0]))
+    products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
     direct = shaped(pullback, structure, options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
     direction = lambda weights: {"shared": direct(weights), "heads": own}
@@ -170,11 +170,11 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     return *point.heads.extra, pullback
 
 
-def nan_unless_heads_are_finite(gramian: Gramian, heads: Tree) -> Gramian:
+def nan_unless_heads_are_finite(products: Tensor, heads: Tree) -> Tensor:
     """An overflow in the heads' summed gradient belongs to no row, so that it spoils all of them."""
     for leaf in tree_leaves(heads):
-        gramian = torch.where(leaf.isfinite().all(), gramian, torch.nan)
-    return gramian
+        products = torch.where(leaf.isfinite().all(), products, torch.nan)
+    return products
 
 
 def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:

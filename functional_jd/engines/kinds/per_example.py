@@ -20,7 +20,7 @@ from functional_jd.engines.evaluate import (
     evaluate_losses,
     row_scales,
 )
-from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_uses, like_directions, shaped
+from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_uses, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
@@ -98,7 +98,7 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     with autocast_disabled(leaves):
         # No loss depends on another example: one backward pass from all of them keeps the rows apart.
         gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
-    products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), like_directions(leaves, options), m)
+    products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), leaves, m, options)
     return products, *detach_tree(extra), shaped(pullback, structure, options)
 
 
@@ -130,7 +130,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
     uses, edges = layer_uses(seen[0], sources), list(range(len(sources)))
-    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), m)
+    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
     return products, *extra, shaped(pullback, structure, options)
 
 

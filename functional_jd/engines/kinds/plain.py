@@ -20,7 +20,7 @@ from functional_jd.engines.evaluate import (
     row_scales,
     select_arguments,
 )
-from functional_jd.engines.gramian.assemble import gramian_of_uses, like_directions, recorded, shaped
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
@@ -62,7 +62,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     point, uses, edges = recorded(f, leaves, options)
     m = objective_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
-    products, pullback = gramian_of_uses(uses, edges, rows, like_directions(leaves, options), m)
+    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
     return products, *point.extra, shaped(pullback, structure, options)
 
 

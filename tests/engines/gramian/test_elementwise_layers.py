@@ -57,10 +57,10 @@ def untapped(monkeypatch, case):
     seen = []
     together = assemble.gramian_of_uses
 
-    def spy(taps, edges, rows, leaves, m):
+    def spy(taps, edges, rows, leaves, m, options):
         direct = rows[len(edges) :]
         seen.append(([tuple(x.shape) for x, r in zip(leaves, direct, strict=True) if r is not None], len(taps)))
-        return together(taps, edges, rows, leaves, m)
+        return together(taps, edges, rows, leaves, m, options)
 
     with monkeypatch.context() as patch:
         for kind in (plain, per_example, multitask):

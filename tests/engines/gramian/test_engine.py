@@ -54,8 +54,8 @@ def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monke
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_takes_all_rows_only_where_vmap_refuses_the_examples(name, kind, monkeypatch):
-    formed, by_rows = [], engine._gramian_of_rows
-    monkeypatch.setattr(engine, "_gramian_of_rows", lambda jacobian: formed.append(1) or by_rows(jacobian))
+    formed, by_rows = [], engine._products_of_rows
+    monkeypatch.setattr(engine, "_products_of_rows", lambda *given: formed.append(1) or by_rows(*given))
     found(case_of(name, kind))
     # The recorder takes the embedding without its sparse gradient, which vmap refuses.
     refused = kind == "by_example" and not MODELS[name]().examples and name != "sparse_embedding"
@@ -399,7 +399,7 @@ def test_compiles_to_one_graph_with_a_scale():
 
 def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
     case = small("plain")
-    monkeypatch.setattr(engine, "_gramian_of_rows", lambda *_: pytest.fail("formed all rows"))
+    monkeypatch.setattr(engine, "_products_of_rows", lambda *_: pytest.fail("formed all rows"))
     asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
     assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
     torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])

@@ -6,9 +6,9 @@ from gramian_by_hand import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.engines.gramian import products
+from functional_jd.engines.gramian import factors, products
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.products import block_of, gramian_of_leaves
+from functional_jd.engines.gramian.products import block_of, products_of_leaves
 
 PRICES = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
 
@@ -38,8 +38,8 @@ def by_hand(parts, leaf, m):
 def agree(parts, leaf, m, tolerance):
     block, rows = block_of(parts, leaf, m), by_hand(parts, leaf, m)
     gramian, weights = rows @ rows.mT, numbers(m, seed=9)
-    assert block.gramian.dtype == torch.float64
-    assert (block.gramian - gramian).abs().max() <= tolerance * gramian.abs().max()
+    assert block.products.dtype == torch.float64
+    assert (block.products - gramian).abs().max() <= tolerance * gramian.abs().max()
     direction = block.pullback(weights)
     assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
     true = weights @ rows
@@ -48,7 +48,7 @@ def agree(parts, leaf, m, tolerance):
 
 def priced(patch, lean, cached):
     patch.setattr(products, "factors_are_cheaper", lambda *_: lean)
-    patch.setattr(products, "CACHED", cached)
+    patch.setattr(factors, "CACHED", cached)
 
 
 @given(
@@ -89,7 +89,7 @@ def test_blocks_equal_rows_by_hand(m, positions, groups, o, i, kind, pixels, den
 
 def test_a_leaf_that_nothing_reaches_has_rows_of_zeros():
     block = block_of([], torch.ones(2, 3), 4)
-    assert torch.equal(block.gramian, torch.zeros(4, 4, dtype=torch.float64))
+    assert torch.equal(block.products, torch.zeros(4, 4, dtype=torch.float64))
     assert torch.equal(block.pullback(torch.ones(4)), torch.zeros(2, 3))
 
 
@@ -107,7 +107,7 @@ def test_rows_that_are_equal_stay_dependent(lean, monkeypatch):
     priced(monkeypatch, lean, 1 << 10)
     left, right = numbers(6, 9, 1, 40, dtype=torch.float32), numbers(6, 9, 1, 50, seed=1, dtype=torch.float32)
     twice = Factors(left.repeat(2, 1, 1, 1), right.repeat(2, 1, 1, 1))
-    values = torch.linalg.eigvalsh(block_of([twice], torch.zeros(40, 50), 12).gramian)
+    values = torch.linalg.eigvalsh(block_of([twice], torch.zeros(40, 50), 12).products)
     assert values[:6].abs().max() < 1e-13 * values[-1]
     assert values[6] > 1e-3 * values[-1]
 
@@ -129,7 +129,7 @@ COUNTED, WEIGHTS = numbers(3, 3, seed=2), numbers(3, seed=3)
 
 def number(left, right):
     block = block_of([Factors(left, right)], torch.zeros(4, 5, dtype=torch.float64), 3)
-    return (block.gramian * COUNTED).sum() + block.pullback(WEIGHTS).square().sum()
+    return (block.products * COUNTED).sum() + block.pullback(WEIGHTS).square().sum()
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -175,7 +175,7 @@ def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
     likes.append(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "join_leaf", lambda leaf, m: m * leaf.numel() <= small)
-        gramian, pullback = gramian_of_leaves(parts, likes, m)
+        gramian, pullback = products_of_leaves(parts, likes, m)
     rows = torch.cat([by_hand(own, like, m) for own, like in zip(parts, likes, strict=True)], 1)
     assert gramian.dtype == torch.float64
     assert (gramian - rows @ rows.mT).abs().max() <= 1e-6 * (rows @ rows.mT).abs().max()

@@ -86,7 +86,7 @@ def test_equals_the_inner_products_of_the_rows(name, kind, around, monkeypatch):
     case = case_of(name, kind)
     # The batching rule of `prelu` fails in two dimensions of examples.
     if model.func and model.examples and name not in ("dropout", "prelu"):
-        monkeypatch.setattr(engine, "_gramian_of_rows", lambda *_: pytest.fail("formed all rows"))
+        monkeypatch.setattr(engine, "_products_of_rows", lambda *_: pytest.fail("formed all rows"))
     tolerance = 1e-6 if name == "mixed" else 1e-9
     agree(around(case), expectation(case), tolerance, tolerance)
 

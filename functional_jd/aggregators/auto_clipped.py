@@ -1,0 +1,41 @@
+"""Automatic clipping: the sum of the rows, each normalized."""
+
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import norms
+from functional_jd.core.types import Weights
+
+
+def auto_clipped(gamma: Number = 0.01) -> Aggregator:
+    """The sum of the rows, each divided by its norm: clipping without a threshold to tune.
+
+    `weights_i = 1 / (|g_i| + gamma)`
+
+    Args:
+        gamma: norm below which rows count less than others, in the unit of a gradient; positive. A number or a tensor
+            `[]`.
+
+    Returns:
+        A rule that needs the norms of the rows. Weights `[m]`, float64, positive; differentiable with respect to the
+        norms and `gamma`.
+
+    Raises:
+        TypeError, ValueError: `gamma` is not a number or a tensor `[]`, or not positive.
+
+    Laws:
+        No row adds more than 1 to the direction. Rows keep the order of their norms. Weights do not depend on other
+        rows. Where gamma is small against all norms, the unit of the losses does not matter.
+
+    Source:
+        Bu, Wang, Zha & Karypis, Automatic clipping: differentially private deep learning made easier and stronger,
+        NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = 1: a factor of all rows belongs to the learning rate.
+    """
+    gamma = hyper_parameter(gamma, "auto_clipped: gamma", POSITIVE, "The default is 0.01.")
+
+    def weigh(lengths: Tensor) -> Weights:
+        return 1 / (lengths + gamma)
+
+    return stateless(norms, weigh)

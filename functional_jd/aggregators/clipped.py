@@ -1,0 +1,45 @@
+"""Clipped: the sum of the rows, each shortened to a largest norm."""
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import norms
+from functional_jd.core.types import Weights
+
+
+def clipped(max_norm: Number) -> Aggregator:
+    """The sum of the rows, of which those longer than `max_norm` are scaled down to it: per-example clipping.
+
+    `weights_i = min(1, max_norm / |g_i|)`
+
+    Args:
+        max_norm: the largest norm of a row, in the unit of a gradient; positive. A number or a tensor `[]`.
+
+    Returns:
+        A rule that needs the norms of the rows. Weights `[m]`, float64, in (0, 1]; differentiable with respect to the
+        norms and `max_norm` where no norm equals `max_norm`.
+
+    Raises:
+        TypeError, ValueError: `max_norm` is not a number or a tensor `[]`, or not positive.
+
+    Laws:
+        No row adds more than `max_norm` to the direction, which moves by at most that if a row is left out: the
+        sensitivity of differential privacy. Equal to `total()` where all rows are short enough. Weights do not depend
+        on other rows. `grouped` clips every group of parameters by itself.
+
+    Source:
+        Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
+
+    Differs:
+        The direction is the sum, not the mean: a private mean divides by the expected size of a batch, not by the size
+        that was drawn. Opacus sums too, divides by the expected size after it has added noise, and adds 1e-6 to norms.
+    """
+    max_norm = hyper_parameter(max_norm, "clipped: max_norm", POSITIVE, "A common value is 1.")
+
+    def weigh(lengths: Tensor) -> Weights:
+        return max_norm / torch.maximum(lengths, lengths.new_ones(()) * max_norm)
+
+    return stateless(norms, weigh)

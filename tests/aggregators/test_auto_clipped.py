@@ -1,0 +1,59 @@
+"""Automatic clipping: the paper's formula by hand, its bound, its unit, and steps without rows."""
+
+import math
+
+import pytest
+import torch
+from bounds import check_within, eps
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_jd as fj
+from functional_jd.testing.strategies import jacobians
+
+J = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.0, 0.4], [0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+@given(jacobians(), st.integers(1, 40).map(lambda k: k / 16))
+def test_equal_to_the_formula_by_hand(rows, gamma):
+    weights = fj.aggregate(fj.auto_clipped(gamma), rows).weights
+    for weight, row in zip(weights.tolist(), rows.tolist(), strict=True):
+        assert math.isclose(weight, 1 / (math.hypot(*row) + gamma), rel_tol=64 * eps())
+
+
+@given(jacobians(), st.integers(1, 40).map(lambda k: k / 16))
+def test_no_row_adds_more_than_one_and_the_order_of_norms_stays(rows, gamma):
+    added = fj.aggregate(fj.auto_clipped(gamma), rows).weights * rows.norm(dim=1)
+    assert (added <= 1 + 64 * eps()).all()
+    order = rows.norm(dim=1).argsort()
+    assert (added[order].diff() >= -64 * eps()).all()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_with_small_gamma_the_unit_of_a_loss_does_not_matter(size):
+    rows = J[:2]
+    expected = fj.aggregate(fj.auto_clipped(1e-12), rows).direction
+    # gamma changes a row's share by gamma over its norm.
+    check_within(fj.aggregate(fj.auto_clipped(1e-12), size * rows).direction, expected, 2 * 1e-12 / (0.5 * 1e-3))
+
+
+def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
+    f = lambda rows, gamma: fj.aggregate(fj.auto_clipped(gamma), rows).direction
+    gamma = torch.tensor(0.5, dtype=torch.float64)
+    points = (J[:2].clone().requires_grad_(), gamma.clone().requires_grad_())
+    assert torch.autograd.gradcheck(f, points, check_forward_ad=True)
+    assert torch.func.jacrev(f)(J, gamma).isfinite().all()
+
+
+def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine():
+    params, x = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()}, torch.eye(4).double()
+    losses = fj.per_example(lambda p, x: torch.tanh(x @ p["w"]).square().sum())
+    how = {"losses": losses, "aggregator": fj.auto_clipped(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, x, scale=fj.scale_state(), **how)
+    ours, theirs = (fj.step(state, x, engine=engine, **how) for engine in ("gramian", "jacobian"))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_gamma_is_checked():
+    with pytest.raises(ValueError, match=r"auto_clipped: gamma must be positive and finite, found 0.0. The default"):
+        fj.auto_clipped(0.0)

@@ -1,0 +1,150 @@
+"""Clipping by norm, row by row: torch's own clipping of single gradients, the sensitivity, and steps without rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within, eps
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+import functional_jd as fj
+from functional_jd.testing.strategies import jacobians
+
+LIKE = {"w": torch.zeros(2, 2), "b": torch.zeros(3)}
+BOUNDS = st.integers(1, 40).map(lambda k: k / 4)
+J = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.0, 0.4], [-6.0, 0.0, 8.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def flat(rows):
+    return torch.cat([leaf.flatten(1) for leaf in rows.values()], 1)
+
+
+@given(jacobians((1, 5), like=LIKE), BOUNDS)
+def test_equal_to_torch_s_clipping_of_every_gradient_alone(rows, bound):
+    total = {name: torch.zeros_like(leaf) for name, leaf in LIKE.items()}
+    for i in range(len(rows["b"])):
+        parameters = [nn.Parameter(torch.zeros_like(leaf, dtype=torch.float64)) for leaf in LIKE.values()]
+        for parameter, leaf in zip(parameters, rows.values(), strict=True):
+            parameter.grad = leaf[i].clone()
+        norm = flat(rows)[i].norm()
+        # torch adds 1e-6 to the norm.
+        nn.utils.clip_grad_norm_(parameters, float(bound * (norm + 1e-6) / norm) if norm > bound else float("inf"))
+        total = {name: total[name] + p.grad for name, p in zip(total, parameters, strict=True)}
+    found = fj.aggregate(fj.clipped(bound), rows)
+    terms = torch.minimum(flat(rows).norm(dim=1), torch.tensor(bound)).sum()
+    for name in LIKE:
+        check_within(found.direction[name], total[name], 64 * eps() * terms)
+
+
+@given(jacobians((1, 5), like=LIKE), BOUNDS)
+def test_leaving_a_row_out_moves_the_direction_by_at_most_the_bound(rows, bound):
+    whole = fj.aggregate(fj.clipped(bound), rows).direction
+    m = len(rows["b"])
+    for i in range(m if m > 1 else 0):
+        rest = {name: leaf[[k for k in range(m) if k != i]] for name, leaf in rows.items()}
+        without = fj.aggregate(fj.clipped(bound), rest).direction
+        change = sum((whole[name] - without[name]).square().sum() for name in LIKE).sqrt()
+        assert change <= bound * (1 + 64 * m * eps())
+
+
+def test_rows_that_are_short_enough_keep_their_bits_and_zeros_count():
+    weights = fj.aggregate(fj.clipped(1.0), J).weights
+    assert weights.tolist() == [0.2, 1.0, 0.1, 1.0]
+    assert torch.equal(fj.aggregate(fj.clipped(16.0), J).direction, fj.aggregate(fj.total(), J).direction)
+
+
+def test_groups_are_clipped_by_themselves():
+    rows = {"trunk": J, "head": 2 * J.flip(1)}
+    found = fj.aggregate(fj.grouped({"trunk": fj.clipped(1.0), "head": fj.clipped(2.0)}), rows).direction
+    assert torch.equal(found["trunk"], fj.aggregate(fj.clipped(1.0), J).direction)
+    assert torch.equal(found["head"], fj.aggregate(fj.clipped(2.0), 2 * J.flip(1)).direction)
+
+
+def test_derivatives_are_those_of_finite_differences():
+    f = lambda rows, bound: fj.aggregate(fj.clipped(bound), rows).direction
+    bound = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(f, (J[:3].clone().requires_grad_(), bound), check_forward_ad=True)
+    slope = torch.func.jacrev(f)(J, bound.detach())
+    assert slope.isfinite().all()  # at a row of zeros too
+    assert torch.equal(slope[:, 3], torch.eye(3, dtype=torch.float64))
+
+
+def test_a_bound_for_each_replica():
+    bounds = torch.tensor([0.5, 1.0, 20.0])
+    together = torch.vmap(lambda bound: fj.aggregate(fj.clipped(bound), J).direction)(bounds)
+    expected = torch.stack([fj.aggregate(fj.clipped(float(bound)), J).direction for bound in bounds])
+    torch.testing.assert_close(together, expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_show_in_the_direction(bad):
+    rows = J.clone()
+    rows[1, 1] = bad
+    assert not fj.aggregate(fj.clipped(1.0), rows).direction.isfinite().all()
+
+
+def test_bounds_are_checked():
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"clipped: max_norm must be positive and finite, found .*A common value"):
+            fj.clipped(wrong)
+    with pytest.raises(ValueError, match=r"clipped: max_norm must be a number or a tensor \[\], found shape \[2\]"):
+        fj.clipped(torch.ones(2))
+
+
+def network(dtype=torch.float32):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+        x, y = torch.randn(5, 7, 6, dtype=dtype), torch.randn(5, 7, 1, dtype=dtype)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().mean()), (x, y)
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian", "auto"])
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_a_step_is_that_of_vmap_of_grad(engine, shape):
+    """The loop that people write: gradients of examples by vmap, clipped, added up."""
+    params, losses, batch = network(torch.float64)
+    gradients = torch.vmap(torch.func.grad(losses.loss), (None, 0, 0))(params, *batch)
+    lengths = flat(gradients).norm(dim=1)
+    bound = float(lengths.median())
+    factors = (bound / lengths).clamp(max=1.0)
+    how = {"losses": losses, "aggregator": fj.clipped(bound), "optimizer": fj.sgd(0.5), "engine": engine}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
+    after, info = fj.step(state, *batch, **how)
+    torch.testing.assert_close(info.weights, factors)
+    assert info.gramian == ()
+    for name, p in params.items():
+        torch.testing.assert_close(after.params[name], p - 0.5 * torch.einsum("m,m...->...", factors, gradients[name]))
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap"])
+def test_steps_without_rows_under_transforms(transform):
+    params, losses, batch = network()
+    how = {"losses": losses, "aggregator": fj.clipped(0.5), "optimizer": fj.sgd(0.5)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
+    take = partial(fj.step, engine="gramian", **how)
+    expected, info = take(state, *batch)
+    if transform == "compile":
+        torch.compiler.reset()
+        after, found = torch.compile(take, backend="aot_eager", fullgraph=True)(state, *batch)
+    else:
+        two = torch.utils._pytree.tree_map(lambda x: torch.stack([x, x]), state)
+        pair = torch.vmap(take, in_dims=(0, None, None))(two, *batch)
+        after, found = torch.utils._pytree.tree_map(lambda x: x[1], pair)
+    torch.testing.assert_close(found.weights, info.weights, rtol=1e-5, atol=0)
+    torch.testing.assert_close(after.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_an_overflow_skips_the_step_and_backs_off_its_own_scale(engine):
+    losses = lambda p, x: {"calm": (p * 2.0).sum(), "wild": (p * x).sum()}
+    how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": fj.sgd(0.5)}
+    state = fj.train_state(torch.ones(3), torch.ones(()), scale=fj.scale_state(shape=(2,)), **how)
+    after, info = fj.step(state, torch.tensor(1e37), engine=engine, **how)
+    assert info.finite.tolist() == [True, False]
+    assert after.scale.scale.tolist() == [2.0**16, 2.0**15]
+    assert torch.equal(after.params, state.params)

@@ -1,0 +1,351 @@
+"""Squared norms against rows multiplied out: every mixture of factors, every model, price, scale and transform."""
+
+import pytest
+import torch
+from bounds import check_within, eps
+from gramian_by_hand import (
+    F,
+    Largest,
+    both_prices,
+    close,
+    expectation,
+    model_of,
+    single,
+    weights_for,
+    wide,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import CASES, KINDS, case_of, leaves
+from torch import nn
+from torch.utils import _pytree
+from zoo import MODELS, Case, mlp, numbers
+
+from functional_jd.engines.gramian import engine, factors, squared_norms
+from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.objectives import multitask, per_example
+from functional_jd.precision.scale_state import scale_state
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def priced(patch, lean):
+    patch.setattr(squared_norms, "position_norms_are_cheaper", lambda *_: lean)
+
+
+# Leaf by leaf
+
+
+def multiplied_out(part, shape, m):
+    """The rows of a part `[m, *p]`, and those of its absolute terms, in float64."""
+    if not isinstance(part, Factors):
+        return part.double(), part.double().abs()
+    left = nn.functional.one_hot(part.left, shape[0])[:, :, None] if part.left.ndim == 2 else part.left
+    sides = [side.double().expand(m, *side.shape[1:]) for side in (left, part.right)]
+    rows, terms = (torch.einsum("mpgo,mpgi->mgoi", *pair) for pair in (sides, [side.abs() for side in sides]))
+    return rows.reshape(m, *shape), terms.reshape(m, *shape)
+
+
+def agree_leaf(parts, leaf, m):
+    block = squared_norms.norm_block_of(parts, leaf, m)
+    pairs = [multiplied_out(part, leaf.shape, m) for part in parts]
+    rows = sum(pair[0] for pair in pairs).reshape(m, leaf.numel())
+    terms = sum(pair[1] for pair in pairs).reshape(m, leaf.numel())
+    assert block.products.dtype == torch.float64
+    assert (block.products >= 0).all()
+    length = sum(part.right.shape[1] if isinstance(part, Factors) else 1 for part in parts) + leaf.numel()
+    check_within(block.products, rows.square().sum(1), 4 * length * eps(leaf.dtype) * terms.square().sum(1))
+    weights = numbers(m, seed=9)
+    direction = block.pullback(weights)
+    assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
+    bound = 4 * (length + m) * eps(leaf.dtype) * (weights.abs() @ terms)
+    check_within(direction.reshape(-1), weights @ rows, bound)
+
+
+@given(
+    m=st.integers(1, 5),
+    kinds=st.lists(
+        st.tuples(st.sampled_from(["own", "common left", "common right", "lookup", "rows"]), st.integers(1, 4)),
+        min_size=1,
+        max_size=3,
+    ),
+    groups=st.integers(1, 2),
+    o=st.integers(1, 6),
+    i=st.integers(1, 6),
+    lean=st.booleans(),
+    cached=st.sampled_from([1, 16, 1 << 17]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, cached, dtype, seed):
+    """One weight in several layers, such as an embedding that is the output layer too."""
+    groups = 1 if any(kind == "lookup" for kind, _ in kinds) else groups
+    leaf = torch.zeros(groups * o, i, dtype=dtype)
+    parts = []
+    for k, (kind, p) in enumerate(kinds):
+        if kind == "rows":
+            parts.append(numbers(m, *leaf.shape, seed=seed + k, dtype=dtype))
+            continue
+        left = numbers(1 if kind == "common left" else m, p, groups, o, seed=seed + k, dtype=dtype)
+        if kind == "lookup":
+            left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed + k))
+        rows = 1 if kind == "common right" else m
+        parts.append(Factors(left, numbers(rows, p, groups, i, seed=seed + k + 100, dtype=dtype)))
+    if all(isinstance(part, Factors) and len(part.left) == len(part.right) == 1 for part in parts):
+        m = 1
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        patch.setattr(factors, "CACHED", cached)
+        agree_leaf(parts, leaf, m)
+
+
+def test_a_leaf_that_nothing_reaches_has_norms_of_zero():
+    block = squared_norms.norm_block_of([], torch.ones(2, 3), 4)
+    assert torch.equal(block.products, torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(block.pullback(torch.ones(4)), torch.zeros(2, 3))
+
+
+@both_prices
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_sizes_whose_squares_leave_the_range_of_float32_are_no_overflow(size, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    left, right = numbers(3, 4, 1, 5, dtype=torch.float32), numbers(3, 4, 1, 6, seed=1, dtype=torch.float32)
+    agree_leaf([Factors(left * size, right)], torch.zeros(5, 6), 3)
+
+
+@both_prices
+def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
+    priced(monkeypatch, lean)
+    left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
+    opposite = Factors(torch.cat([left, -left], 1), torch.cat([right, right], 1))
+    block = squared_norms.norm_block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50)
+    assert (block.products >= 0).all()
+    size = (left.square().sum((1, 2, 3)) * right.square().sum((1, 2, 3))).max()
+    assert block.products.max() <= 64 * eps() * size
+
+
+# Model by model
+
+
+def found(case, **how):
+    torch.manual_seed(0)
+    squares, _, pullback = squared_norms_fn(case.losses, **how)(case.params, *case.args)
+    assert squares.dtype == torch.float64
+    return squares, [x.double().reshape(-1) for x in leaves(pullback(weights_for(case)))]
+
+
+def agree(result, expected, tolerance):
+    (squares, direction), (gramian, true_direction) = result, expected
+    close(squares, gramian.diagonal(), tolerance, tolerance)
+    close(torch.cat(direction), torch.cat(true_direction), tolerance, tolerance)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_equals_the_diagonal_of_the_gramian_of_the_rows_at_either_price(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        agree(found(case), expected, 1e-6 if name == "mixed" else 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "tied", "conv2d", "encoder", "lstm"])
+def test_scales_leave_no_trace(name, kind):
+    case = case_of(name, kind)
+    expected = expectation(case)
+    m = len(weights_for(case))
+    for scale in (torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m], torch.tensor(64.0), scale_state(8.0, shape=(m,))):
+        agree(found(case, scale=scale), expected, 1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "tied", "reused", "conv2d", "layer_norm", "embedding", "encoder"])
+def test_norms_in_float32_are_right_to_one_in_a_million(name, kind, monkeypatch):
+    """With tied weights too."""
+    case = single(case_of(name, kind))
+    wide_case = _pytree.tree_map(lambda x: x.double() if x.is_floating_point() else x, (case.params, case.args))
+    expected = expectation(case._replace(params=wide_case[0], args=wide_case[1]))[0].diagonal().sqrt()
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        norms = found(case)[0].sqrt()
+        assert ((norms - expected).abs() / expected).max() <= 16 * eps(torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_known_layers_are_never_formed(kind):
+    case, m = wide(kind)
+    with Largest() as largest:
+        _, _, pullback = squared_norms_fn(case.losses)(case.params, *case.args)
+        pullback(torch.ones(m, dtype=torch.float64))
+    assert largest.numel < m * 64 * 64
+
+
+def test_an_embedding_that_is_the_output_layer_too_needs_no_rows():
+    params = {"table": numbers(512, 16)}
+
+    def loss(p, tokens):
+        return torch.tanh(F.linear(F.embedding(tokens, p["table"]).tanh(), p["table"])).square().mean()
+
+    case = Case(params, per_example(loss), (torch.randint(512, (6, 3), generator=torch.Generator().manual_seed(0)),))
+    rows = torch.cat([r.flatten(1) for r in rows_of_examples(case)], 1)
+    with Largest() as largest:
+        squares, _, pullback = squared_norms_fn(case.losses)(case.params, *case.args)
+        direction = pullback(torch.ones(6, dtype=torch.float64))
+    assert largest.numel < 6 * 512 * 16
+    torch.testing.assert_close(squares, rows.square().sum(1))
+    torch.testing.assert_close(direction["table"].flatten(), rows.sum(0))
+
+
+def rows_of_examples(case):
+    """Example by example."""
+    points = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    each = [case.losses.loss(points, *(arg[i] for arg in case.args)) for i in range(len(case.args[0]))]
+    gradients = [torch.autograd.grad(value, leaves(points)) for value in each]
+    return [torch.stack(column) for column in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_inner_products_of_different_rows_are_formed(kind, monkeypatch):
+    case = case_of("mlp", kind)
+    expected = expectation(case)
+    fail = lambda *_: pytest.fail("formed the Gramian")
+    monkeypatch.setattr("functional_jd.engines.gramian.products.block_of", fail)
+    monkeypatch.setattr("functional_jd.engines.gramian.products.inner_products", fail)
+    agree(found(case), expected, 1e-9)
+
+
+# Overflow, fallbacks, errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "tied", "conv2d"])
+def test_a_row_that_overflowed_has_a_norm_that_is_not_finite(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    expected = expectation(case)[0].diagonal()
+    scale = torch.ones(len(expected))
+    scale[1] = torch.inf
+    others = [i for i in range(len(expected)) if i != 1]
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        squares, _ = found(case, scale=scale)
+        assert not squares[1].isfinite()
+        close(squares[others], expected[others], 1e-9, 1e-9)
+
+
+def test_heads_that_are_not_finite_spoil_all_rows():
+    losses = multitask(lambda p, x: p * x, lambda h, z, x: [h.sqrt() + z.sum(), z.mean()])
+    params = {"shared": numbers(3), "heads": torch.zeros((), dtype=torch.float64)}
+    assert not squared_norms_fn(losses)(params, numbers(3, seed=1))[0].isfinite().any()
+
+
+def test_what_vmap_refuses_is_taken_row_by_row():
+    name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
+    case = case_of(name, "by_example")
+    agree(found(case), expectation(case), 1e-9)
+
+
+def test_errors_say_where():
+    with pytest.raises(TypeError, match="squared_norms_fn: losses must be a function, found int"):
+        squared_norms_fn(3)
+    with pytest.raises(ValueError, match=r"squared_norms_fn: .*one per objective"):
+        squared_norms_fn(lambda p: p, scale=torch.ones(3))(numbers(2))
+    with pytest.raises(ValueError, match=r"squared_norms_fn: argnums must name some of the 1 arguments"):
+        squared_norms_fn(lambda p: p, argnums=1)(numbers(2))
+
+
+# Transforms
+
+
+def small(kind):
+    return KINDS[kind](mlp((2, 3, 3)))
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_replicas_equals_a_loop(kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case = small(kind)
+
+    def f(factor):
+        params = _pytree.tree_map(lambda x: x * factor, case.params)
+        squares, _, pullback = squared_norms_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
+        return squares, leaves(pullback(weights_for(case)))
+
+    together = torch.vmap(f)(torch.tensor([1.0, 0.5], dtype=torch.float64))
+    for i, factor in enumerate((1.0, 0.5)):
+        torch.testing.assert_close(_pytree.tree_map(lambda x, i=i: x[i], together), f(factor))
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_are_those_of_finite_differences(kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case = small(kind)
+    flat, spec = _pytree.tree_flatten(case.params)
+
+    def number(*flat):
+        squares, _, pullback = squared_norms_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
+        # Weights that depend on the norms, as those of clipping do.
+        direction = pullback(1 / (1 + squares))
+        size = sum((x**2).sum() for x in leaves(direction))
+        return (squares * numbers(*squares.shape, seed=5)).sum() + size
+
+    points = [x.clone().requires_grad_() for x in flat]
+    assert torch.autograd.gradcheck(number, points)
+    functional = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
+    tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
+    _, forward = torch.func.jvp(number, tuple(flat), tuple(tangents))
+    for x, y in zip(functional, torch.autograd.grad(number(*points), points), strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(forward, sum((g * t).sum() for g, t in zip(functional, tangents, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_compiles_to_one_graph_with_a_scale(name, monkeypatch):
+    priced(monkeypatch, True)
+    case = small("by_example") if name == "mlp" else case_of("tied", "by_example")
+
+    def f(params, *args):
+        squares, values, pullback = squared_norms_fn(case.losses, scale=torch.tensor(4.0))(params, *args)
+        return squares, values, pullback(weights_for(case))
+
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(case.params, *case.args)
+    torch.testing.assert_close(leaves(compiled), leaves(f(case.params, *case.args)))
+
+
+def test_aux_and_other_arguments():
+    case = case_of("mlp", "by_example")
+    losses = per_example(lambda *args: (case.losses.loss(*args), {"seen": args[1]}))
+    squares, (values, aux), _ = squared_norms_fn(losses, has_aux=True)(case.params, *case.args)
+    close(squares, expectation(case)[0].diagonal(), 1e-9, 1e-9)
+    torch.testing.assert_close(values, case.losses(case.params, *case.args))
+    assert torch.equal(aux["seen"], case.args[0])
+    given = (numbers(3, 3), numbers(4, 3, seed=1))
+    f = lambda w, x: torch.tanh(F.linear(x, w)).mean(1)
+    torch.testing.assert_close(
+        squared_norms_fn(f, argnums=1)(*given)[0], gramian_fn(f, argnums=1)(*given)[0].diagonal()
+    )
+
+
+@given(st.integers(1, 4), st.sampled_from(sorted(KINDS)), st.booleans())
+def test_cauchy_and_schwarz(seed, kind, lean):
+    """No entry of the Gramian is larger than the two norms allow."""
+    case = KINDS[kind](model_of(lambda p, x: torch.tanh(x @ p["w"]) @ p["v"], inputs=numbers(4, 3, seed=seed)))
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        squares, _ = found(case)
+    gramian = gramian_fn(case.losses)(case.params, *case.args)[0]
+    lengths = squares.sqrt()
+    assert (gramian.abs() <= lengths[:, None] * lengths * (1 + 64 * eps()) + 64 * eps() * squares.max()).all()
+
+
+def test_falls_back_under_the_name_that_was_called(monkeypatch):
+    monkeypatch.setattr(engine, "_products_of_rows", lambda jacobian, options: options.where)
+    name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
+    case = case_of(name, "by_example")
+    assert squared_norms_fn(case.losses)(case.params, *case.args)[0] == "squared_norms_fn"
