@@ -37,6 +37,7 @@ from functional_jd.aggregators.mgda import mgda
 from functional_jd.aggregators.moco import moco
 from functional_jd.aggregators.modo import modo
 from functional_jd.aggregators.nash_mtl import nash_mtl
+from functional_jd.aggregators.natural_gradient import natural_gradient
 from functional_jd.aggregators.pbi import pbi
 from functional_jd.aggregators.pcd import pcd
 from functional_jd.aggregators.pcgrad import pcgrad
@@ -161,6 +162,7 @@ __all__ = [
     "modo",
     "multitask",
     "nash_mtl",
+    "natural_gradient",
     "no_gradients",
     "no_scale",
     "norms",

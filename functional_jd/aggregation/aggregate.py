@@ -21,7 +21,7 @@ class Aggregator(NamedTuple):
     """An aggregation rule: three functions; its hyper-parameters live in their closures.
 
     Attributes:
-        view: `view(jacobian, *others, losses=None)`: `no_gradients`, `losses`, `gramian`, `cross_gramian` or
+        view: `view(jacobian, *others, losses=None)`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian` or
             `full_jacobian`. It tells the engines what the rule needs, and so what a step costs.
         init: `init(view) -> state`, a pytree of tensors; `()` for a stateless rule.
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise

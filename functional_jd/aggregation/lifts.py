@@ -14,7 +14,7 @@ def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Ag
     """A stateless rule: `weigh(view) -> weights`.
 
     Args:
-        view: the input of `weigh`: `no_gradients`, `losses`, `gramian`, `cross_gramian` or `full_jacobian`.
+        view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian` or `full_jacobian`.
         weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
 
     Returns:

@@ -43,6 +43,23 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return nan_unless(finite, inverse), nan_unless(finite, projection)
 
 
+def largest_eigenvalue(matrix: Tensor) -> Tensor:
+    """The largest eigenvalue.
+
+    Args:
+        matrix: float64 `[*, m, m]`, symmetric positive semi-definite.
+
+    Returns:
+        float64 `[*]`; NaN where the matrix is not finite.
+
+    Laws:
+        Composes with vmap, grad, jvp, compile; derivatives are correct where the eigenvalue is simple. Synchronizes
+        with the device.
+    """
+    finite_matrix, finite = _finite_or_identity(matrix)
+    return nan_unless(finite[..., 0, 0], torch.linalg.eigvalsh(finite_matrix)[..., -1])
+
+
 def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse square root on the range, zero on its complement; and the eigenvalues.
 

@@ -289,6 +289,13 @@ RULES: dict[str, Entry] = {
         _OUTWEIGHED | _SUM | _BLOCKED | {_ORDER: "the first row is the primary objective"},
         {"tau": _SHARE, "beta": _DECAY},
     ),
+    "natural_gradient": Entry(
+        lambda f, damping=1.0: f(damping),
+        (_ORDER, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the direction is in the unit of parameters"},
+        {"damping": _RATES},
+        wide=False,
+    ),
     "cr_mogm": Entry(
         lambda f, **hyper: f(upgrad(), **hyper),
         (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),

@@ -406,7 +406,17 @@ def batch_losses():
     return params, fj.per_example(lambda p, x, y: (functional_call(net, p, (x,)) - y).square().sum()), (x, y)
 
 
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, partial(fj.cr_mogm, fj.upgrad())])
+RULES_OF_PRODUCTS = {
+    "upgrad": fj.upgrad,
+    "mgda": fj.mgda,
+    "cr_mogm": partial(fj.cr_mogm, fj.upgrad()),
+    "clipped": partial(fj.clipped, 1.0),
+    "gradnorm": fj.gradnorm,
+    "natural_gradient": partial(fj.natural_gradient, 1.0),
+}
+
+
+@pytest.mark.parametrize("rule", RULES_OF_PRODUCTS.values(), ids=RULES_OF_PRODUCTS)
 @pytest.mark.parametrize("shape", [(), (5,)])
 def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
     params, losses, batch = batch_losses()
@@ -711,6 +721,9 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
         (fj.mean, (), "weighted", "no gradients"),
         (fj.mean, (4,), "jacobian", "one row per objective"),
         (fj.upgrad, (), "gramian", "2\\^20"),
+        (partial(fj.clipped, 1.0), (4,), "gramian", "2\\^20"),
+        (fj.gradnorm, (), "gramian", "2\\^20"),
+        (partial(fj.natural_gradient, 1.0), (), "gramian", "space of the losses"),
         (lambda: fj.trimmed_mean(1), (), "jacobian", "full_jacobian"),
     ],
 )

@@ -1,0 +1,66 @@
+"""Natural gradient in residual space: the step of Gauss and Newton, solved with the Gramian of the residuals."""
+
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.lifts import stateless
+from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.core.types import Gramian, Weights
+from functional_jd.solvers.damped import damped_solve
+from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
+
+
+def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
+    """The damped step of Gauss and Newton (Levenberg, Marquardt) for residuals r, which the losses are.
+
+    `weights = (G + damping 1)^-1 r`, so that by Woodbury's identity
+    `direction = J' weights = (J' J + damping 1)^-1 J' r`, which minimizes `|J d - r|^2 + damping |d|^2`.
+
+    The losses must be the residuals themselves, not their squares: m numbers of any sign, of which `|r|^2 / 2` is to
+    become small, mostly by `per_example`. The system is `[m, m]`, whatever the number of parameters.
+
+    Args:
+        damping: not negative, in the unit of a squared gradient; larger is a shorter step, closer to the gradient of
+            `|r|^2 / (2 damping)`. A number or a tensor `[]`. The number 0 gives the step of least norm, by the
+            pseudo-inverse, which takes ten times as long.
+        relative: whether `damping` is a fraction of the largest eigenvalue of the Gramian, so that the unit of the
+            residuals does not matter. It costs an eigenvalue decomposition.
+
+    Returns:
+        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, losses=residuals)`. Weights `[m]`,
+        float64, of any sign; differentiable with respect to Jacobian, residuals and `damping`: with `relative` where
+        the largest eigenvalue is simple, for the number 0 where the rank is constant.
+
+    Raises:
+        TypeError, ValueError: `damping` is not a number or a tensor `[]`, or negative; when called, no losses.
+
+    Laws:
+        With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm. The
+        direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction too: none where
+        no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of the largest
+        diagonal entry, which is added to the damping. With a damping that is not large against it, rounding grows in
+        the part of the residuals that no step reduces: then take the number 0. The heads of `multitask` losses follow
+        the sum of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize
+        with the device; Cholesky's decomposition does not.
+
+    Source:
+        Müller & Zeinhofer, Achieving high accuracy with PINNs via energy natural gradient descent, ICML 2023, arXiv
+        2302.13163; solved in the space of residuals, as Chen & Heyl, arXiv 2302.01941 (minSR), and Goldshlager,
+        Abrahamsen & Lin, arXiv 2401.10190, do for wave functions.
+
+    Example:
+        >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
+        >>> residuals = per_example(lambda params, x, y: x @ params["w"] - y)
+        >>> method = {"losses": residuals, "aggregator": natural_gradient(1e-6), "optimizer": sgd(1.0)}
+        >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
+    """
+    damping = hyper_parameter(damping, "natural_gradient: damping", NOT_NEGATIVE, "A common start is 1e-6 or 1e-3.")
+
+    def weigh(view: tuple[Gramian, Tensor]) -> Weights:
+        G, residuals = view
+        if not isinstance(damping, Tensor) and damping == 0:
+            return pseudo_inverse(G) @ residuals
+        return damped_solve(G, residuals, damping * largest_eigenvalue(G) if relative else damping)
+
+    return stateless(gramian_and_losses, weigh)

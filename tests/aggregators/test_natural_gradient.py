@@ -1,0 +1,210 @@
+"""Natural gradients against least squares by SVD, their invariances, degenerate Gramians, and steps without rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within, eps
+from gramian_by_hand import Largest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+from functional_jd.testing.strategies import jacobians
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def direction(J, r, damping, **how):
+    return fj.aggregate(fj.natural_gradient(damping, **how), J, losses=r).direction
+
+
+def least_squares(J, r, damping):
+    """Minimize `|J d - r|^2 + damping |d|^2` in the space of parameters, by SVD of the Jacobian itself."""
+    ridge = damping**0.5 * torch.eye(J.shape[1], dtype=J.dtype)
+    system, right = torch.cat([J, ridge]), torch.cat([r, r.new_zeros(J.shape[1])])
+    return torch.linalg.lstsq(system, right.unsqueeze(1), rcond=1e-13, driver="gelsd").solution.squeeze(1)
+
+
+@given(jacobians((1, 6), (1, 6), wide=False), st.integers(-8, 8), st.integers(0, 99))
+def test_equal_to_damped_least_squares(J, exponent, seed):
+    damping, r = 4.0**exponent, normal(len(J), seed=seed)
+    G = J @ J.mT
+    # The weights are off by the condition of the damped Gramian, the direction by as much times the rows.
+    condition = (G.trace() + damping) / damping
+    bound = 64 * sum(J.shape) ** 2 * eps() * condition * J.norm() * r.norm() / damping
+    check_within(direction(J, r, damping), least_squares(J, r, damping), bound)
+
+
+@given(jacobians((1, 6), (1, 6), wide=False), st.integers(0, 99))
+def test_without_damping_the_solution_of_least_norm(J, seed):
+    """Of every rank: more residuals than parameters, fewer, dependent ones, none that depends on any."""
+    r = normal(len(J), seed=seed)
+    expected = torch.linalg.pinv(J, rtol=1e-10) @ r
+    kept = torch.linalg.svdvals(J)
+    kept = kept[kept > 1e-10 * kept.max()]
+    condition = float((kept.max() / kept.min()) ** 2 / kept.min()) if len(kept) else 1.0
+    check_within(
+        direction(J, r, 0), expected, 256 * sum(J.shape) ** 2 * eps() * condition * max(J.norm(), 1) * r.norm()
+    )
+
+
+def test_a_small_damping_tends_to_the_solution_of_least_norm():
+    J, r = normal(5, 3) @ normal(3, 7, seed=1), normal(5, seed=2)  # of rank 3, and r not in its range
+    expected = torch.linalg.pinv(J, rtol=1e-10) @ r
+    errors = [(direction(J, r, damping) - expected).norm() / expected.norm() for damping in (1e-2, 1e-4, 1e-6)]
+    assert errors[0] > 10 * errors[1] > 100 * errors[2]
+    smallest = torch.linalg.svdvals(J)[2] ** 2
+    assert errors[2] <= 2 * 1e-6 / smallest
+
+
+def test_one_step_solves_linear_least_squares():
+    A, y = normal(20, 4), normal(20, seed=1)
+    params = {"w": normal(4, seed=2)}
+    losses = fj.per_example(lambda p, a, y: a @ p["w"] - y)
+    for engine in ("gramian", "jacobian", "auto"):
+        how = {"losses": losses, "aggregator": fj.natural_gradient(0), "optimizer": fj.sgd(1.0), "engine": engine}
+        state, _ = fj.step(fj.train_state(params, A, y, **how), A, y, **how)
+        expected = torch.linalg.lstsq(A, y.unsqueeze(1)).solution.squeeze(1)
+        torch.testing.assert_close(state.params["w"], expected)
+
+
+@given(st.integers(0, 99), st.integers(1, 6), st.integers(1, 6), st.sampled_from([0, 1e-3, 1.0]))
+def test_orthogonal_combinations_of_residuals_give_the_same_direction(seed, m, n, damping):
+    J, r, Q = normal(m, n, seed=seed), normal(m, seed=seed + 1), torch.linalg.qr(normal(m, m, seed=seed + 2))[0]
+    values = torch.linalg.svdvals(J)
+    condition = float(values.max() / values.min()) ** 2
+    expected = direction(J, r, damping)
+    bound = 2**10 * (m + n) * eps() * condition * r.norm() / values.min()
+    check_within(direction(Q @ J, Q @ r, damping), expected, bound)
+
+
+def test_relative_damping_is_a_fraction_of_the_largest_eigenvalue_and_knows_no_unit():
+    J, r = normal(4, 6), normal(4, seed=1)
+    largest = torch.linalg.svdvals(J)[0] ** 2
+    expected = direction(J, r, float(0.1 * largest))
+    torch.testing.assert_close(direction(J, r, 0.1, relative=True), expected)
+    for unit in (1e-8, 1e8):
+        torch.testing.assert_close(direction(unit * J, unit * r, 0.1, relative=True), expected)
+    opposite = torch.tensor([[1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
+    found = direction(opposite, torch.tensor([1.0, -1.0]).double(), 0.1, relative=True)
+    torch.testing.assert_close(found, torch.tensor([1.0, 2.0], dtype=torch.float64) * 2 / (10 * 1.1))
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_derivatives_are_those_of_finite_differences(relative):
+    f = lambda J, r, damping: direction(J, r, damping, relative=relative)
+    inputs = (normal(3, 4), normal(3, seed=1), torch.tensor(0.5, dtype=torch.float64))
+    assert torch.autograd.gradcheck(f, [x.clone().requires_grad_() for x in inputs], check_forward_ad=True)
+    again = lambda J, r: direction(J, r, 0)
+    assert torch.autograd.gradcheck(again, [x.clone().requires_grad_() for x in inputs[:2]], check_forward_ad=True)
+
+
+def test_sweeps_of_dampings_and_compiled_gradients():
+    J, r, dampings = normal(3, 4), normal(3, seed=1), torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
+    loop = torch.stack([direction(J, r, float(damping)) for damping in dampings])
+    torch.testing.assert_close(torch.vmap(lambda damping: direction(J, r, damping))(dampings), loop)
+    for relative in (False, True):
+        size = lambda damping, J, how=relative: direction(J, r, damping, relative=how).square().sum()
+        slopes = torch.vmap(torch.func.grad(size, argnums=(0, 1)), (0, None))
+        torch.compiler.reset()
+        compiled = torch.compile(slopes, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(dampings, J), slopes(dampings, J))
+
+
+@pytest.mark.parametrize("damping", [0, 0.5, torch.tensor(0.5)])
+def test_what_is_not_finite_shows_in_the_direction(damping):
+    for bad in (torch.nan, torch.inf):
+        J, r = normal(3, 4), normal(3, seed=1)
+        J[2, 3] = bad
+        assert not direction(J, r, damping).isfinite().any()
+        assert not direction(normal(3, 4), r.index_fill(0, torch.tensor([0]), bad), damping).isfinite().all()
+
+
+def test_what_is_given_is_checked():
+    with pytest.raises(ValueError, match=r"natural_gradient: damping must be finite and not negative, found -1"):
+        fj.natural_gradient(-1.0)
+    with pytest.raises(ValueError, match="this rule needs the losses, found none"):
+        fj.aggregate(fj.natural_gradient(1.0), normal(2, 3))
+
+
+# Steps
+
+
+def pinn(width=8, points=12, dtype=torch.float64):
+    """Residuals of `u'' + u = 0` at points of a line, by jvp of grad."""
+    params = {
+        "w": normal(width, 1, seed=1).to(dtype),
+        "b": normal(width, seed=2).to(dtype),
+        "v": normal(1, width, seed=3).to(dtype),
+    }
+
+    def u(p, x):
+        hidden = torch.tanh(torch.nn.functional.linear(x, p["w"], p["b"]))
+        return torch.nn.functional.linear(hidden, p["v"])[0]
+
+    def residual(p, x):
+        slope = lambda x: torch.func.jvp(lambda x: u(p, x), (x,), (torch.ones_like(x),))[1]
+        return torch.func.jvp(slope, (x,), (torch.ones_like(x),))[1] + u(p, x)
+
+    return params, fj.per_example(residual), (torch.linspace(0, 1, points, dtype=dtype).unsqueeze(1),)
+
+
+@pytest.mark.parametrize("kind", ["per_example", "plain"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(kind, scaled):
+    params, losses, batch = pinn()
+    losses = losses if kind == "per_example" else torch.vmap(losses.loss, (None, 0))
+    how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(0.5)}
+    scale = fj.scale_state() if scaled else None
+    ours = theirs = fj.train_state(params, *batch, scale=scale, **how)
+    assert fj.chosen_engine(losses, ours, *batch, aggregator=how["aggregator"]).engine == "gramian"
+    first = last = None
+    for _ in range(5):
+        ours, info = fj.step(ours, *batch, **how)
+        theirs, expected = fj.step(theirs, *batch, engine="jacobian", **how)
+        last = info.losses.square().sum()
+        first = last if first is None else first
+        assert info.gramian.shape == (12, 12)
+        torch.testing.assert_close(info.losses, expected.losses, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours.params, theirs.params, rtol=1e-5, atol=1e-7)
+    assert last < 1e-2 * first
+
+
+def test_a_step_forms_no_rows():
+    params = {"w": normal(64, 64) / 8, "v": normal(1, 64, seed=1)}
+    losses = fj.per_example(lambda p, x: (torch.tanh(x @ p["w"]) @ p["v"].mT)[0])
+    x = normal(40, 64, seed=2)
+    how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(1.0)}
+    with Largest() as largest:
+        state = fj.train_state(params, x, **how)
+        fj.step(state, x, **how)
+    assert largest.numel < 40 * 64 * 64
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap"])
+def test_steps_under_transforms(transform):
+    params, losses, batch = pinn()
+    how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(1.0)}
+    state = fj.train_state(params, *batch, **how)
+    expected, _ = fj.step(state, *batch, **how)
+    if transform == "compile":
+        torch.compiler.reset()
+        after, _ = torch.compile(partial(fj.step, **how), backend="aot_eager", fullgraph=True)(state, *batch)
+    else:
+        two = tree_map(lambda x: torch.stack([x, x]), state)
+        after, _ = torch.vmap(partial(fj.step, **how), in_dims=(0, None))(two, *batch)
+        after = tree_map(lambda x: x[1], after)
+    torch.testing.assert_close(after.params, expected.params, rtol=1e-6, atol=1e-8)
+
+
+def test_a_step_with_a_residual_that_is_not_finite_is_skipped():
+    params, losses, (x,) = pinn()
+    how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(1.0)}
+    state = fj.train_state(params, x, **how)
+    after, info = fj.step(state, x.index_fill(0, torch.tensor([3]), torch.nan), **how)
+    assert not info.moved
+    assert torch.equal(after.params["w"], state.params["w"])
