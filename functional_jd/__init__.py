@@ -63,6 +63,7 @@ from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.by_label import by_label
 from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
@@ -165,6 +166,7 @@ __all__ = [
     "natural_gradient",
     "no_gradients",
     "no_scale",
+    "noised",
     "norms",
     "objective_names",
     "partition",

@@ -1,0 +1,155 @@
+"""Noise as an optimizer: its size and its distribution, its key, skipped steps, transforms, and Opacus's formula."""
+
+from functools import partial
+
+import pytest
+import torch
+from scipy.stats import kstest
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+from functional_jd.optimizers.noised import NoisedState, noised
+from functional_jd.random import key
+
+PARAMS = {"w": torch.zeros(100, 100), "b": torch.zeros(50)}
+ZEROS = tree_map(torch.zeros_like, PARAMS)
+# An optimizer that hands over what it receives.
+SEEN = fj.Optimizer(lambda params: (), lambda direction, state, params: (direction, state))
+
+
+def received(direction=ZEROS, seed=0, multiplier=1.5, max_norm=2.0, batch_size=64.0, params=PARAMS):
+    optimizer = noised(SEEN, key(seed), multiplier, max_norm, batch_size)
+    return optimizer.update(direction, optimizer.init(params), params)
+
+
+def test_the_noise_has_the_promised_size_and_is_normal_and_independent():
+    noise, _ = received()
+    std = 1.5 * 2.0 / 64.0
+    sample = torch.cat([x.flatten() for x in noise.values()]).double() / std
+    n = len(sample)
+    # Five standard deviations of a mean and of a variance.
+    assert sample.mean().abs() < 5 / n**0.5
+    assert (sample.var() - 1).abs() < 5 * (2 / n) ** 0.5
+    assert kstest(sample.numpy(), "norm").pvalue > 1e-4
+    assert (noise["w"][0, :50] * noise["b"]).mean().abs() < 5 * std**2 / 50**0.5
+    assert not torch.equal(noise["w"][0, :50], noise["b"])
+
+
+def test_the_mean_is_opacus_s():
+    """Of opacus.optimizers.DPOptimizer: the sum plus noise of std `multiplier max_grad_norm`, by the expected size."""
+    direction = tree_map(lambda x: torch.ones_like(x) * 3, PARAMS)
+    noise, _ = received()
+    found, _ = received(direction)
+    for name in PARAMS:
+        torch.testing.assert_close(found[name], 3 / 64.0 + noise[name])
+
+
+def test_without_noise_it_is_the_optimizer_inside_on_the_mean():
+    direction = tree_map(lambda x: torch.linspace(-1, 1, x.numel()).reshape(x.shape), PARAMS)
+    ours, theirs = noised(fj.adamw(0.1), key(0), 0.0, 1.0, 8), fj.adamw(0.1)
+    state, expected_state = ours.init(PARAMS), theirs.init(PARAMS)
+    params = expected = PARAMS
+    for _ in range(3):
+        params, state = ours.update(direction, state, params)
+        expected, expected_state = theirs.update(tree_map(lambda x: x / 8, direction), expected_state, expected)
+    torch.testing.assert_close(params, expected)
+    torch.testing.assert_close(state.inner, expected_state)
+
+
+def test_every_step_has_its_noise_and_the_key_says_which():
+    optimizer = noised(SEEN, key(0), 1.0, 1.0, 1)
+    first, state = optimizer.update(ZEROS, optimizer.init(PARAMS), PARAMS)
+    second, later = optimizer.update(ZEROS, state, PARAMS)
+    again, _ = optimizer.update(ZEROS, state, PARAMS)
+    other, _ = received(seed=1)
+    assert not torch.equal(first["w"], second["w"])
+    assert not torch.equal(first["w"], other["w"])
+    assert torch.equal(second["w"], again["w"])
+    assert not torch.equal(state.key, later.key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_parameters_keep_their_dtype_and_the_noise_has_at_least_32_bits(dtype):
+    params = {"w": torch.zeros(3, dtype=dtype)}
+    seen, _ = received(params, params=params)
+    assert seen["w"].dtype == torch.promote_types(dtype, torch.float32)
+    optimizer = noised(fj.sgd(0.1), key(0), 1.0, 1.0, 1)
+    moved, _ = optimizer.update(params, optimizer.init(params), params)
+    assert moved["w"].dtype == dtype
+
+
+def problem(scale=None, lr=0.5):
+    losses = fj.per_example(lambda p, x, y: (torch.tanh(x @ p["w"]) - y).square().sum())
+    numbers = torch.Generator().manual_seed(0)
+    batch = torch.randn(6, 4, generator=numbers), torch.randn(6, 3, generator=numbers)
+    optimizer = noised(fj.adamw(lr), key(3), 0.5, 1.0, 6)
+    how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": optimizer}
+    state = fj.train_state({"w": torch.zeros(4, 3)}, *batch, scale=scale, **how)
+    return state, batch, how
+
+
+def test_a_skipped_step_keeps_the_key():
+    state, (x, y), how = problem(fj.scale_state())
+    skipped, info = fj.step(state, x * torch.inf, y, **how)
+    assert not info.moved
+    assert torch.equal(skipped.optimizer.key, state.optimizer.key)
+    assert torch.equal(skipped.params["w"], state.params["w"])
+    taken, info = fj.step(skipped, x, y, **how)
+    expected, _ = fj.step(state, x, y, **how)
+    assert info.moved
+    assert isinstance(taken.optimizer, NoisedState)
+    assert not torch.equal(taken.optimizer.key, state.optimizer.key)
+    torch.testing.assert_close(taken.params, expected.params)
+
+
+def test_a_checkpoint_goes_on_with_the_same_noise():
+    state, batch, how = problem()
+    state, _ = fj.step(state, *batch, **how)
+    back = fj.from_checkpoint(fj.to_checkpoint(state), like=state)
+    ours, theirs = (fj.step(each, *batch, **how)[0] for each in (state, back))
+    assert torch.equal(ours.params["w"], theirs.params["w"])
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap"])
+def test_the_same_bits_of_noise_under_transforms(transform):
+    state, batch, how = problem()
+    take = partial(fj.step, **how)
+    expected, _ = take(state, *batch)
+    if transform == "compile":
+        torch.compiler.reset()
+        found, _ = torch.compile(take, backend="aot_eager", fullgraph=True)(state, *batch)
+    else:
+        two = tree_map(lambda x: torch.stack([x, x]), state)
+        found, _ = torch.vmap(take, in_dims=(0, None, None))(two, *batch)
+        found = tree_map(lambda x: x[1], found)
+    assert torch.equal(found.optimizer.key, expected.optimizer.key)
+    torch.testing.assert_close(found.params, expected.params)
+
+
+def test_settings_are_values():
+    at = torch.tensor([0.5, 1.0, 2.0])
+    seen = torch.vmap(lambda m: received(multiplier=m)[0]["b"])(at)
+    alone = torch.stack([received(multiplier=float(m))[0]["b"] for m in at])
+    torch.testing.assert_close(seen, alone)
+    f = lambda d, c, n: received({"w": ZEROS["w"], "b": d}, max_norm=c, batch_size=n)[0]["b"]
+    d, c, n = torch.ones(50), torch.tensor(2.0), torch.tensor(4.0)
+    slopes = torch.func.jacrev(f, (0, 1, 2))(d, c, n)
+    noise = f(torch.zeros(50), c, n)
+    for slope, expected in zip(slopes, (torch.eye(50) / 4, noise / 2, -f(d, c, n) / 4), strict=True):
+        torch.testing.assert_close(slope, expected)
+    _, forward = torch.func.jvp(lambda d: f(d, c, n), (d,), (torch.ones(50),))
+    torch.testing.assert_close(forward, torch.full((50,), 0.25))
+
+
+def test_mistakes_are_named():
+    for wrong, name in (({"multiplier": -1.0}, "multiplier"), ({"max_norm": -1.0}, "max_norm")):
+        with pytest.raises(ValueError, match=f"noised: {name} must be a finite number >= 0, found -1"):
+            received(**wrong)
+    with pytest.raises(ValueError, match=r"noised: batch_size must be positive, found 0"):
+        received(batch_size=0)
+    with pytest.raises(TypeError, match=r"noised: multiplier must be a number or a tensor, found function"):
+        received(multiplier=lambda step: 1.0)
+    with pytest.raises(TypeError, match=r"noised: optimizer must be a pair .*found function.*Call its builder"):
+        noised(fj.sgd, key(0), 1.0, 1.0, 1)
+    with pytest.raises(TypeError, match="expected an int64 key"):
+        noised(fj.sgd(0.1), torch.zeros(2), 1.0, 1.0, 1)
