@@ -54,6 +54,7 @@ from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
 from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
 from functional_jd.engines.choose import EngineChoice
+from functional_jd.engines.gramian.cross import cross_gramian_fn
 from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
@@ -122,6 +123,7 @@ __all__ = [
     "cosmos",
     "cr_mogm",
     "cross_gramian",
+    "cross_gramian_fn",
     "custom",
     "db_mtl",
     "describe",

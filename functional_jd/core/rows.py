@@ -64,8 +64,9 @@ def inner_products(matrix: Tensor) -> Tensor:
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products of the rows of two matrices `[m, n]`: float64 `[m, m]`, computed block by block."""
-    pairs = zip(_blocks(left), _blocks(right), strict=True)
+    """Inner products of the rows of two matrices `[m, n]` and `[k, n]`: float64 `[m, k]`, computed block by block."""
+    width = max(1, CACHED // max(len(left), len(right)))
+    pairs = zip(left.split(width, dim=1), right.split(width, dim=1), strict=True)
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
 
 

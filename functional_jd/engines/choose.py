@@ -171,6 +171,18 @@ def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int)
     return pairs < rows
 
 
+def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> bool:
+    """Whether inner products of the rows of two batches take less time from factors than from rows."""
+    rows, others = f.right.shape[0] * f.right.shape[1], other.right.shape[0] * other.right.shape[1]
+    groups, i = f.right.shape[2:]
+    lookup = f.left.ndim == 2
+    o = leaf.shape[0] if lookup else f.left.shape[-1]
+    pairs = groups * rows * others * (i + (1 if lookup else o) + 2 * _MOVED)
+    m, k = f.right.shape[0], other.right.shape[0]
+    formed = (rows + others) * leaf.numel() // 2 + (m + k) * leaf.numel() * _MOVED
+    return pairs < formed + m * k * leaf.numel()
+
+
 def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
     """Whether the pullback keeps the rows, which take less memory than their factors."""
     return m * leaf.numel() < f.left.numel() + f.right.numel()

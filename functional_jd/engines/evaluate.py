@@ -1,7 +1,7 @@
 """Evaluate losses: what the engines check and convert before they differentiate."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class Options(NamedTuple):
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
-        norms_only: whether of all inner products the squared norms of the rows are needed.
+        products: what is needed of the inner products of rows: the `"gramian"`, the squared `"norms"`, or the
+            `"factors"` that they are made of.
     """
 
     where: str
@@ -46,7 +47,7 @@ class Options(NamedTuple):
     chunk_size: int | None = None
     journal: StateJournal | None = None
     examples: bool = False
-    norms_only: bool = False
+    products: Literal["gramian", "norms", "factors"] = "gramian"
 
 
 def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:

@@ -1,6 +1,7 @@
 """From recorded uses of layers to the Gramian of all leaves, and the pullback of weights."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32, in_range
 from functional_jd.core.tree import Structure, tree_unflatten
-from functional_jd.core.types import Direction, Gramian
+from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import Options, detach_tree
-from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import layer_uses, recorded_vjp
@@ -63,20 +64,24 @@ def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
 
 def gramian_of_uses(
     uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int, options: Options
-) -> tuple[Gramian, Callable[[Tensor], list[Tensor]]]:
-    """The Gramian of all leaves, or its diagonal where that is enough, and their pullback: from the rows by edge and,
-    behind them, by leaf.
+) -> tuple[Any, Callable[[Tensor], list[Tensor]]]:
+    """The Gramian of all leaves, or what `options.products` says, and their pullback: from the rows by edge and, behind
+    them, by leaf.
     """
     leaves = _like_directions(leaves, options)
     by_edge = dict(zip(edges, rows, strict=False))
+    products: Any
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
     with autocast_disabled(leaves):
         for use in uses:
             gradient = by_edge[use.edge]
             if gradient is not None:
                 by_leaf[use.leaf].append(use.form(gradient))
-        products, pull = products_of_leaves(by_leaf, leaves, m, norms_only=options.norms_only)
-        if not options.norms_only:
+        if options.products == "factors":
+            products, pull = by_leaf, partial(weighted_parts, by_leaf, leaves, m)
+        else:
+            products, pull = products_of_leaves(by_leaf, leaves, m, norms_only=options.products == "norms")
+        if options.products == "gramian":
             products = (products + products.mT) / 2  # products of factors round differently on either side
 
     def pullback(weights: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from functional_jd.core.multitask import split_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.slow_path import StateJournal, attempt
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.tree import tree_map
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, LossFunction
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import Options, any_requires_grad, detach_tree, select_arguments
@@ -127,7 +127,7 @@ def squared_norms_fn(
         >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
         >>> clipped_sum = pullback(1 / squares.sqrt().clamp(min=1.0))
     """
-    options = Options("squared_norms_fn", has_aux, None, differentiable=False, norms_only=True)
+    options = Options("squared_norms_fn", has_aux, None, differentiable=False, products="norms")
     return _products_fn(losses, argnums, scale, options)
 
 
@@ -139,25 +139,13 @@ def _products_fn(
     if not callable(losses):
         raise TypeError(f"{where}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
     factor = None if scale is None else multiplier(scale, where)
-    kind = kind_of(losses, argnums)
 
     def products_and_losses(*args: Any) -> tuple[Tensor, Any, Callable[[Tensor], Direction]]:
         select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = asked._replace(scale=factor, differentiable=differentiable, mode=gramian_mode())
 
-        def by_layers(options: Options) -> FoundGramian:
-            return kind.gramian(losses, args, argnums, options)
-
-        def by_rows() -> FoundGramian:
-            jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))
-            jacobian = jacobian if options.differentiable else detach_tree(jacobian)
-            values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
-            jacobian = jacobian if factor is None else tree_map(at_least_float32, jacobian)
-            pull = partial(combine, jacobian) if factor is None else pullback_of_scaled(jacobian)
-            return _products_of_rows(jacobian, options), values, aux, pull
-
-        products, values, aux, pullback = _attempt(by_layers, by_rows, options)
+        products, values, aux, pullback = found_products(losses, args, argnums, options)
         returned = (values, aux) if has_aux else values
         if factor is None:
             return products, returned, pullback
@@ -167,6 +155,26 @@ def _products_fn(
         return unscaled, returned, lambda weights: pullback(weights.double() * inverse)
 
     return products_and_losses
+
+
+def found_products(
+    losses: LossFunction, args: tuple[Any, ...], argnums: int | Sequence[int], options: Options
+) -> FoundGramian:
+    """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
+    kind = kind_of(losses, argnums)
+
+    def by_layers(options: Options) -> FoundGramian:
+        return kind.gramian(losses, args, argnums, options)
+
+    def by_rows() -> FoundGramian:
+        jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))
+        jacobian = jacobian if options.differentiable else detach_tree(jacobian)
+        values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
+        jacobian = jacobian if options.scale is None else tree_map(at_least_float32, jacobian)
+        pull = partial(combine, jacobian) if options.scale is None else pullback_of_scaled(jacobian)
+        return _products_of_rows(jacobian, options), values, aux, pull
+
+    return _attempt(by_layers, by_rows, options)
 
 
 def _attempt(
@@ -187,6 +195,8 @@ def _attempt(
     )
 
 
-def _products_of_rows(jacobian: Jacobian, options: Options) -> Tensor:
+def _products_of_rows(jacobian: Jacobian, options: Options) -> Any:
     rows, heads = split_heads(jacobian)
-    return nan_unless_heads_are_finite(norms(rows).square() if options.norms_only else gramian_of(rows), heads)
+    if options.products == "factors":
+        return [[leaf] for leaf in tree_leaves(rows)]
+    return nan_unless_heads_are_finite(norms(rows).square() if options.products == "norms" else gramian_of(rows), heads)

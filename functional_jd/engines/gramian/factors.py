@@ -1,6 +1,6 @@
 """Rows that are not multiplied out: left and right factors of a leaf's rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,20 @@ def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
     if alone:
         return (weights @ side.flatten(1)).reshape(1, *side.shape[1:])
     return side * weights[:, None, None, None]
+
+
+def weighted_parts(
+    parts: Sequence[Sequence[Factors | Tensor]], leaves: Sequence[Tensor], m: int, weights: Tensor
+) -> list[Tensor]:
+    """The weighted sums of the rows of all leaves, each of which are the sum of its parts."""
+
+    def weighted(part: Factors | Tensor, leaf: Tensor) -> Tensor:
+        if isinstance(part, Factors):
+            return weighted_sum_of_factors(part, weights, leaf, m)
+        return combined(part, weights, leaf)
+
+    zip_leaves = zip(parts, leaves, strict=True)
+    return [sum((weighted(part, leaf) for part in own), start=torch.zeros_like(leaf)) for own, leaf in zip_leaves]
 
 
 def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:

@@ -101,17 +101,20 @@ def _pairs(f: Factors) -> Tensor:
     """Of all pairs of rows, those beside the diagonal once."""
     m, positions = f.right.shape[:2]
     if m == 1 or m * positions < HALVE_FROM:
-        return _crossed(f, f)
+        return crossed(f, f)
     (left, left_below), (right, right_below) = (side.tensor_split(2) for side in f)
     above, below = Factors(left, right), Factors(left_below, right_below)
-    return _symmetric(_pairs(above), _crossed(above, below), _pairs(below))
+    return _symmetric(_pairs(above), crossed(above, below), _pairs(below))
 
 
-def _crossed(f: Factors, other: Factors) -> Tensor:
+def crossed(f: Factors, other: Factors) -> Tensor:
+    """Inner products of the rows of one leaf, `[m, k]`, of which no side is shared."""
     product = _alike(f.left, other.left) * _alike(f.right, other.right)
     total = product[0] if len(product) == 1 else product.sum(0)
-    positions = f.right.shape[1]
-    return total if positions == 1 else total.unflatten(1, (-1, positions)).sum(2).unflatten(0, (-1, positions)).sum(1)
+    positions, others = f.right.shape[1], other.right.shape[1]
+    if positions == others == 1:
+        return total
+    return total.unflatten(1, (-1, others)).sum(2).unflatten(0, (-1, positions)).sum(1)
 
 
 def _alike(side: Tensor, other: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
 """The Jacobian of the scaled losses, the losses, and aux."""
 
 FoundGramian: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], Direction]]
-"""The Gramian of the scaled rows, or its diagonal with `norms_only`; losses, aux, and the pullback of scaled rows."""
+"""The Gramian of the scaled rows, or what `options.products` says; losses, aux, and the pullback of scaled rows."""
 
 FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Tensor]]]
 """The losses, aux, and `pullback(weights, *, last=False) -> (direction, finite)`, unscaled."""

@@ -170,9 +170,9 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     return *point.heads.extra, pullback
 
 
-def nan_unless_heads_are_finite(products: Tensor, heads: Tree) -> Tensor:
-    """An overflow in the heads' summed gradient belongs to no row, so that it spoils all of them."""
-    for leaf in tree_leaves(heads):
+def nan_unless_heads_are_finite(products: Any, heads: Tree) -> Any:
+    """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
+    for leaf in tree_leaves(heads) if isinstance(products, Tensor) else ():
         products = torch.where(leaf.isfinite().all(), products, torch.nan)
     return products
 

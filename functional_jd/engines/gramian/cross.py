@@ -1,0 +1,138 @@
+"""Inner products of the rows of two batches, such as the influence of training examples on test examples."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.rows import as_matrix, cross_inner_products
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import LossFunction, Params
+from functional_jd.engines.choose import crossed_factors_are_cheaper, gramian_mode
+from functional_jd.engines.evaluate import Options, any_requires_grad, objective_count
+from functional_jd.engines.gramian.engine import found_products
+from functional_jd.engines.gramian.factors import (
+    Factors,
+    column_groups,
+    products_of_sides,
+    rows_of_factors,
+    side_by_side,
+)
+from functional_jd.engines.gramian.products import crossed
+from functional_jd.engines.kinds import kind_of
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import multiplier
+from functional_jd.precision.scale_state import ScaleState
+
+_WHERE = "cross_gramian_fn"
+
+Parts = list[list[Factors | Tensor]]
+"""For each leaf, factors and rows that add up to its rows."""
+
+
+def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None = None) -> Callable[..., Tensor]:
+    """Turn losses into a function that returns the inner products of their gradients on two batches.
+
+    `C_ij = <d losses_i(a) / d params, d losses_j(b) / d params>`: how far a small step against the gradient of example
+    i lowers the loss of example j. Rows are not formed where inner products of their factors cost less.
+
+    Args:
+        losses: `losses(params, *args)`, as for `gramian_fn`: mostly made by `per_example`.
+        scale: a `ScaleState` or tensor, `[]`: the backward passes run at that scale, the products come out unscaled.
+
+    Returns:
+        `f(params, batch_a, batch_b) -> C`, float64 `[m_a, m_b]`. Each batch is the tuple of what the losses take after
+        the parameters. For `multitask` losses the rows are those of the trunk.
+
+    Raises:
+        TypeError: a batch that is not a tuple; what `gramian_fn` raises.
+        ValueError: a scale that is not `[]`; what `gramian_fn` raises.
+
+    Laws:
+        The upper right block of the Gramian on both batches together, and with the batches exchanged the transpose. A
+        row that overflowed is a row or column that is not finite. Composes with vmap, grad, jvp and compile. Memory
+        grows with both batches: for large data sets call it block by block.
+
+    Source:
+        Pruthi, Liu, Sundararajan & Kale, Estimating training data influence by tracing gradient descent, NeurIPS 2020,
+        arXiv 2002.08484: TracIn is the sum over checkpoints, times their learning rates.
+
+    Example:
+        >>> losses = per_example(lambda params, x, y: (x @ params["w"] - y).square())
+        >>> train, test = (torch.eye(3), torch.ones(3)), (torch.ones(2, 3), torch.zeros(2))
+        >>> influence = cross_gramian_fn(losses)({"w": torch.zeros(3)}, train, test)  # [3, 2]
+    """
+    if not callable(losses):
+        found = type(losses).__name__
+        raise TypeError(f"{_WHERE}: losses must be a function, found {found}. Pass losses(params, ...).")
+    factor = None if scale is None else multiplier(scale, _WHERE)
+    if factor is not None and factor.ndim:
+        raise ValueError(
+            f"{_WHERE}: the scale must be of shape [], found {list(factor.shape)}. Pass one number for both batches."
+        )
+
+    def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
+        differentiable = under_transform() or any_requires_grad((params, batch_a, batch_b, factor))
+        options = Options(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
+        (first, m), (second, k) = (_parts_of(losses, params, batch, options) for batch in (batch_a, batch_b))
+        leaves = tree_leaves(kind_of(losses).row_params(losses, params))
+        with autocast_disabled(leaves):
+            pairs = zip(first, second, leaves, strict=True)
+            products = reduce(torch.add, [crossed_leaf(a, b, leaf, m, k) for a, b, leaf in pairs])
+        return products if factor is None else products / factor.double() / factor.double()
+
+    return crossed_rows
+
+
+def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], options: Options) -> tuple[Parts, int]:
+    """What the rows on a batch are made of, and their number."""
+    if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{_WHERE}: each batch must be a tuple of what the losses take after the parameters, found "
+            f"{type(batch).__name__}. Write (x,) for a single tensor."
+        )
+    parts, values, *_ = found_products(losses, (params, *batch), 0, options)
+    return cast(Parts, parts), objective_count(values)
+
+
+def crossed_leaf(
+    parts: Sequence[Factors | Tensor], others: Sequence[Factors | Tensor], leaf: Tensor, m: int, k: int
+) -> Tensor:
+    """The inner products of the rows of a leaf, which are the sums of these parts: float64 `[m, k]`."""
+    if not parts or not others:
+        return leaf.new_zeros(m, k, dtype=torch.float64)
+    f, other = _one_use(parts), _one_use(others)
+    if f is None or other is None or f.left.ndim != other.left.ndim or f.right.shape[2:] != other.right.shape[2:]:
+        return cross_inner_products(_rows(parts, leaf, m), _rows(others, leaf, k))
+    own = {len(f.left), len(f.right)} == {m} and {len(other.left), len(other.right)} == {k}
+    if own and crossed_factors_are_cheaper(f, other, leaf):
+        return crossed(_in_float64(f), _in_float64(other))
+    if f.left.ndim == 2:
+        return cross_inner_products(_rows(parts, leaf, m), _rows(others, leaf, k))
+    pieces = zip(column_groups(f, max(m, k)), column_groups(other, max(m, k)), strict=True)
+    return reduce(torch.add, [cross_inner_products(*(_products(piece) for piece in pair)) for pair in pieces])
+
+
+def _one_use(parts: Sequence[Factors | Tensor]) -> Factors | None:
+    """The factors of all parts side by side, if they have one form."""
+    factors = [part for part in parts if isinstance(part, Factors)]
+    alike = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
+    if not alike or len(factors) < len(parts):
+        return None
+    return factors[0] if len(factors) == 1 else side_by_side(factors)
+
+
+def _rows(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Tensor:
+    rows = [rows_of_factors(part, leaf, m) if isinstance(part, Factors) else part for part in parts]
+    return as_matrix(sum(rows[1:], start=rows[0]))
+
+
+def _products(f: Factors) -> Tensor:
+    return as_matrix(products_of_sides(f))
+
+
+def _in_float64(f: Factors) -> Factors:
+    return Factors(f.left if f.left.ndim == 2 else f.left.double(), f.right.double())

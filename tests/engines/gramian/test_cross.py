@@ -1,0 +1,216 @@
+"""Inner products of rows on two batches against rows of plain autograd: models, sizes, prices, transforms."""
+
+import pytest
+import torch
+from bounds import check_within, eps
+from gramian_by_hand import F, Largest, both_prices, close, wide
+from hypothesis import given
+from hypothesis import strategies as st
+from jacobian_by_hand import KINDS, case_of, leaves, rows_of
+from torch.utils import _pytree
+from zoo import MODELS, mlp, numbers
+
+from functional_jd.core.slow_path import SlowPathWarning
+from functional_jd.engines.gramian import cross, factors
+from functional_jd.engines.gramian.cross import cross_gramian_fn, crossed_leaf
+from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.objectives import Multitask, per_example
+from functional_jd.precision.scale_state import scale_state
+
+# Slow operators are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+def priced(patch, lean):
+    patch.setattr(cross, "crossed_factors_are_cheaper", lambda *_: lean)
+
+
+def multiplied_out(part, shape, m):
+    """The rows of a part `[m, n]`, and those of its absolute terms."""
+    if not isinstance(part, Factors):
+        return part.double().reshape(m, -1), part.double().abs().reshape(m, -1)
+    left = F.one_hot(part.left, shape[0])[:, :, None] if part.left.ndim == 2 else part.left
+    sides = [side.double().expand(m, *side.shape[1:]) for side in (left, part.right)]
+    rows, terms = (torch.einsum("mpgo,mpgi->mgoi", *pair) for pair in (sides, [side.abs() for side in sides]))
+    return rows.reshape(m, -1), terms.reshape(m, -1)
+
+
+KIND = st.sampled_from(["own", "common right", "lookup", "rows"])
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    kinds=st.tuples(*[st.lists(st.tuples(KIND, st.integers(1, 3)), min_size=0, max_size=2)] * 2),
+    groups=st.integers(1, 2),
+    o=st.integers(1, 6),
+    i=st.integers(1, 6),
+    lean=st.booleans(),
+    cached=st.sampled_from([1, 16, 1 << 17]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_leaf_by_leaf_equal_to_rows_multiplied_out(sizes, kinds, groups, o, i, lean, cached, dtype, seed):
+    """The layers that use a weight on one batch need not be those on the other."""
+    groups = 1 if any(kind == "lookup" for uses in kinds for kind, _ in uses) else groups
+    leaf, both = torch.zeros(groups * o, i, dtype=dtype), []
+    for m, uses in zip(sizes, kinds, strict=True):
+        parts = []
+        for k, (kind, p) in enumerate(uses):
+            seed += 7
+            if kind == "rows":
+                parts.append(numbers(m, *leaf.shape, seed=seed, dtype=dtype))
+                continue
+            left = numbers(m, p, groups, o, seed=seed, dtype=dtype)
+            if kind == "lookup":
+                left = torch.randint(o, (m, p), generator=torch.Generator().manual_seed(seed))
+            parts.append(Factors(left, numbers(1 if "common" in kind else m, p, groups, i, seed=seed + k, dtype=dtype)))
+        both.append(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        patch.setattr(factors, "CACHED", cached)
+        found = crossed_leaf(*both, leaf, *sizes)
+    assert (found.shape, found.dtype) == (sizes, torch.float64)
+    n = leaf.numel()
+    pairs = [[multiplied_out(part, leaf.shape, m) for part in parts] for parts, m in zip(both, sizes, strict=True)]
+    (rows, terms), (others, other_terms) = (
+        [sum((x[j] for x in each), start=torch.zeros(m, n).double()) for j in (0, 1)]
+        for each, m in zip(pairs, sizes, strict=True)
+    )
+    check_within(found, rows @ others.mT, 4 * (n + 12) * eps(dtype) * (terms @ other_terms.mT))
+
+
+def flat_rows(case, args, m=None):
+    """The rows `[m, n]` of the parameters that have rows."""
+    heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+    return torch.cat([r.double().flatten(1) for r in rows_of(case.losses, case.params, *args)[heads:]], 1)[:m]
+
+
+def other_batch(case):
+    """The same examples in another order, with other targets."""
+    x, *rest = case.args
+    return (x.flip(0), *(0.5 * y.roll(1, 0) if y.is_floating_point() else y for y in rest))
+
+
+NAMES = ["mlp", "tied", "reused", "conv2d", "conv_transpose", "layer_norm", "embedding", "encoder", "lstm"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
+    case = case_of(name, kind)
+    other = other_batch(case)
+    rows, others = flat_rows(case, case.args), flat_rows(case, other)
+    for lean in (True, False):
+        priced(monkeypatch, lean)
+        f = cross_gramian_fn(case.losses)
+        products = f(case.params, case.args, other)
+        assert products.dtype == torch.float64
+        close(products, rows @ others.mT, 1e-9, 1e-9)
+        close(f(case.params, other, case.args), products.mT, 1e-9, 1e-9)
+        if kind == "by_example":
+            close(f(case.params, case.args, tuple(x[:3] for x in other)), rows @ others[:3].mT, 1e-9, 1e-9)
+
+
+@given(m=st.integers(1, 5), k=st.integers(1, 5), lean=st.booleans(), seed=st.integers(0, 9))
+def test_is_a_block_of_the_gramian_of_both_batches(m, k, lean, seed):
+    params = {"w": numbers(4, 3, seed=seed), "v": numbers(2, 4, seed=seed + 1)}
+    losses = per_example(lambda p, x: torch.tanh(F.linear(torch.tanh(F.linear(x, p["w"])), p["v"])).square().sum())
+    x = numbers(m + k, 3, seed=seed + 2)
+    with pytest.MonkeyPatch.context() as patch:
+        priced(patch, lean)
+        products = cross_gramian_fn(losses)(params, (x[:m],), (x[m:],))
+    close(products, gramian_fn(losses)(params, x)[0][:m, m:], 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(64.0), scale_state(8.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_leaves_no_trace(kind, scale):
+    case = case_of("mlp", kind)
+    other = other_batch(case)
+    expected = flat_rows(case, case.args) @ flat_rows(case, other).mT
+    close(cross_gramian_fn(case.losses, scale=scale)(case.params, case.args, other), expected, 1e-9, 1e-9)
+
+
+def test_rows_of_known_layers_are_never_formed():
+    case, m = wide("by_example")
+    with Largest() as largest:
+        products = cross_gramian_fn(case.losses)(case.params, case.args, (torch.arange(5),))
+    assert products.shape == (m, 5)
+    assert largest.numel < 5 * 64 * 64
+
+
+def test_a_row_that_overflowed_is_a_row_that_is_not_finite():
+    case = case_of("mlp", "by_example")
+    x, y = case.args
+    bad = x.index_fill(0, torch.tensor([1]), torch.inf)
+    products = cross_gramian_fn(case.losses)(case.params, (bad, y), case.args)
+    assert products.isfinite().all(1).tolist() == [True, False, True, True]
+
+
+def test_what_vmap_refuses_is_taken_row_by_row():
+    name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
+    case = case_of(name, "by_example")
+    rows = flat_rows(case, case.args)
+    products = cross_gramian_fn(case.losses)(case.params, case.args, case.args)
+    close(products, rows @ rows.mT, 1e-6, 1e-6)
+
+
+def test_a_derivative_inside_the_losses_says_what_it_costs():
+    def loss(p, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(F.linear(x, p["w"])).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    params, x = {"w": numbers(2, 3)}, numbers(4, 3, seed=1)
+    with pytest.warns(SlowPathWarning, match=r"cross_gramian_fn.*forms all rows"):
+        products = cross_gramian_fn(per_example(loss))(params, (x,), (x[:2],))
+    rows = flat_rows(type(case_of("mlp", "plain"))(params, per_example(loss), (x,)), (x,))
+    close(products, rows @ rows[:2].mT, 1e-9, 1e-9)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(TypeError, match="cross_gramian_fn: losses must be a function, found int"):
+        cross_gramian_fn(3)
+    with pytest.raises(TypeError, match=r"cross_gramian_fn: each batch must be a tuple .*found Tensor. Write \(x,\)"):
+        cross_gramian_fn(lambda p, x: p * x)(numbers(2), numbers(2), numbers(2))
+    with pytest.raises(ValueError, match=r"cross_gramian_fn: the scale must be of shape \[\], found \[2\]"):
+        cross_gramian_fn(lambda p: p, scale=torch.ones(2))
+
+
+def small(kind):
+    case = KINDS[kind](mlp((2, 3, 3)))
+    return case, other_batch(case)
+
+
+@both_prices
+@pytest.mark.parametrize("kind", KINDS)
+def test_composes_with_every_transform(kind, lean, monkeypatch):
+    priced(monkeypatch, lean)
+    case, other = small(kind)
+    flat, spec = _pytree.tree_flatten(case.params)
+    f = cross_gramian_fn(case.losses, scale=torch.tensor(4.0))
+    counted = numbers(*f(case.params, case.args, other).shape, seed=5)
+
+    def number(*flat):
+        products = f(_pytree.tree_unflatten(list(flat), spec), case.args, other)
+        return (products * counted).sum()
+
+    points = [x.clone().requires_grad_() for x in flat]
+    assert torch.autograd.gradcheck(number, points)
+    slopes = torch.func.grad(number, argnums=tuple(range(len(flat))))(*flat)
+    tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
+    _, forward = torch.func.jvp(number, tuple(flat), tuple(tangents))
+    torch.testing.assert_close(forward, sum((g * t).sum() for g, t in zip(slopes, tangents, strict=True)))
+    several = [torch.stack([x, 2 * x]) for x in flat]
+    together = torch.vmap(number)(*several)
+    torch.testing.assert_close(together, torch.stack([number(*(x[i] for x in several)) for i in range(2)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiles_to_one_graph():
+    case, other = small("by_example")
+    f = cross_gramian_fn(case.losses)
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(case.params, case.args, other), f(case.params, case.args, other))
