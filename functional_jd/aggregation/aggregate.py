@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.views import View
+from functional_jd.aggregation.views import View, loss_count
+from functional_jd.core.arguments import described
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32, in_range
-from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_map
+from functional_jd.core.tree import leaves_like, row_count, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -92,13 +93,13 @@ def aggregate(
             f"aggregate: all Jacobians need the same number of rows, found {' and '.join(map(str, (m, *rest)))}. "
             "Compute them with the same losses on independent batches."
         )
-    if losses is not None and (found := sum(leaf.numel() for leaf in tree_leaves(losses))) != m:
+    if losses is not None and (found := loss_count(losses, "aggregate")) != m:
         raise ValueError(
             f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
             "with the Jacobian."
         )
     weights, state, _ = weigh(aggregator, jacobian, state, *others, losses=losses)
-    return Aggregation(combine(jacobian, weights), weights, state)
+    return Aggregation(combined("aggregate", jacobian, weights), weights, state)
 
 
 def check_rule(aggregator: Any, where: str) -> None:
@@ -138,7 +139,7 @@ def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tupl
     """
     if state is None or torch.compiler.is_compiling():
         return aggregator.update(view, aggregator.init(view) if state is None else state)
-    if where == "step" and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
+    if where != "aggregate" and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
         # What is of size one fits all sizes: `update` would not notice the state of more objectives.
         _refuse_other_memory(aggregator, view, state, where, None)
     try:
@@ -148,7 +149,7 @@ def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tupl
     except Exception as error:
         _refuse_other_memory(aggregator, view, state, where, error)
         raise
-    if where == "step" and new is not state and tree_difference(state, new):
+    if where != "aggregate" and new is not state and tree_difference(state, new):
         _refuse_other_memory(aggregator, view, state, where, None)
     return weights, new
 
@@ -190,35 +191,54 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         >>> combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
         {'w': tensor([2.5000, 4.0000])}
     """
+    return combined("combine", jacobian, weights)
+
+
+def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
+    """`combine`, whose errors name the function that the user called."""
     rows, heads = split_heads(jacobian)
-    return direction_with_heads(_combine(rows, weights), heads)
+    return direction_with_heads(_combined(where, rows, weights), heads)
 
 
-def pullback_of_scaled(jacobian: Jacobian) -> Callable[[Weights], Direction]:
+def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Direction]:
     """`combine` of rows that were multiplied by a loss scale, for weights `[m]` that are divided by it."""
     rows, heads = split_heads(jacobian)
-    pullback = in_range(partial(_combine, rows))
+    pullback = in_range(partial(_combined, where, rows))
     return lambda weights: direction_with_heads(pullback(weights), heads)
 
 
-def _combine(jacobian: Tree, weights: Weights) -> Tree:
-    m = row_count(jacobian, "combine")
+def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
+    m = row_count(jacobian, where)
     with autocast_disabled(jacobian):
         if isinstance(weights, Tensor) and weights.ndim < 2:
-            if weights.shape != (m,):
+            if weights.shape != (m,) or weights.is_complex():
+                found = described(weights) if weights.is_complex() else list(weights.shape)
                 raise ValueError(
-                    f"combine: expected one weight per row, [{m}], found {list(weights.shape)}. "
+                    f"{where}: expected one weight per row, [{m}], found {found}. "
                     "Check the number of objectives of the rule and of its preference."
                 )
             return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
-        bare = isinstance(weights, Tensor | AffineWeights)
-        if bare != isinstance(jacobian, Tensor) or not all(isinstance(x, Tensor) for x in tree_leaves(weights)):
-            found = f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(
-                f"combine: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
-                f"Jacobian, found {found}. Check what the rule returns."
+                f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
+                f"Jacobian, found {_found(weights)}. Check what the rule returns."
             )
         return tree_map(_entrywise_sum, jacobian, weights)
+
+
+def _are_entrywise(weights: Weights, jacobian: Tree) -> bool:
+    """Whether every leaf of the Jacobian has weights."""
+    if isinstance(weights, Tensor | AffineWeights) != isinstance(jacobian, Tensor):
+        return False
+    try:
+        by_leaf = leaves_like(tree_flatten(jacobian)[1], weights)
+    except ValueError:
+        return False
+    return all(isinstance(x, Tensor | AffineWeights) for x in by_leaf)
+
+
+def _found(weights: Weights) -> str:
+    return f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else described(weights)
 
 
 def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:

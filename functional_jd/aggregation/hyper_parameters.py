@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from functional_jd.core.arguments import check_integer, described, is_too_large
 from functional_jd.core.safe import nan_unless
 
 Number: TypeAlias = float | Tensor
@@ -55,8 +56,8 @@ def hyper_parameter(given: Number, where: str, domain: Domain, advice: str) -> N
         return nan_unless(domain.contains(values), values)
     if not isinstance(given, int | float | Real):
         raise TypeError(f"{where} must be a number or a tensor [], found {type(given).__name__}. {advice}")
-    if not domain.contains(given):
-        raise ValueError(f"{where} must be {domain.expected}, found {given}. {advice}")
+    if is_too_large(given) or not domain.contains(given):
+        raise ValueError(f"{where} must be {domain.expected}, found {described(given)}. {advice}")
     return given
 
 
@@ -76,11 +77,5 @@ def integer(given: int, where: str, least: int, advice: str) -> int:
         TypeError: a tensor.
         ValueError: another number, or a smaller one.
     """
-    if isinstance(given, Tensor):
-        raise TypeError(
-            f"{where} must be a Python integer, found a tensor: loops and shapes depend on it, so no transform can "
-            "vary it. Pass a number, and build one rule for each value."
-        )
-    if not isinstance(given, int) or given < least:
-        raise ValueError(f"{where} must be an integer of at least {least}, found {given}. {advice}")
+    check_integer(*where.split(": "), given, least, advice)
     return given

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
+from functional_jd.core.arguments import check_function
 from functional_jd.core.types import Weights
 
 
@@ -20,10 +21,15 @@ def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Ag
     Returns:
         An `Aggregator` whose state is `()`.
 
+    Raises:
+        TypeError: `view` or `weigh` is not callable.
+
     Example:
         >>> def shy(temperature=1.0):
         ...     return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
     """
+    check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
+    check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")
     return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()))
 
 
@@ -50,8 +56,7 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         >>> def worst():
         ...     return scalarized(torch.amax)
     """
-    if not callable(s):
-        raise TypeError(f"scalarized: s must be a function, found {type(s).__name__}. Pass s(losses) itself.")
+    check_function("scalarized", "s", s, "Pass s(losses) itself.")
 
     def scalar(values: Tensor) -> Tensor:
         number = s(values)

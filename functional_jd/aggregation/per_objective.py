@@ -1,11 +1,12 @@
 """Arguments with one number per objective, such as preferences, which are checked when a rule is built."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import described
 from functional_jd.core.safe import nan_unless
 from functional_jd.core.torch_internals import is_wrapped
 
@@ -55,7 +56,7 @@ def per_objective(
         checked.
 
     Raises:
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor that is not floating-point; what holds no numbers.
         ValueError: not one-dimensional, empty, or outside the domain (not checked under a transform, where values are
             not known, and on an accelerator, which it would synchronize); when called, not one per row.
     """
@@ -66,9 +67,7 @@ def per_objective(
         raise TypeError(
             f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
         )
-    if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
-        given = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in given])
-    numbers = torch.as_tensor(given, dtype=torch.float64).clone()
+    numbers = _as_tensor(given, where, name)
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
             f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
@@ -93,6 +92,19 @@ def per_objective(
 def preferences(given: Numbers | None, where: str, name: str = "preference") -> Callable[[Tensor], Tensor]:
     """The importance of each objective: `per_objective` for non-negative numbers, where `None` means `1 / m`."""
     return per_objective(given, where, name, PREFERENCES, default=lambda m: 1 / m)
+
+
+def _as_tensor(given: Any, where: str, name: str) -> Tensor:
+    """The numbers as a new tensor, float64."""
+    try:
+        if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
+            return torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in given])
+        return torch.as_tensor(given, dtype=torch.float64).clone()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"{where}: {name} must be one number per objective, found {described(given)}. Pass a flat sequence of "
+            "numbers, or a floating-point tensor [m], in the order of the losses."
+        ) from error
 
 
 def _values_are_known(x: Tensor) -> bool:

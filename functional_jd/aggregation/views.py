@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.moving_average import row_norms
+from functional_jd.core.arguments import described
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.tree import row_count, tree_leaves
+from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -29,8 +30,10 @@ def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -
     Returns:
         float64 `[m]`.
     """
-    leaf = tree_leaves(rows_of(jacobian))[0]
-    return torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
+    rows = rows_of(jacobian)
+    m = row_count(rows, "no_gradients")
+    leaf = tree_leaves(rows)[0]
+    return torch.zeros(m, dtype=torch.float64, device=leaf.device)
 
 
 def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
@@ -110,9 +113,16 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
             "aggregate: this rule needs Jacobians on two independent batches, found only one. Pass another: "
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
-    row_count(rows_of(jacobian), "cross_gramian")
+    left, right = (rows_of(rows) for rows in (jacobian, others[0]))
+    row_count(left, "cross_gramian")
+    row_count(right, "cross_gramian")
+    if difference := tree_difference(left, right):
+        raise ValueError(
+            f"cross_gramian: expected Jacobians of the same objectives and parameters on two batches: {difference}. "
+            "Compute both with jacobian_fn of the same losses."
+        )
     with autocast_disabled(jacobian):
-        pairs = zip(tree_leaves(rows_of(jacobian)), tree_leaves(rows_of(others[0])), strict=True)
+        pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
         return reduce(torch.add, [cross_inner_products(as_matrix(left), as_matrix(right)) for left, right in pairs])
 
 
@@ -126,8 +136,13 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
 
     Returns:
         The Jacobian; of a `MultitaskJacobian`, `shared`.
+
+    Raises:
+        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
-    return rows_of(jacobian)
+    rows = rows_of(jacobian)
+    row_count(rows, "full_jacobian")
+    return rows
 
 
 def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
@@ -150,7 +165,27 @@ def loss_vector(losses: Losses) -> Tensor:
         raise ValueError(
             "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
+    loss_count(losses, "losses")
     return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+
+
+def loss_count(losses: Losses, where: str) -> int:
+    """Return m, the number of losses.
+
+    Raises:
+        TypeError: a leaf is not a floating-point tensor.
+        ValueError: there are none.
+    """
+    leaves = tree_leaves(losses)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
+            raise TypeError(
+                f"{where}: losses must be floating-point tensors, found {described(leaf)} in "
+                f"{tree_names(losses)[index]!r}. Pass what the loss function returned."
+            )
+    if not leaves:
+        raise ValueError(f"{where}: expected at least one loss, found none. Pass what the loss function returned.")
+    return sum(leaf.numel() for leaf in leaves)
 
 
 def needs_no_rows(aggregator: Any) -> bool:

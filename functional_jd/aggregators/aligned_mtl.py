@@ -7,6 +7,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.arguments import check_option
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.spectral import inverse_root
@@ -46,10 +47,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> A
         algorithm 1 ("min"); "rmse" is the scale of its reference code.
     """
     preference_of = preferences(preference, "aligned_mtl")
-    if scale_mode not in ("min", "median", "rmse"):
-        raise ValueError(
-            f'aligned_mtl: scale_mode must be "min", "median" or "rmse", found {scale_mode!r}. The default is "min".'
-        )
+    check_option("aligned_mtl", "scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')
 
     def weigh(G: Gramian) -> Weights:
         root, eigenvalues = inverse_root(G)

@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses
+from functional_jd.core.arguments import check_type
 from functional_jd.core.safe import divide, nonzero
 
 
@@ -87,9 +88,13 @@ def end_epoch(state: DwaState) -> DwaState:
     Returns:
         The state for the next epoch.
 
+    Raises:
+        TypeError: a state of another rule.
+
     Laws:
         Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
+    check_type("end_epoch", "state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
     empty = state.calls == 0
     average = state.total / nonzero(state.calls)
     ratio = torch.where(state.epochs == 0, 1, divide(average, state.average, otherwise=1))

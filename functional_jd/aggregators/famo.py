@@ -7,7 +7,9 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.views import loss_count
 from functional_jd.aggregation.views import losses as losses_view
+from functional_jd.core.arguments import check_type
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
 
@@ -108,16 +110,19 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
         The state for the next call.
 
     Raises:
+        TypeError: a state of another rule, or losses that are no floating-point tensors.
         ValueError: not m losses.
 
     Laws:
         Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
         batch, the state does not change.
     """
+    check_type("after_step", "state", state, FamoState, "Pass the state.aggregator of a rule famo().")
+    m = loss_count(losses, "after_step")
     values = losses_view((), losses=losses)
-    if len(values) != len(state.logits):
+    if m != len(state.logits):
         raise ValueError(
-            f"after_step: expected {len(state.logits)} losses, as in the step, found {len(values)}. "
+            f"after_step: expected {len(state.logits)} losses, as in the step, found {m}. "
             "Pass what the loss function returns, unreduced."
         )
     after = torch.where(state.measured, state.after, values)

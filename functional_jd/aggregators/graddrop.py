@@ -11,6 +11,7 @@ from functional_jd.core.safe import nonzero
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
+from functional_jd.random.keys import check_key
 
 _FRACTIONS = Domain(
     lambda leak: ((leak >= 0) & (leak <= 1)).all(),
@@ -53,7 +54,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
     Differs:
         U = P gives the negative sign, where the paper drops both: so an entry without conflict is never dropped.
     """
-    split(key, 1)  # so that a wrong key raises here, not in the first call
+    check_key(key, "graddrop")
     leak_of = per_objective(leak, "graddrop", "leak", _FRACTIONS, default=lambda _: 0.0)
 
     def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:

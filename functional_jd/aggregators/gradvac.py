@@ -12,6 +12,7 @@ from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
+from functional_jd.random.keys import check_key
 from functional_jd.solvers.dual_cone import cosines
 
 # Smallest distance of targets from +-1: G does not resolve rows that are closer to parallel or opposite.
@@ -63,7 +64,7 @@ def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
         Targets are clamped to a distance of 2^-40 from +-1. The reference code adds 1e-8 to the denominators instead,
         and so depends on the scale. One group of parameters; for more, see `grouped`.
     """
-    split(key, 1)  # so that a wrong key raises here, not in the first call
+    check_key(key, "gradvac")
     beta = hyper_parameter(beta, "gradvac: beta", FROM_0_TO_1, "0 never learns, 1 uses the last call.")
 
     def init(G: Gramian) -> GradVacState:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View
+from functional_jd.core.arguments import check_mapping
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
@@ -59,6 +60,7 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
         >>> aggregate(rule, jacobian).direction
         {'trunk': tensor([0.5000, 1.0000]), 'head': tensor([0.5000])}
     """
+    check_mapping("grouped", "rules", rules, "Pass for instance {'encoder': upgrad(), 'decoder': mean()}.")
     if not rules:
         raise ValueError("grouped: expected one rule per group of parameters, found none. Name at least one group.")
     for key, rule in rules.items():

@@ -9,6 +9,7 @@ from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
+from functional_jd.random.keys import check_key
 
 
 def pcgrad(key: Tensor) -> Aggregator:
@@ -37,7 +38,7 @@ def pcgrad(key: Tensor) -> Aggregator:
     Source:
         Yu et al., Gradient surgery for multi-task learning, NeurIPS 2020, arXiv 2001.06782, algorithm 1.
     """
-    split(key, 1)  # so that a wrong key raises here, not in the first call
+    check_key(key, "pcgrad")
 
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)

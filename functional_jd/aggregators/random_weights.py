@@ -6,6 +6,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import no_gradients
 from functional_jd.random import normal, split
+from functional_jd.random.keys import check_key
 
 
 def random_weights(key: Tensor) -> Aggregator:
@@ -30,7 +31,7 @@ def random_weights(key: Tensor) -> Aggregator:
     Source:
         Lin, Ye, Zhang & Tsang, Reasonable effectiveness of random weighting, TMLR 2022, arXiv 2111.10603, algorithm 2.
     """
-    split(key, 1)  # so that a wrong key raises here, not in the first call
+    check_key(key, "random_weights")
 
     def update(zeros: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         subkey, next_key = split(state)

@@ -1,13 +1,18 @@
 """The names of the objectives."""
 
+from collections.abc import Iterable, Iterator, Set
 from itertools import product
 from typing import Any
 
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, Tree
+
+# What can be iterated, but holds no names, or in no order.
+_NO_NAMES = (str, bytes, Set, Iterator, Tensor)
 
 
 def objective_names(losses: Losses) -> list[str]:
@@ -47,8 +52,12 @@ def names_or_indices(names: Any, m: int, where: str) -> list[str]:
     """Return the m given names, or the row indices for `names=None`.
 
     Raises:
+        TypeError: `names` is no list of names.
         ValueError: the number of names is not m.
     """
+    if names is not None and (not isinstance(names, Iterable) or isinstance(names, _NO_NAMES)):
+        cure = "objective_names(losses) returns them in the order of the rows."
+        refuse(where, "names", "a list of names", names, cure)
     chosen = [str(i) for i in range(m)] if names is None else [str(name) for name in names]
     if len(chosen) != m:
         raise ValueError(

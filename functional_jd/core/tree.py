@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import described
 from functional_jd.core.torch_internals import pytree_nodes
 from functional_jd.core.types import Tree
 
@@ -110,14 +111,15 @@ def row_count(jacobian: Tree, where: str) -> int:
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
+                f"{where}: every leaf must be a tensor of rows [m, *p], found {described(leaf)} in "
                 f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
                 "tensors."
             )
-        if not leaf.is_floating_point() or leaf.ndim == 0:
+        if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
+            kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
             raise TypeError(
-                f"{where}: every leaf must be a floating-point tensor of rows [m, *p], found {leaf.dtype} of shape "
-                f"{list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
+                f"{where}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
+                f"of shape {list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
                 "Stack one gradient per objective along the first dimension."
             )
         rows.append(leaf.shape[0])
@@ -159,14 +161,19 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
     """
     leaves, structure = tree_flatten(params)
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
+            found = type(leaf).__name__
+            if isinstance(leaf, Tensor):
+                found = str(leaf.dtype if leaf.layout == torch.strided else leaf.layout)
             raise TypeError(
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
                 f"{_cure(params, leaf)}"
             )
     if not leaves:
-        raise ValueError(f"{where}: expected at least one parameter tensor, found an empty tree.")
+        raise ValueError(
+            f"{where}: expected at least one parameter tensor, found an empty tree. Pass for instance "
+            "dict(module.named_parameters())."
+        )
     return leaves, structure
 
 
@@ -178,6 +185,8 @@ def _cure(params: Tree, leaf: Any) -> str:
         return "Pass its parameters by name: dict(module.named_parameters())."
     if isinstance(leaf, Iterator) or (isinstance(leaf, str) and isinstance(params, list)):
         return "Pass parameters by name: dict(module.named_parameters())."
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        return "Pass leaf.to_dense()."
     if isinstance(leaf, Tensor) and leaf.is_complex():
         return "Pass torch.view_as_real(parameter), and take torch.view_as_complex of it in the losses."
     return "Pass buffers and settings as further arguments of the losses."
