@@ -77,5 +77,6 @@ def integer(given: int, where: str, least: int, advice: str) -> int:
         TypeError: a tensor.
         ValueError: another number, or a smaller one.
     """
-    check_integer(*where.split(": "), given, least, advice)
+    rule, _, name = where.partition(": ")
+    check_integer(rule, name, given, least, advice)
     return given

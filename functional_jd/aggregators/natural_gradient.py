@@ -60,7 +60,8 @@ def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
     def weigh(view: tuple[Gramian, Tensor]) -> Weights:
         G, residuals = view
         if not isinstance(damping, Tensor) and damping == 0:
-            return pseudo_inverse(G) @ residuals
+            inverse, _ = pseudo_inverse(G)
+            return inverse @ residuals
         return damped_solve(G, residuals, damping * largest_eigenvalue(G) if relative else damping)
 
     return stateless(gramian_and_losses, weigh)

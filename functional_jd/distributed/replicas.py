@@ -8,8 +8,9 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine, view_name, weigh
 from functional_jd.aggregation.views import gramian, gramian_in, needs_no_rows
+from functional_jd.core.arguments import check_option, refuse
 from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
-from functional_jd.core.tree import all_finite, floating_leaves, tree_map
+from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
 from functional_jd.distributed.collectives import (
     Group,
@@ -21,9 +22,9 @@ from functional_jd.distributed.collectives import (
     sum_over_group,
 )
 from functional_jd.engines.choose import choose_replica_engine
-from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.jacobian import jacobian_for
 from functional_jd.engines.kinds import kind_of
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.engines.weighted import weighted_for
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.loss_scale import unscale
 from functional_jd.training.engines import ENGINES, Engine, EngineResult, Problem, loss_rows, start_without_rows
@@ -90,8 +91,14 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
         A pytree like `tree`, the same bits on every replica.
 
     Raises:
+        TypeError: a leaf is not a dense tensor.
         ValueError, RuntimeError: as `mean_jacobian` says.
     """
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(
+                "replicate", "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...)."
+            )
     return tree_map(lambda leaf: collective("first", leaf, group), tree)
 
 
@@ -132,8 +139,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
         that draw random numbers without a key draw each replica's own.
     """
-    if engine not in ("auto", *_WAYS):
-        raise ValueError(f"replicated: engine must be one of auto, {', '.join(_WAYS)}, found {engine!r}.")
+    check_option("replicated", "engine", engine, ("auto", *_WAYS), "'auto' takes the cheapest that the rule allows.")
 
     def differentiate(problem: Problem) -> EngineResult:
         way = choose_replica_engine(problem.aggregator, problem.scale.scale, engine).engine
@@ -175,9 +181,13 @@ def _start(group: Group, problem: Problem) -> Tree:
 
 
 def _by_weights(problem: Problem, group: Group) -> EngineResult:
-    (values, carried), pullback = weighted_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    (values, carried), pullback = weighted_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
+        *problem.args
+    )
     values = _pooled(problem.losses, values, group)
-    weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values, where="step")
+    weights, memory, _ = weigh(
+        problem.aggregator, loss_rows(values), problem.memory, losses=values, where=problem.where
+    )
     add, mine = mean_over_group, weights
     if kind_of(problem.losses).rows_are_examples:
         _, replicas, rank = known_group(group)
@@ -191,10 +201,12 @@ def _by_weights(problem: Problem, group: Group) -> EngineResult:
 
 
 def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
-    jacobian, (values, carried) = jacobian_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    jacobian, (values, carried) = jacobian_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
+        *problem.args
+    )
     jacobian, finite = unscale(problem.scale, jacobian)
     jacobian, values = (_pooled(problem.losses, tree, group) for tree in (jacobian, values))
-    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
+    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
     direction = combine(jacobian, weights)
     direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
     seen = gramian_in(problem.aggregator, view)
@@ -203,7 +215,9 @@ def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
 
 
 def _by_columns(problem: Problem, group: Group) -> EngineResult:
-    jacobian, (values, carried) = jacobian_fn(problem.losses, has_aux=True, scale=problem.scale)(*problem.args)
+    jacobian, (values, carried) = jacobian_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
+        *problem.args
+    )
     jacobian, finite = unscale(problem.scale, jacobian)
     values = mean_over_group(values, group)
 
@@ -213,7 +227,7 @@ def _by_columns(problem: Problem, group: Group) -> EngineResult:
     rule = problem.aggregator
     if rule.view is gramian:
         rule = rule._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
-    weights, memory, view = weigh(rule, shard, problem.memory, losses=values, where="step")
+    weights, memory, view = weigh(rule, shard, problem.memory, losses=values, where=problem.where)
     direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
     direction_finite = all_finite(direction)
     direction = direction_with_heads(direction, mean_over_group(heads, group))

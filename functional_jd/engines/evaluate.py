@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_flag, check_function, described, refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.slow_path import StateJournal
 from functional_jd.core.tree import tree_leaves, tree_map, tree_names
@@ -99,6 +100,25 @@ def objective_count(values: Losses) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(values))
 
 
+def check_losses(where: str, losses: Any, argnums: Any, has_aux: Any) -> None:
+    """Refuse what is no function, no position of an argument, or no flag."""
+    check_function(where, "losses", losses, "Pass losses(params, ...).")
+    check_flag(where, "has_aux", has_aux)
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    for position in argnums if several else [argnums]:
+        if isinstance(position, bool) or not isinstance(position, int):
+            refuse(where, "argnums", "a position, or several in a tuple", argnums, "Count from 0: 0 is params.")
+
+
+def check_weights(where: str, weights: Any, m: int) -> None:
+    """Refuse what is not one number per objective."""
+    if not isinstance(weights, Tensor) or weights.shape != (m,) or weights.is_complex():
+        raise ValueError(
+            f"{where}: weights must be one tensor [{m}], one per objective, found {described(weights)}. "
+            "Rules that weigh entry by entry need the Jacobian."
+        )
+
+
 def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor:
     """The scale of every row, float32 `[m]`."""
     if scale is None:
@@ -129,7 +149,8 @@ def select_arguments(
     known = all(-len(args) <= position < len(args) for position in positions)
     if not positions or not known or len({position % len(args) for position in positions}) < len(positions):
         raise ValueError(
-            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {argnums}. Count from 0."
+            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {described(argnums)}. "
+            "Count from 0."
         )
 
     def rebuild(chosen: Tree) -> tuple[Any, ...]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_jd.core.arguments import check_integer, check_option
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Jacobian, LossFunction
-from functional_jd.engines.evaluate import Options, any_requires_grad, detach_tree, select_arguments
+from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, detach_tree, select_arguments
 from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
@@ -78,22 +79,39 @@ def jacobian_fn(
         tensor([[2., 4.],
                 [1., 0.]])
     """
-    if not callable(losses):
-        raise TypeError(
-            f"jacobian_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
-        )
-    if mode not in MODES:
-        raise ValueError(f"jacobian_fn: mode must be one of {', '.join(MODES)}, found {mode!r}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"jacobian_fn: chunk_size must be None or at least 1, found {chunk_size}. 1 is the loop.")
-    factor = None if scale is None else multiplier(scale, "jacobian_fn")
+    check_losses("jacobian_fn", losses, argnums, has_aux)
+    check_rows("jacobian_fn", mode, chunk_size)
+    return jacobian_for(
+        "jacobian_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale, mode=mode, chunk_size=chunk_size
+    )
+
+
+def check_rows(where: str, mode: str, chunk_size: int | None) -> None:
+    """Refuse an unknown mode, and what is no number of rows."""
+    check_option(where, "mode", mode, MODES, "'auto' chooses by shapes.")
+    if chunk_size is not None:
+        check_integer(where, "chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")
+
+
+def jacobian_for(
+    where: str,
+    losses: LossFunction,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scale: ScaleState | Tensor | None = None,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+) -> Callable[..., tuple[Jacobian, Any]]:
+    """`jacobian_fn`, whose errors and warnings name the function that the user called."""
+    factor = None if scale is None else multiplier(scale, where)
     kind = kind_of(losses, argnums)
     chosen = "loop" if chunk_size == 1 and mode in ("auto", "vmap") else mode
 
     def jacobian_and_losses(*args: Any) -> tuple[Jacobian, Any]:
-        select_arguments(argnums, args, "jacobian_fn")  # a mistake is named before anything is evaluated
+        select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
-        options = Options("jacobian_fn", has_aux, factor, differentiable, chosen, chunk_size)
+        options = Options(where, has_aux, factor, differentiable, chosen, chunk_size)
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options)
         result = jacobian, (values, aux) if has_aux else values
         # Parameters that only a closure captures may require grad.

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_jd.core.arguments import check_flag
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import Options, any_requires_grad, select_arguments
+from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
 from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
@@ -54,18 +55,27 @@ def weighted_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         (tensor([2., 2.]), tensor(True))
     """
-    if not callable(losses):
-        raise TypeError(
-            f"weighted_fn: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...)."
-        )
-    factor = None if scale is None else multiplier(scale, "weighted_fn")
+    check_losses("weighted_fn", losses, 0, has_aux)
+    return weighted_for("weighted_fn", losses, has_aux=has_aux, scale=scale)
+
+
+def weighted_for(
+    where: str, losses: LossFunction, *, has_aux: bool = False, scale: ScaleState | Tensor | None = None
+) -> Callable[..., tuple[Any, Pullback]]:
+    """`weighted_fn`, whose errors and warnings name the function that the user called."""
+    factor = None if scale is None else multiplier(scale, where)
     kind = kind_of(losses)
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
-        select_arguments(0, args, "weighted_fn")  # a mistake is named before anything is evaluated
+        select_arguments(0, args, where)  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
-        options = Options("weighted_fn", has_aux, factor, differentiable)
-        values, aux, pullback = kind.weighted(losses, args, options)
+        options = Options(where, has_aux, factor, differentiable)
+        values, aux, unchecked = kind.weighted(losses, args, options)
+
+        def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+            check_flag(where, "last", last)
+            return unchecked(weights, last=last)
+
         return (values, aux) if has_aux else values, pullback
 
     return losses_and_pullback

@@ -6,7 +6,7 @@ from torch import Tensor
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import all_finite, tree_map
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Options
+from functional_jd.engines.evaluate import Options, check_weights
 from functional_jd.precision.loss_scale import multiplier, unscale
 
 # A power of two whose inverse is a normal float32.
@@ -17,12 +17,7 @@ def weighted_cotangent(
     outputs: list[Tensor], weights: Tensor, scales: Tensor, options: Options
 ) -> tuple[list[Tensor | None], Tensor]:
     """The scaled weights, by output, and the scale `[]` that they have in common."""
-    if not isinstance(weights, Tensor) or weights.shape != scales.shape:
-        found = f"shape {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(
-            f"{options.where}: weights must be one tensor [{len(scales)}], one per objective, found {found}. "
-            "Rules that weigh entry by entry need the Jacobian."
-        )
+    check_weights(options.where, weights, len(scales))
     common = common_scale(weights, scales, options)
     parts = (weights.double() * common).split([y.numel() for y in outputs])
     return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)], common

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import described
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 
@@ -135,10 +136,11 @@ def _named(where: str, tree: Any) -> _Named:
 
     walk((), tree_unflatten(structure, [_Position(index) for index in range(len(leaves))]))
     for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{where}: all leaves must be tensors, found {type(leaf).__name__} in {name!r}. Make numbers tensors, "
-                "torch.as_tensor(...), and leave out the rest, or register its container with torch.utils._pytree."
+                f"{where}: all leaves must be dense tensors, found {described(leaf)} in {name!r}. Make "
+                "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
+                "torch.utils._pytree."
             )
     twice = sorted(name for name, count in Counter([*names, _VERSION, _FIELDS]).items() if count > 1)
     if twice:

@@ -1,8 +1,9 @@
 """Which engine a step takes."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction
 from functional_jd.engines.choose import EngineChoice, choose_engine
@@ -37,6 +38,7 @@ def chosen_engine(losses: LossFunction, state: TrainState, *batch: Any, aggregat
         'jacobian'
     """
     check_state("chosen_engine", state)
+    check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
     kind, scale = kind_of(losses), state.scale.scale
     m = len(scale) if scale.ndim else kind.objectives(losses, state.params, batch)
@@ -47,13 +49,16 @@ def find_engine(
     engine: str | Engine, where: str, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
 ) -> Engine:
     """The engine that the user named or made, if it gives the rule what it needs."""
-    if engine == "auto":
+    if isinstance(engine, str) and engine == "auto":
         return ENGINES[chosen_engine(losses, state, *batch, aggregator=problem.aggregator).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
-        raise ValueError(
-            f"{where}: engine must be one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like, "
-            f"found {engine!r}. 'auto' takes the cheapest that the rule allows."
-        )
+        refuse_engine(where, engine)
     found.check(where, problem)
     return found
+
+
+def refuse_engine(where: str, engine: Any) -> NoReturn:
+    """Raise the error of what is neither the name of an engine nor an engine."""
+    expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
+    refuse(where, "engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import (
     Aggregator,
-    combine,
+    combined,
     pullback_of_scaled,
     start,
     updated,
@@ -32,9 +32,9 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, LossFunction, Tree, Weights
 from functional_jd.engines.features import features_gramian
-from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import jacobian_fn
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.engines.gramian.engine import products_for
+from functional_jd.engines.jacobian import check_rows, jacobian_for
+from functional_jd.engines.weighted import weighted_for
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
@@ -51,6 +51,7 @@ class Problem(NamedTuple):
         aggregator: the rule.
         memory: the rule's state; `None` before the first step.
         scale: the loss scale.
+        where: the function that the user called, for errors and warnings.
     """
 
     losses: LossFunction
@@ -58,6 +59,7 @@ class Problem(NamedTuple):
     aggregator: Aggregator
     memory: Tree
     scale: ScaleState
+    where: str = "step"
 
     @property
     def factor(self) -> ScaleState | None:
@@ -120,11 +122,11 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
     Raises:
         ValueError: an unknown mode, or a chunk size below 1.
     """
-    evaluate = partial(jacobian_fn, has_aux=True, mode=mode, chunk_size=chunk_size)
-    evaluate(lambda _: None)  # a mistake is named here
+    check_rows("jacobian_engine", mode, chunk_size)
+    evaluate = partial(jacobian_for, has_aux=True, mode=mode, chunk_size=chunk_size)
 
     def rows(problem: Problem) -> tuple[Jacobian, Losses, Carried]:
-        jacobian, (values, carried) = evaluate(problem.losses, scale=problem.factor)(*problem.args)
+        jacobian, (values, carried) = evaluate(problem.where, problem.losses, scale=problem.factor)(*problem.args)
         return jacobian, values, carried
 
     def differentiate(problem: Problem) -> EngineResult:
@@ -132,8 +134,8 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
         if inner_products_suffice(problem.aggregator) and _products_are_safe(jacobian):
             return _by_products(problem, values, carried, *_products_of_rows(problem, jacobian))
         jacobian, finite = unscale(problem.scale, jacobian)
-        weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where="step")
-        direction = combine(jacobian, weights)
+        weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
+        direction = combined(problem.where, jacobian, weights)
         # The heads' gradient was finite, or is zero, as `unscale` left it.
         direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
         seen = gramian_in(problem.aggregator, view)
@@ -161,9 +163,11 @@ def weighted_engine() -> Engine:
     """
 
     def differentiate(problem: Problem) -> EngineResult:
-        losses = weighted_fn(problem.losses, has_aux=True, scale=problem.factor)
+        losses = weighted_for(problem.where, problem.losses, has_aux=True, scale=problem.factor)
         (values, carried), pullback = losses(*problem.args)
-        weights, memory, _ = weigh(problem.aggregator, loss_rows(values), problem.memory, losses=values, where="step")
+        weights, memory, _ = weigh(
+            problem.aggregator, loss_rows(values), problem.memory, losses=values, where=problem.where
+        )
         # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
         weights_finite = weights.isfinite().all()
         direction, finite = pullback(torch.where(weights_finite, weights, 0), last=True)
@@ -187,8 +191,8 @@ def gramian_engine() -> Engine:
     """
 
     def look(problem: Problem) -> tuple[Losses, Carried, Tensor, Callable[[Tensor], Direction]]:
-        products_fn = squared_norms_fn if norms_suffice(problem.aggregator) else gramian_fn
-        losses = products_fn(problem.losses, has_aux=True, scale=problem.factor)
+        kind = "norms" if norms_suffice(problem.aggregator) else "gramian"
+        losses = products_for(problem.where, problem.losses, has_aux=True, scale=problem.factor, products=kind)
         products, (values, carried), pullback = losses(*problem.args)
         return values, carried, products, pullback
 
@@ -262,7 +266,7 @@ def features_engine() -> Engine:
 
 def start_without_rows(problem: Problem) -> Tree:
     """The initial state of a rule that needs no gradients."""
-    (values, _), _ = weighted_fn(problem.losses, has_aux=True, scale=problem.factor)(*problem.args)
+    (values, _), _ = weighted_for(problem.where, problem.losses, has_aux=True, scale=problem.factor)(*problem.args)
     return start(problem.aggregator, loss_rows(values), losses=values)
 
 
@@ -278,7 +282,7 @@ def _by_products(
     products, rows = _without_overflow(problem, products)
     with autocast_disabled(products):
         view = view_of_products(problem.aggregator, products, values)
-        weights, memory = updated(problem.aggregator, view, problem.memory, "step")
+        weights, memory = updated(problem.aggregator, view, problem.memory, problem.where)
     direction, seen = pullback(weights), gramian_in(problem.aggregator, view)
     finite = rows if problem.scale.scale.ndim else rows.all()
     return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, seen)
@@ -305,9 +309,9 @@ def _products_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Tensor, Cal
         products = torch.where(all_finite(heads), products, torch.nan)
     whole = with_heads(rows, heads)
     if problem.factor is None:
-        return products, partial(combine, whole)
+        return products, partial(combined, problem.where, whole)
     inverse = multiplier(problem.scale).double().reciprocal().expand(len(products))
-    pullback = pullback_of_scaled(whole)
+    pullback = pullback_of_scaled(problem.where, whole)
     factors = inverse if products.ndim == 1 else inverse[:, None]
     return products * factors * inverse, lambda weights: pullback(weights.double() * inverse)
 

@@ -6,6 +6,7 @@ from inspect import signature
 from operator import length_hint
 from typing import Any
 
+from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.training.progress import Bar
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.steps import iterate
@@ -44,7 +45,7 @@ def fit(
 
     Raises:
         ImportError: `progress` without tqdm.
-        TypeError: `step` is not callable, or `on_step` takes neither one nor two arguments.
+        TypeError: `step` is not callable, `batches` is not iterable, or `on_step` takes neither one nor two arguments.
         ValueError: `patience` is not a positive integer.
         TrainingStalled: too many steps in a row were skipped.
 
@@ -76,6 +77,7 @@ def fit(
         ...     return step(state, *batch, **method)
         >>> state = fit(keep, state, loader, on_step=history.append)
     """
+    check_flag("fit", "progress", progress)
     told = _as_pair(on_step)
     pairs = iterate(step, state, batches, patience, "fit")
     bar = Bar(length_hint(batches)) if progress else None
@@ -104,10 +106,7 @@ def _as_pair(on_step: Callable[..., Any] | None) -> Callable[[StepInfo, TrainSta
     def with_info(info: StepInfo, _: TrainState) -> None:
         on_step(info)
 
-    if not callable(on_step):
-        raise TypeError(
-            f"fit: on_step must be a function, found {type(on_step).__name__}. Pass history.append for a list history."
-        )
+    check_function("fit", "on_step", on_step, "Pass history.append for a list history.")
     try:
         parameters = signature(on_step)
     except ValueError:  # some functions written in C have no signature

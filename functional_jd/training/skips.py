@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_integer
 from functional_jd.core.names import objective_names
 from functional_jd.core.slow_path import user_level
 from functional_jd.core.tree import tree_leaves
@@ -37,11 +38,8 @@ class SkipWatch:
     """
 
     def __init__(self, where: str, patience: int | None):
-        whole = isinstance(patience, int) and not isinstance(patience, bool) and patience > 0
-        if patience is not None and not whole:
-            raise ValueError(
-                f"{where}: patience must be a number of steps > 0, or None, found {patience!r}. None never stops."
-            )
+        if patience is not None:
+            check_integer(where, "patience", patience, 1, "It counts steps; None never stops.")
         self.where, self.patience = where, patience
         # Of all steps since the last of which it is known that it was taken: the scale before, the flags, the answer.
         self.run: list[tuple[Any, Tensor, Tensor]] = []

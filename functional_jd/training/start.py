@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import inner_products_suffice, needs_no_rows
+from functional_jd.core.arguments import described
 from functional_jd.core.torch_internals import under_functorch, under_transform
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
@@ -16,7 +17,7 @@ from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.training.checks import check_batch, check_learning
-from functional_jd.training.choice import find_engine
+from functional_jd.training.choice import find_engine, refuse_engine
 from functional_jd.training.engines import ENGINES, Engine, Problem, start_without_rows
 from functional_jd.training.state import TrainState, check_method
 
@@ -76,7 +77,9 @@ def train_state(
         >>> state.scale.scale
         tensor([65536., 65536.])
     """
-    check_method("train_state", losses, aggregator, optimizer)
+    check_method("train_state", losses, aggregator, optimizer, has_aux)
+    if not isinstance(engine, str | Engine):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse_engine("train_state", engine)
     if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
@@ -89,9 +92,10 @@ def train_state(
     replicate = engine.replicate if isinstance(engine, Engine) else lambda tree: tree
     params = replicate(detach_parameters(params))
     scale = no_scale(device=leaves[0].device) if scale is None else scale
+    _refuse_no_tensors(buffers)
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
     threaded = kind_of(losses).thread(losses, batch, Form("train_state", buffers, has_aux))
-    problem = Problem(threaded.losses, (params, *threaded.args), aggregator, None, scale)
+    problem = Problem(threaded.losses, (params, *threaded.args), aggregator, None, scale, "train_state")
     if not under_transform():
         check_learning("train_state", problem)
     state = TrainState(params, buffers, optimizer.init(params), (), scale)
@@ -124,6 +128,15 @@ def _memory(
     if needs_no_rows(problem.aggregator):
         return start_without_rows(problem)
     return ENGINES["gramian" if inner_products_suffice(problem.aggregator) else "jacobian"].start(problem)
+
+
+def _refuse_no_tensors(buffers: Tree) -> None:
+    for name, leaf in zip(tree_names(buffers), tree_leaves(buffers), strict=True):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"train_state: buffers must be a pytree of tensors, found {described(leaf)} in {name!r}. Pass for "
+                "instance dict(module.named_buffers()), or leave buffers out."
+            )
 
 
 def _refuse_frozen(params: Params) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.torch_internals import has_values
@@ -113,10 +114,10 @@ def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, 
         ) from error
 
 
-def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer) -> None:
-    """Refuse what is no function, no rule for one batch, or no optimizer."""
-    if not callable(losses):
-        raise TypeError(f"{where}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
+def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
+    """Refuse what is no function, no rule for one batch, no optimizer, or no flag."""
+    check_function(where, "losses", losses, "Pass losses(params, ...).")
+    check_flag(where, "has_aux", has_aux)
     check_rule(aggregator, where)
     if aggregator.view is cross_gramian:
         raise ValueError(

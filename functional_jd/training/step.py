@@ -74,7 +74,7 @@ def step(
         (True, ['fit', 'near'])
     """
     check_state("step", state)
-    check_method("step", losses, aggregator, optimizer)
+    check_method("step", losses, aggregator, optimizer, has_aux)
     form = Form("step", state.buffers, has_aux)
     threaded = kind_of(losses).thread(losses, batch, form)
     problem = Problem(threaded.losses, (state.params, *threaded.args), aggregator, state.aggregator, state.scale)

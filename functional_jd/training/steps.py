@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
+from functional_jd.core.arguments import check_function, refuse
 from functional_jd.training.skips import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
 
@@ -27,7 +30,7 @@ def steps(
         assigns to its own variable.
 
     Raises:
-        TypeError: `step` is not callable.
+        TypeError: `step` is not callable, or `batches` is not iterable.
         ValueError: `patience` is not a positive integer.
         TrainingStalled: too many steps in a row were skipped.
 
@@ -53,11 +56,11 @@ def iterate(
     where: str,
 ) -> Iterator[tuple[TrainState, StepInfo]]:
     """`steps`, with the name of the calling function for the errors."""
-    if not callable(step):
-        raise TypeError(
-            f"{where}: step must be a function, found {type(step).__name__}. "
-            "Pass functools.partial(functional_jd.step, losses=..., aggregator=..., optimizer=...)."
-        )
+    cure = "Pass functools.partial(functional_jd.step, losses=..., aggregator=..., optimizer=...)."
+    check_function(where, "step", step, cure)
+    iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
+        refuse(where, "batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
     return _iterate(step, state, batches, SkipWatch(where, patience))
 
 

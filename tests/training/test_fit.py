@@ -262,5 +262,5 @@ def test_a_step_that_is_none_is_named():
 
 @pytest.mark.parametrize("patience", [0, -1, 1.5, True, "ten"])
 def test_patience_is_a_number_of_steps(patience):
-    with pytest.raises(ValueError, match="fit: patience must be a number of steps > 0, or None, found "):
+    with pytest.raises(ValueError, match="fit: patience must be an integer of at least 1, found "):
         fit(STEP, start(), batches(1), patience=patience)

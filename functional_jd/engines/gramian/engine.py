@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine, pullback_of_scaled
+from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregation.views import norms
 from functional_jd.core.multitask import split_heads
@@ -17,7 +17,14 @@ from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, LossFunction
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, any_requires_grad, detach_tree, select_arguments
+from functional_jd.engines.evaluate import (
+    Options,
+    any_requires_grad,
+    check_losses,
+    check_weights,
+    detach_tree,
+    select_arguments,
+)
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.kinds.base import FoundGramian
@@ -82,7 +89,8 @@ def gramian_fn(
         >>> pullback(torch.tensor([0.5, 1.0]))
         tensor([2., 2.])
     """
-    return _products_fn(losses, argnums, scale, Options("gramian_fn", has_aux, None, differentiable=False))
+    check_losses("gramian_fn", losses, argnums, has_aux)
+    return products_for("gramian_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale)
 
 
 def squared_norms_fn(
@@ -127,32 +135,37 @@ def squared_norms_fn(
         >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
         >>> clipped_sum = pullback(1 / squares.sqrt().clamp(min=1.0))
     """
-    options = Options("squared_norms_fn", has_aux, None, differentiable=False, products="norms")
-    return _products_fn(losses, argnums, scale, options)
+    check_losses("squared_norms_fn", losses, argnums, has_aux)
+    return products_for("squared_norms_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale, products="norms")
 
 
-def _products_fn(
-    losses: LossFunction, argnums: int | Sequence[int], scale: ScaleState | Tensor | None, asked: Options
+def products_for(
+    where: str,
+    losses: LossFunction,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scale: ScaleState | Tensor | None = None,
+    products: Literal["gramian", "norms"] = "gramian",
 ) -> Callable[..., tuple[Tensor, Any, Callable[[Tensor], Direction]]]:
-    """Inner products of rows or squared norms, with losses and pullback."""
-    where, has_aux = asked.where, asked.has_aux
-    if not callable(losses):
-        raise TypeError(f"{where}: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
+    """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 
     def products_and_losses(*args: Any) -> tuple[Tensor, Any, Callable[[Tensor], Direction]]:
         select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
-        options = asked._replace(scale=factor, differentiable=differentiable, mode=gramian_mode())
+        options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=products)
+        found, values, aux, unchecked = found_products(losses, args, argnums, options)
+        m, inverse = len(found), None if factor is None else factor.double().reciprocal()
 
-        products, values, aux, pullback = found_products(losses, args, argnums, options)
-        returned = (values, aux) if has_aux else values
-        if factor is None:
-            return products, returned, pullback
-        inverse = factor.double().reciprocal()
-        rows = inverse.expand(len(products))
-        unscaled = products * (rows if products.ndim == 1 else rows[:, None]) * rows
-        return unscaled, returned, lambda weights: pullback(weights.double() * inverse)
+        def pullback(weights: Tensor) -> Direction:
+            check_weights(where, weights, m)
+            return unchecked(weights if inverse is None else weights.double() * inverse)
+
+        if inverse is not None:
+            rows = inverse.expand(m)
+            found = found * (rows if found.ndim == 1 else rows[:, None]) * rows
+        return found, (values, aux) if has_aux else values, pullback
 
     return products_and_losses
 
@@ -171,7 +184,8 @@ def found_products(
         jacobian = jacobian if options.differentiable else detach_tree(jacobian)
         values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
         jacobian = jacobian if options.scale is None else tree_map(at_least_float32, jacobian)
-        pull = partial(combine, jacobian) if options.scale is None else pullback_of_scaled(jacobian)
+        where = options.where
+        pull = partial(combined, where, jacobian) if options.scale is None else pullback_of_scaled(where, jacobian)
         return _products_of_rows(jacobian, options), values, aux, pull
 
     return _attempt(by_layers, by_rows, options)
