@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregators.mgda import mgda
+from functional_jd.core.arguments import check_flag, check_type
 from functional_jd.core.multitask import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, as_text, displayed_as, number, outline, shortened
@@ -114,6 +115,8 @@ def diagnose(
         >>> diagnosis.cosines[0, 1]
         tensor(-0.7071, dtype=torch.float64)
     """
+    if gramian is not None:
+        check_flag("diagnose", "gramian", gramian)
     G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
     m = len(G)
     with autocast_disabled(G):
@@ -144,8 +147,10 @@ def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
         rows; from 9 rows on, the lowest of these and the name of that row.
 
     Raises:
+        TypeError: no `Diagnosis`, or names that are no list.
         ValueError: the number of names is not that of the rows.
     """
+    check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
     return as_text(_table(diagnosis, names))
 
 
@@ -186,7 +191,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
     mean = target is None
     if mean:
         target = torch.full_like(lengths, 1 / m)
-    if mean or (isinstance(target, Tensor) and target.shape == (m,) and not _is_square_matrix(J)):
+    if mean or (_is_real(target) and target.shape == (m,) and not _is_square_matrix(J)):
         coefficients = target.to(G.dtype) * lengths
         return _quotient(C @ coefficients, _norm_of_combination(C, coefficients, eps))
     if J is None:
@@ -208,7 +213,9 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
 def _require_direction(rows: Jacobian, direction: Any) -> None:
     """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
     leaves, _ = tree_flatten(direction)
-    found = {name: getattr(leaf, "shape", None) for name, leaf in zip(tree_names(direction), leaves, strict=True)}
+    found = {
+        name: leaf.shape if _is_real(leaf) else None for name, leaf in zip(tree_names(direction), leaves, strict=True)
+    }
     expected = {name: leaf.shape[1:] for name, leaf in zip(tree_names(rows), tree_flatten(rows)[0], strict=True)}
     if found != expected or isinstance(direction, Tensor) != isinstance(rows, Tensor):
         shapes = {name: None if shape is None else list(shape) for name, shape in found.items()}
@@ -216,6 +223,10 @@ def _require_direction(rows: Jacobian, direction: Any) -> None:
             "diagnose: expected weights, a single tensor [m], or a direction with the structure of params, found "
             f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction combine(jacobian, weights)."
         )
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_complex()
 
 
 def _quotient(products: Tensor, norm: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 
@@ -23,7 +24,7 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         `()`, which has no leaves, takes its place.
 
     Raises:
-        TypeError: `predicate` is not callable.
+        TypeError: `predicate` is not callable, or no leaf is a tensor.
 
     Laws:
         `merge(*partition(tree, predicate))` is the tree. Every leaf is in exactly one of the two.
@@ -33,11 +34,11 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         >>> list(trained), list(constant)
         (['a.w'], ['b.w'])
     """
-    if not callable(predicate):
-        raise TypeError(
-            f"partition: predicate must be a function, found {type(predicate).__name__}. Pass predicate(name, leaf)."
-        )
+    check_function("partition", "predicate", predicate, "Pass predicate(name, leaf).")
     leaves, structure = tree_flatten(tree)
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):  # pyright: ignore[reportUnnecessaryIsInstance]
+        cure = "Pass for instance dict(module.named_parameters())."
+        refuse("partition", "tree", "a pytree with tensors", tree if leaves[0] is tree else leaves[0], cure)
     chosen = [bool(predicate(name, leaf)) for name, leaf in zip(tree_names(tree), leaves, strict=True)]
     parts = [
         tree_unflatten(structure, [x if flag is wanted else _NOTHING for x, flag in zip(leaves, chosen, strict=True)])
@@ -67,7 +68,7 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
         {'a': 1.0, 'b': 2.0}
     """
     if isinstance(chosen, dict) and isinstance(rest, dict):
-        names = sorted({*chosen, *rest})
+        names = _names(chosen, rest)
         return {name: merge(chosen.get(name, _NOTHING), rest.get(name, _NOTHING)) for name in names}
     if _is_nothing(chosen) or _is_nothing(rest):
         return rest if _is_nothing(chosen) else chosen
@@ -79,6 +80,17 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
         )
     parts = [merge(x, y) for x, y in zip(chosen, rest, strict=True)]
     return type(chosen)(*parts) if hasattr(chosen, "_fields") else type(chosen)(parts)
+
+
+def _names(chosen: dict[Any, Tree], rest: dict[Any, Tree]) -> list[Any]:
+    """The keys of both, sorted as pytrees sort them."""
+    try:
+        return sorted({*chosen, *rest})
+    except TypeError as error:
+        raise ValueError(
+            f"merge: expected two parts of one pytree, found dicts whose keys cannot be sorted together: {error}. Pass "
+            "what partition returned."
+        ) from error
 
 
 def _is_nothing(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.slow_path import StateJournal, attempt
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, Params, Tree
@@ -135,7 +136,7 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
         A function `(params, *batch) -> losses [batch]`. Random layers draw separately for every example.
 
     Raises:
-        TypeError: `loss` is not callable.
+        TypeError: `loss` is not callable, or `in_dims` names no dimensions.
         ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ; `loss` calls
             BatchNorm in training mode on a batch of one, which has no statistics.
 
@@ -151,7 +152,11 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
         >>> values, jacobian["w"].diagonal()
         (tensor([1., 4., 9.]), tensor([-2., -4., -6.]))
     """
-    _check_callable("per_example", "loss", loss)
+    check_function("per_example", "loss", loss, "Pass the function itself.")
+    for dim in in_dims if isinstance(in_dims, list | tuple) else [in_dims]:
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            cure = "0 if the examples are along the first dimension of all arguments."
+            refuse("per_example", "in_dims", "a dimension, None, or a tuple of these", in_dims, cure)
     return PerExample(loss, in_dims)
 
 
@@ -188,8 +193,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
         >>> jacobian.shared["w"].shape, jacobian.heads["v"].shape
         (torch.Size([2, 3, 2]), torch.Size([2]))
     """
-    _check_callable("multitask", "features", features)
-    _check_callable("multitask", "heads", heads)
+    check_function("multitask", "features", features, "Pass the function itself.")
+    check_function("multitask", "heads", heads, "Pass the function itself.")
     return Multitask(features, heads)
 
 
@@ -210,8 +215,3 @@ def _check_tensors(result: Any) -> None:
 
 def _select(argument: Tree, dim: int, index: int) -> Tree:
     return tree_map(lambda leaf: leaf.select(dim, index), argument)
-
-
-def _check_callable(where: str, name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{where}: {name} must be a function, found {type(value).__name__}. Pass the function itself.")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_scalar, described, is_too_large
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Params, Tree
@@ -33,27 +34,32 @@ class Optimizer(NamedTuple):
 
 
 def check_settings(where: str, **values: Any) -> None:
-    """Refuse numbers that are negative, infinite or NaN. Tensors are values and are not read.
+    """Refuse numbers that are negative, infinite or NaN. A learning rate may be a tensor, which is not read.
 
     Raises:
-        TypeError: `lr` is not a number, a tensor or a schedule.
+        TypeError: `lr` is not a number, a tensor or a schedule; another setting is not a number.
         ValueError: a number is out of range.
     """
     for name, value in values.items():
-        if isinstance(value, Tensor) or (callable(value) and not isinstance(value, torch.nn.Module)):
-            continue
-        number: Any = value
-        if not isinstance(value, int | float) and not isinstance(value, Real):  # such as numpy.float32
-            more = ", a tensor or a schedule" if name == "lr" else ""
-            later = " The parameters are given to train_state." if isinstance(value, Iterable | torch.nn.Module) else ""
-            raise TypeError(
-                f"{where}: {name} must be a number{more}, found {type(value).__name__}. Pass for instance {name}=0.1."
-                f"{later * (not isinstance(value, str))}"
-            )
-        if not 0 <= number < float("inf"):
-            raise ValueError(
-                f"{where}: {name} must be a finite number >= 0, found {value}. A step goes against the direction."
-            )
+        if isinstance(value, Tensor) and name == "lr":
+            check_scalar(where, name, value, "Pass for instance lr=0.1.")
+        elif name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
+            _check_number(where, name, value)
+
+
+def _check_number(where: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
+        more = ", a tensor or a schedule" if name == "lr" else ""
+        later = " The parameters are given to train_state." if isinstance(value, Iterable | torch.nn.Module) else ""
+        raise TypeError(
+            f"{where}: {name} must be a number{more}, found {type(value).__name__}. Pass for instance {name}=0.1."
+            f"{later * (not isinstance(value, str))}"
+        )
+    if is_too_large(value) or not 0 <= value < float("inf"):  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"{where}: {name} must be a finite number >= 0, found {described(value)}. A step goes against the "
+            "direction."
+        )
 
 
 def no_steps(params: Params, where: str) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_number, check_scalar
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction
@@ -116,10 +117,7 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
 
     The unit is detached, since the product does not depend on it.
     """
-    if not norm_type >= 1:
-        raise ValueError(
-            f"{where}: norm_type must be a number >= 1, found {norm_type}. Common values are 2.0 and math.inf."
-        )
+    check_number(where, "norm_type", norm_type, 1, "Common values are 2.0 and math.inf.")
     leaves, _ = floating_leaves(direction, where)
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     promoted = [leaf.to(dtype) for leaf in leaves if leaf.numel()]
@@ -132,5 +130,8 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
 
 
 def _require_bound(bound: Any, where: str, name: str) -> None:
-    if not isinstance(bound, Tensor) and not bound >= 0:
-        raise ValueError(f"{where}: {name} must be a number >= 0, found {bound}. Pass math.inf to clip nothing.")
+    cure = "Pass math.inf to clip nothing."
+    if isinstance(bound, Tensor):
+        check_scalar(where, name, bound, cure)
+    else:
+        check_number(where, name, bound, 0, cure)

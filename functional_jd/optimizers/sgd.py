@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_flag
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_map
@@ -49,6 +50,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         An `Optimizer` with `SgdState`; params keep their dtypes.
 
     Raises:
+        TypeError: a hyper-parameter that is no number, or `nesterov` that is no flag.
         ValueError: a negative, infinite or NaN hyper-parameter, or `nesterov` without momentum.
 
     Laws:
@@ -68,6 +70,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         tensor([0.9000, 0.9000])
     """
     check_settings("sgd", momentum=momentum, weight_decay=weight_decay, lr=lr)
+    check_flag("sgd", "nesterov", nesterov)
     if nesterov and not momentum:
         raise ValueError("sgd: nesterov needs momentum > 0, found 0. Pass a momentum such as 0.9, or nesterov=False.")
 

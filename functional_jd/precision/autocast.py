@@ -69,7 +69,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         >>> product(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.bfloat16
     """
-    if dtype not in (torch.float16, torch.bfloat16):
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"autocast: dtype must be torch.float16 or torch.bfloat16, found {dtype}. "
             "Call the function as it is for full precision."

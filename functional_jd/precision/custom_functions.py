@@ -58,7 +58,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         ...     Exp(torch.zeros(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    if cast_inputs is not None and cast_inputs not in _DTYPES:
+    if cast_inputs is not None and not (isinstance(cast_inputs, torch.dtype) and cast_inputs in _DTYPES):
         raise TypeError(
             f"custom: cast_inputs must be torch.float16, torch.bfloat16, torch.float32 or None, found {cast_inputs!r}. "
             "Autocast does not cast to or from float64: cast such inputs yourself."

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_device, check_mapping, check_type, described
 from functional_jd.precision.scale_state import ScaleState, is_scaled, range_of, scale_state
 
 # The keys of GradScaler.state_dict(), in its order, with the field of ScaleState and its dtype.
@@ -28,9 +29,13 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON. `no_scale()` gives
         a scale of 1 whose factors are 1.
 
+    Raises:
+        TypeError: no `ScaleState`.
+
     Laws:
         `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit, but for `no_scale()`.
     """
+    check_type("scale_state_to_dict", "state", state, ScaleState, "Create one with scale_state().")
     if not is_scaled(state):
         state = scale_state(1.0, 1.0, 1.0, 1)
     return {key: getattr(state, field).tolist() for key, (field, _) in _ENTRIES.items()}
@@ -48,11 +53,14 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
         `ScaleState` with tensors `[]`, or `[m]` if there are lists.
 
     Raises:
+        TypeError: `entries` is no dict, or `device` no device.
         ValueError: a missing or unknown key, a value that is not a number, lists of different lengths, a scale that is
             zero, negative, infinite or NaN, or factors that `scale_state` would refuse.
 
     Differs: from `GradScaler.load_state_dict`, which may load some entries before it finds that one is missing.
     """
+    check_mapping("scale_state_from_dict", "entries", entries, "Pass GradScaler.state_dict() unchanged.")
+    check_device("scale_state_from_dict", device)
     if not entries:
         raise ValueError(
             f"scale_state_from_dict: expected the keys {list(_ENTRIES)}, found an empty dict, as of a disabled "
@@ -82,12 +90,12 @@ def _require_numbers(key: str, entry: Any, dtype: torch.dtype) -> None:
         if not (whole or (dtype.is_floating_point and isinstance(number, float))):
             expected = "a float" if dtype.is_floating_point else "an integer that fits int32"
             raise ValueError(
-                f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
+                f"scale_state_from_dict: {key!r} must be {expected}, found {described(number)}. "
                 "Pass plain Python numbers, as in GradScaler.state_dict()."
             )
         holds, expected = range_of(_ENTRIES[key][0], number)
         if not holds:
             raise ValueError(
-                f"scale_state_from_dict: {key!r} must be {expected}, found {number!r}. "
+                f"scale_state_from_dict: {key!r} must be {expected}, found {described(number)}. "
                 "Nothing trains from here on with such a state: start anew with scale_state()."
             )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_type
 from functional_jd.core.multitask import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.torch_internals import under_transform
@@ -168,7 +169,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Returns:
         The next `ScaleState`.
 
-    Raises: TypeError, ValueError: a flag is not a bool tensor, or has another shape.
+    Raises: TypeError, ValueError: no `ScaleState`; a flag is not a bool tensor, or has another shape.
 
     Laws:
         Bit-equal to `torch._amp_update_scale_` down to the floor, elementwise: products are computed in float64 and
@@ -184,6 +185,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
         >>> update_scale(state, torch.tensor([True, False])).scale
         tensor([1024.,  512.])
     """
+    check_type("update_scale", "state", state, ScaleState, "Create one with scale_state().")
     _require_flag(finite, "update_scale", state.scale)
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):

@@ -1,11 +1,13 @@
 """The loss scale as a record: how it starts, and what it may hold."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_device, described, is_size, is_too_large
 from functional_jd.core.record_display import displayed_as, one_line
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -59,6 +61,7 @@ def scale_state(
         `ScaleState` with five tensors of the given shape.
 
     Raises:
+        TypeError: `device` is no device.
         ValueError: an argument out of its range, or a shape other than `()` and `(m,)`.
 
     Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
@@ -67,21 +70,23 @@ def scale_state(
         >>> scale_state(2.0**10, shape=(2,)).scale
         tensor([1024., 1024.])
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes: Any = (shape,) if is_size(shape) else shape
+    are_sizes = isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)
     whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
     checks = (
         ("init_scale", init_scale, *range_of("scale", init_scale)),
         ("growth_factor", growth_factor, *range_of("growth_factor", growth_factor)),
         ("backoff_factor", backoff_factor, *range_of("backoff_factor", backoff_factor)),
         ("growth_interval", growth_interval, whole and abs(growth_interval) < 2**31, "an integer that fits int32"),
-        ("shape", shape, len(sizes) < 2 and all(m > 0 for m in sizes), "() for one scale, (m,) for one per objective"),
+        ("shape", shape, are_sizes, "() for one scale, (m,) for one per objective"),
     )
     for name, found, holds, expected in checks:
         if not holds:
             raise ValueError(
-                f"scale_state: {name} must be {expected}, found {found!r}. "
+                f"scale_state: {name} must be {expected}, found {described(found)}. "
                 "The defaults of GradScaler are 2.0**16, 2.0, 0.5 and 2000; for several models use vmap over states."
             )
+    check_device("scale_state", device)
     return ScaleState(
         scale=torch.full(sizes, init_scale, dtype=torch.float32, device=device),
         growth_tracker=torch.zeros(sizes, dtype=torch.int32, device=device),
@@ -94,7 +99,8 @@ def scale_state(
 def range_of(field: str, number: float) -> tuple[bool, str]:
     """Return whether a field of `ScaleState` may have this value, and what it must be, in words."""
     holds, expected = _RANGES.get(field, (lambda _: True, "a number"))
-    return holds(number), expected
+    is_number = isinstance(number, Real) and not isinstance(number, bool) and not is_too_large(number)
+    return is_number and holds(number), expected
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
@@ -107,6 +113,7 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
         `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes: `step` knows by it, without a
         look at values, that nothing is to be scaled.
     """
+    check_device("no_scale", device)
     one = torch.ones((), dtype=torch.float32, device=device)
     return ScaleState(one, torch.zeros((), dtype=torch.int32, device=device), (), (), ())
 

@@ -5,10 +5,12 @@ A key is int64 `[2]`. Use every key once: `split` it, draw with one of the new k
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_device, described, is_size
 from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw
 
 
@@ -23,7 +25,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         int64 `[2]`.
 
     Raises:
-        TypeError: `seed` is not a Python integer.
+        TypeError: `seed` is not a Python integer, or `device` is no device.
         ValueError: `seed` has more than 64 bits.
 
     Laws:
@@ -33,10 +35,13 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (the stride and the idea). The
         mixing constants are Stafford's variant 13, the second round is the 64-bit finaliser of MurmurHash3.
     """
-    if not isinstance(seed, int):
-        raise TypeError(f"key: expected a Python integer, found {type(seed).__name__}. Convert it with int(...) first.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"key: expected a Python integer, found {described(seed)}. Convert it with int(...) first.")
+    check_device("key", device)
     if seed < -(2**63) or seed >= 2**64:
-        raise ValueError(f"key: expected at most 64 bits, found {seed}. Take it modulo 2**64, or hash it first.")
+        raise ValueError(
+            f"key: expected at most 64 bits, found {described(seed)}. Take it modulo 2**64, or hash it first."
+        )
     root = torch.tensor([seed - 2**64 if seed >= 2**63 else seed, ROOT], dtype=torch.int64, device=device)
     return draw(root, 2, "key", torch.int64)
 
@@ -147,18 +152,23 @@ def check_key(key: Tensor, where: str) -> None:
         )
 
 
-def _check_size(n: int, where: str) -> None:
-    if n < 0:
-        raise ValueError(f"{where}: expected n of at least 0, found {n}. Pass a non-negative integer.")
+def _check_size(n: Any, where: str) -> None:
+    if not is_size(n) or n < 0:
+        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}. Pass a non-negative integer.")
 
 
 def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
     """Return the number of elements of a shape, after checking the shape and the dtype."""
-    if dtype not in UNIFORM_BITS:
+    if not isinstance(dtype, torch.dtype) or dtype not in UNIFORM_BITS:
         expected = ", ".join(str(dtype) for dtype in UNIFORM_BITS)
-        raise TypeError(f"{where}: expected one of {expected}, found {dtype}. Draw in one of these, then convert.")
+        found = dtype if isinstance(dtype, torch.dtype) else described(dtype)
+        raise TypeError(f"{where}: expected one of {expected}, found {found}. Draw in one of these, then convert.")
     if isinstance(shape, int):
-        raise TypeError(f"{where}: expected a sequence of sizes, found the integer {shape}. Write ({shape},) instead.")
+        raise TypeError(
+            f"{where}: expected a sequence of sizes, found the integer {described(shape)}. Write a tuple (n,) instead."
+        )
+    if not isinstance(shape, list | tuple) or not all(map(is_size, shape)):
+        raise TypeError(f"{where}: expected a sequence of sizes, found {described(shape)}. Pass for instance (2, 3).")
     if any(size < 0 for size in shape):
         raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. A size of -1 is not inferred.")
     return math.prod(shape)
