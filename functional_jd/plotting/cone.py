@@ -10,13 +10,26 @@ from matplotlib.transforms import offset_copy
 from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule
+from functional_jd.aggregation.views import loss_count
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.arguments import check_flag, check_mapping
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import row_count, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
-from functional_jd.plotting.style import PALETTE, Array, Ax, as_array, axes_or_new, legend, look, quiet, text_color
+from functional_jd.plotting.style import (
+    PALETTE,
+    Array,
+    Ax,
+    as_array,
+    axes_or_new,
+    check_axes,
+    legend,
+    look,
+    quiet,
+    text_color,
+)
 
 CONE_COLOR = PALETTE[2]
 
@@ -54,7 +67,9 @@ def cone(
         >>> ax = cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
     """
     jacobian = rows_of(jacobian)
-    row_count(jacobian, "cone")
+    m = row_count(jacobian, "cone")
+    _check_rules(rules, losses, m)
+    check_flag("cone", "unit", unit)
     flat = _flat(jacobian, 1)
     basis, space = _coordinates(flat)
     rows = flat @ basis
@@ -77,6 +92,15 @@ def cone(
     _draw(ax, as_array(rows), as_array(_projections(rows)), tips, names)
     ax.set(**{f"{axis}label": f"{space} {k}" for k, axis in enumerate("xyz"[: rows.shape[1]])})
     return ax
+
+
+def _check_rules(rules: Any, losses: Any, m: int) -> None:
+    if rules is not None:
+        check_mapping("cone", "rules", rules, 'Pass for instance {"mean": mean()}.')
+        for rule in rules.values():
+            check_rule(rule, "cone")
+    if losses is not None and (found := loss_count(losses, "cone")) != m:
+        raise ValueError(f"cone: expected one loss per row, {m} in all, found {found}. Pass those of the Jacobian.")
 
 
 def _flat(tree: Jacobian | Direction, rows: int) -> Tensor:
@@ -115,7 +139,8 @@ def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
     """Return the given or new axes, after checking their number of dimensions."""
     dimensions = rows.shape[1]
     if ax is None:
-        ax = axes_or_new(None, (6.4, 4.6), None) if dimensions == 2 else axes_or_new(None, (6.8, 4.8), "3d")
+        ax = axes_or_new("cone", None, *(((6.4, 4.6), None) if dimensions == 2 else ((6.8, 4.8), "3d")))
+    check_axes("cone", ax)
     if (ax.name == "3d") != (dimensions == 3):
         call = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.names import names_or_indices
-from functional_jd.plotting.style import Ax, as_array, axes_or_new, legend, look, quiet, text_color
+from functional_jd.plotting.style import Ax, as_array, axes_or_new, check_points, legend, look, quiet, text_color
 
 
 def nondominated(points: Tensor) -> Tensor:
@@ -26,6 +26,7 @@ def nondominated(points: Tensor) -> Tensor:
         Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
         of each loss. Time and memory grow as `k^2 m`.
     """
+    check_points("nondominated", "points", points)
     left, right = points.unsqueeze(-2), points.unsqueeze(-3)
     dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
     return ~dominated & points.isfinite().all(-1)
@@ -54,18 +55,19 @@ def front(
         ValueError: points whose shape is not `[k, 2]`, no points, or the wrong number of names.
     """
     groups = dict(points) if isinstance(points, Mapping) else {"": points}
-    for name, group in groups.items():
+    for name, group in {**groups, **({} if known is None else {"known": known})}.items():
+        check_points("front", "points", group)
         if group.ndim != 2 or group.shape[1] != 2:
             raise ValueError(
                 f"front: expected points [k, 2], two losses each, found shape {list(group.shape)}"
                 f"{f' in {name!r}' if name else ''}. Select two losses: points[:, [0, 2]]."
             )
-    labels = names_or_indices(names or ["loss 0", "loss 1"], 2, "front")
+    labels = names_or_indices(["loss 0", "loss 1"] if names is None else names, 2, "front")
     together = torch.cat([group.detach().double().cpu() for group in groups.values()] or [torch.empty(0, 2)])
     if not len(together):
         raise ValueError("front: expected at least one point, found none. Pass losses [k, 2].")
     on_front = nondominated(together)
-    ax = axes_or_new(ax, (6.0, 4.2))
+    ax = axes_or_new("front", ax, (6.0, 4.2))
     quiet(ax, xlabel=labels[0], ylabel=labels[1])
     color = text_color(ax)
     if known is not None:

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib import colors
 from torch import Tensor
 
+from functional_jd.core.arguments import check_option
 from functional_jd.core.names import names_or_indices
 from functional_jd.plotting.style import (
     AGREEMENT,
@@ -16,6 +17,7 @@ from functional_jd.plotting.style import (
     as_array,
     axes_or_new,
     background_color,
+    check_points,
     text_color,
 )
 
@@ -45,17 +47,17 @@ def heatmap(
     Raises:
         ValueError: a matrix that is not square, an unknown kind, or the wrong number of names.
     """
+    check_points("heatmap", "matrix", matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ValueError(
             f"heatmap: expected a matrix of pairs [m, m], found shape {list(matrix.shape)}. "
             "Pass gramian(jacobian), or the cosines of a diagnosis."
         )
-    if kind not in ("cosines", "gramian"):
-        raise ValueError(f"heatmap: kind must be 'cosines' or 'gramian', found {kind!r}. Pass one of the two.")
+    check_option("heatmap", "kind", kind, ("cosines", "gramian"), "Gramians have a logarithmic scale.")
     m = len(matrix)
     names = names_or_indices(names, m, "heatmap")
     side = min(8.0, max(3.2, 1.6 + 0.6 * m))
-    ax = axes_or_new(ax, (side + 1.2, side))
+    ax = axes_or_new("heatmap", ax, (side + 1.2, side))
     values = as_array(matrix)
     cmap = _colormap(ax)
     image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, norm=_norm(values, kind), interpolation="nearest")

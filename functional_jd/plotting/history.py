@@ -1,6 +1,7 @@
 """Plots of a training run: losses, weights, loss scales, conflicts, and skipped steps."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from functional_jd.core.arguments import check_flag, check_integer, described, refuse
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
@@ -48,8 +50,10 @@ def losses(infos: Sequence[StepInfo], ax: Ax | None = None, *, log: bool | None 
         TypeError, ValueError: not a list of records, an empty list, or records with different numbers of losses.
     """
     _check_records("losses", infos, StepInfo)
+    if log is not None:
+        check_flag("losses", "log", log)
     table = _table("losses", [torch.cat([leaf.reshape(-1) for leaf in tree_leaves(i.losses)]) for i in infos])
-    ax = axes_or_new(ax, SIZE)
+    ax = axes_or_new("losses", ax, SIZE)
     _plot_lines(ax, table, _names(infos[0].losses))
     values = table[np.isfinite(table)]
     wide_range = values.size > 0 and values.min() > 0 and values.max() > 20 * values.min()
@@ -77,7 +81,7 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
             "weights: expected weights [m], found entrywise weights. Such a rule has no weight per row: "
             "plot its losses, or average the weights of some entries."
         )
-    ax = axes_or_new(ax, SIZE)
+    ax = axes_or_new("weights", ax, SIZE)
     _plot_lines(ax, _table("weights", [info.weights for info in infos]), _names(infos[0].losses))
     return _finish(ax, "weight", _skipped_steps(infos))
 
@@ -104,7 +108,7 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
             "others, call diagnose(jacobian).norms."
         )
     table = _table("norms", [_gramian(info).diagonal().sqrt() for info in infos])
-    ax = axes_or_new(ax, SIZE)
+    ax = axes_or_new("norms", ax, SIZE)
     _plot_lines(ax, table, _names(infos[0].losses))
     ax.set_yscale("log")
     return _finish(ax, "gradient norm", _skipped_steps(infos))
@@ -132,13 +136,15 @@ def scales(
         TypeError, ValueError: not a list of records, an empty list, or the wrong number of names.
     """
     _check_records("scales", states, ScaleState)
+    if not _is_nothing(infos):
+        _check_records("scales", infos, StepInfo)
     table = _table("scales", [state.scale.reshape(-1) for state in states])
     if states[0].scale.ndim == 0 and names is None:
         names = ["all objectives"]
     elif names is None and infos:
         names = _names(infos[0].losses)
     names = names_or_indices(names, table.shape[1], "scales")
-    ax = axes_or_new(ax, SIZE)
+    ax = axes_or_new("scales", ax, SIZE)
     _plot_lines(ax, table, names, drawstyle="steps-post")
     ax.set_yscale("log", base=2)
     return _finish(ax, "loss scale", _skipped_steps(infos or []))
@@ -160,11 +166,10 @@ def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None, *, every: int = 1)
         TypeError, ValueError: not a list, an empty list, or `every` below 1.
     """
     _check_records("conflicts", diagnoses, object)
-    if every < 1:
-        raise ValueError(f"conflicts: every must be at least 1, found {every}. Pass the steps between records.")
-    shares = [torch.as_tensor(getattr(record, "conflict", record)).detach().double().cpu() for record in diagnoses]
+    check_integer("conflicts", "every", every, 1, "Pass the steps between records.")
+    shares = [_share(record) for record in diagnoses]
     table = 100 * _table("conflicts", [share.reshape(1) for share in shares])
-    ax = axes_or_new(ax, SIZE)
+    ax = axes_or_new("conflicts", ax, SIZE)
     steps = every * np.arange(len(table))
     ax.fill_between(steps, table[:, 0], color=CONFLICT, alpha=0.25, linewidth=0)
     ax.plot(steps, table[:, 0], color=CONFLICT, linewidth=1.6)
@@ -197,6 +202,10 @@ def history(
         TypeError, ValueError: as the single plots, or the wrong number of axes.
     """
     _check_records("history", infos, StepInfo)
+    for records, kind in ((states, ScaleState), (diagnoses, object)):
+        if not _is_nothing(records):
+            _check_records("history", records, kind)
+    check_integer("history", "every", every, 1, "Pass the steps between diagnoses.")
     plots: list[Any] = [lambda ax: losses(infos, ax)]
     if _have_weight_per_row(infos):
         plots.append(lambda ax: weights(infos, ax))
@@ -210,9 +219,10 @@ def history(
         gramians = torch.stack([_gramian(info).detach() for info in infos])
         plots.append(lambda ax: conflicts(torch.vmap(diagnose)(gramians).conflict.tolist(), ax))
     ax = stacked_axes((SIZE[0], 2.2 * len(plots)), len(plots)) if ax is None else ax
-    if len(ax) != len(plots):
+    if not isinstance(ax, Sequence | np.ndarray) or len(ax) != len(plots):
+        found = len(ax) if isinstance(ax, Sequence | np.ndarray) else described(ax)
         raise ValueError(
-            f"history: expected one Axes per plot, {len(plots)} in all, found {len(ax)}. "
+            f"history: expected one Axes per plot, {len(plots)} in all, found {found}. "
             f"Create them with plt.subplots({len(plots)}, 1, sharex=True)."
         )
     plotted = [plot(plot_ax) for plot, plot_ax in zip(plots, ax, strict=True)]
@@ -236,6 +246,19 @@ def _check_records(where: str, records: Sequence[Any], kind: type) -> None:
                 f"{where}: expected records of type {kind.__name__}, found {type(record).__name__}. "
                 "Collect what step returns: state, info = step(...)."
             )
+
+
+def _is_nothing(records: Any) -> bool:
+    return records is None or (isinstance(records, list | tuple) and not records)
+
+
+def _share(record: Any) -> Tensor:
+    """The share of conflicts in a record, float64 `[]`."""
+    share: Any = getattr(record, "conflict", record)
+    if not isinstance(share, Tensor | Real) or (isinstance(share, Tensor) and share.ndim):
+        cure = "Pass the diagnoses, or their shares as numbers."
+        refuse("conflicts", "diagnoses", "a list of records with a field conflict", share, cure)
+    return torch.as_tensor(share).detach().double().cpu()
 
 
 def _table(where: str, rows: list[Tensor]) -> Array:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule, start
+from functional_jd.core.arguments import check_integer, check_number, check_type, refuse
 from functional_jd.core.types import Tree
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.adamw import adamw
@@ -68,6 +69,7 @@ def descend(
         `Path(points, losses)`, float64.
 
     Raises:
+        TypeError: what is no problem, rule or optimizer.
         ValueError: `starts` is not `[s, 2]`.
 
     Laws:
@@ -78,6 +80,14 @@ def descend(
         Only the rule is called: without `end_epoch`, `dwa` stays in its first epoch, where it equals `total`; without
         `after_step`, `famo` uses the losses of the next call, which here are the same.
     """
+    check_problem("descend", problem)
+    check_rule(rule, "descend")
+    if optimizer is not None:
+        check_type("descend", "optimizer", optimizer, Optimizer, "Call its builder: sgd(0.1).")
+    if steps is not None:
+        check_integer("descend", "steps", steps, 0, "None is the number of the problem.")
+    if starts is not None and not (isinstance(starts, Tensor) and starts.is_floating_point() and not starts.is_sparse):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("descend", "starts", "a floating-point tensor [s, 2]", starts, "None takes those of the problem.")
     optimizer = problem.optimizer if optimizer is None else optimizer
     points = (problem.starts if starts is None else starts).double()
     if points.ndim != 2 or points.shape[1] != 2:
@@ -105,6 +115,11 @@ def descend(
     return Path(torch.stack(path), torch.stack([*values, torch.vmap(problem.losses)(points)]))
 
 
+def check_problem(where: str, problem: Any) -> None:
+    """Refuse what is no problem."""
+    check_type(where, "problem", problem, Problem, "Call its builder: quadratics().")
+
+
 def quadratics(condition: float = 10.0) -> Problem:
     """Two convex quadratics, steep in different directions; the Pareto set is a curve between their minima.
 
@@ -120,10 +135,9 @@ def quadratics(condition: float = 10.0) -> Problem:
     Raises:
         ValueError: a condition below 1.
     """
-    if not condition >= 1:
-        raise ValueError(
-            f"quadratics: condition must be at least 1, found {condition}. With 1, the contours are circles."
-        )
+    check_number("quadratics", "condition", condition, 1, "With 1, the contours are circles.")
+    if not math.isfinite(condition):
+        refuse("quadratics", "condition", "finite", condition, "With 1, the contours are circles.", ValueError)
     curvatures = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
     minima = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
 

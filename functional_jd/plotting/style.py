@@ -3,11 +3,14 @@
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from matplotlib import colors
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
+
+from functional_jd.core.arguments import check_integer, check_type, refuse
 
 Ax: TypeAlias = Axes
 """The axes of a plot, with a 3d projection if it has three dimensions."""
@@ -45,6 +48,7 @@ def look(index: int) -> dict[str, Any]:
         >>> for index, curve in enumerate([[1, 2, 3], [3, 2, 1]]):
         ...     lines = ax.plot(curve, **look(index))
     """
+    check_integer("look", "index", index, 0, "It counts the series.")
     return {
         "color": PALETTE[index % len(PALETTE)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -52,11 +56,23 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
-def axes_or_new(ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
+def axes_or_new(where: str, ax: Ax | None, size: tuple[float, float], projection: str | None = None) -> Ax:
     """Return the given axes, or those of a new figure of this size in inches."""
     if ax is None:
         return stacked_axes(size, projection=projection)[0]
+    check_axes(where, ax)
     return ax
+
+
+def check_axes(where: str, ax: Any) -> None:
+    """Refuse what are no axes of matplotlib."""
+    check_type(where, "ax", ax, Axes, "Create them with plt.figure().subplots().")
+
+
+def check_points(where: str, name: str, points: Any) -> None:
+    """Refuse what are no points, a tensor `[k, m]` of real numbers."""
+    if not isinstance(points, Tensor) or points.is_complex() or points.layout != torch.strided or points.ndim < 2:
+        refuse(where, name, "a tensor of points [k, m]", points, "Stack the losses of k points.", ValueError)
 
 
 def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | None = None) -> list[Ax]:
@@ -85,6 +101,7 @@ def quiet(ax: Ax, **labels: str) -> None:
         ax: the axes.
         labels: keyword arguments of `ax.set`: `xlabel="step"`, `ylabel="loss"`, `title=...`.
     """
+    check_axes("quiet", ax)
     ax.grid(visible=True, which="major", color=text_color(ax), alpha=0.18, linewidth=0.7, linestyle="-")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -105,6 +122,7 @@ def legend(ax: Ax, **settings: Any) -> None:
         >>> lines = ax.plot([1, 2, 3], label="ours", **look(0))
         >>> legend(ax)
     """
+    check_axes("legend", ax)
     position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
     ax.legend(**{**position, "frameon": False, "labelcolor": text_color(ax), **settings})
 

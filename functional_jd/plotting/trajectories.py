@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from matplotlib.lines import Line2D
 
-from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.plotting.problems import Path, Problem, descend
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.core.arguments import check_flag, check_mapping
+from functional_jd.plotting.problems import Path, Problem, check_problem, descend
 from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, look, quiet, text_color
 from functional_jd.plotting.style import legend as add_legend
 
@@ -38,12 +39,20 @@ def trajectories(
         the starts, the marker of the rule at the end of each path.
 
     Raises:
+        TypeError: what is no problem, no rule and no path.
         ValueError: a path whose points are not `[steps + 1, s, 2]`.
 
     Example:
         >>> from functional_jd.plotting import quadratics
         >>> ax = trajectories(quadratics(), {"mean": mean(), "upgrad": upgrad()})
     """
+    check_problem("trajectories", problem)
+    check_mapping("trajectories", "rules", rules, 'Pass for instance {"mean": mean()}.')
+    check_flag("trajectories", "contours", contours)
+    check_flag("trajectories", "legend", legend)
+    for rule in rules.values():
+        if not isinstance(rule, Path):
+            check_rule(rule, "trajectories")
     paths = {name: rule if isinstance(rule, Path) else descend(problem, rule) for name, rule in rules.items()}
     for name, path in paths.items():
         if path.points.ndim != 3 or path.points.shape[2] != 2:
@@ -51,7 +60,7 @@ def trajectories(
                 f"trajectories: expected points [steps + 1, s, 2], found shape {list(path.points.shape)} in {name!r}. "
                 "Create paths with descend(problem, rule)."
             )
-    ax = axes_or_new(ax, (6.6, 4.6))
+    ax = axes_or_new("trajectories", ax, (6.6, 4.6))
     quiet(ax, xlabel="entry 0", ylabel="entry 1")
     ax.grid(visible=False)
     if contours:

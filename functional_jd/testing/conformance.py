@@ -13,6 +13,7 @@ from hypothesis.errors import NoSuchExample
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.core.arguments import check_function, check_mapping, check_type
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
 from functional_jd.testing.derivatives import hyper_parameters_are_values
@@ -119,6 +120,7 @@ def obeys(
         >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
         >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
+    _check_search("obeys", laws, jacobians, settings)
     _check_subject(rule, hyper, "obeys")
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
@@ -156,6 +158,7 @@ def laws_of(
     Laws:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
+    _check_search("laws_of", laws, jacobians, settings)
     _check_subject(rule, hyper, "laws_of")
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
@@ -181,7 +184,25 @@ def counterexample(
     return None if example is None else _shrunk(rule, law, example)
 
 
+def _check_search(where: str, laws: Any, jacobians: Any, settings: Any) -> None:
+    """Refuse what is no law, no strategy, or no settings of hypothesis."""
+    for law in laws:
+        check_function(where, "laws", law, "Pass functions of functional_jd.testing, uncalled.")
+    if jacobians is not None:
+        check_type(where, "jacobians", jacobians, st.SearchStrategy, "Call it: jacobians(rows=3).")
+    if settings is not None or where == "laws_of":
+        check_type(where, "settings", settings, hypothesis.settings, "Pass hypothesis.settings(...).")
+
+
+def _check_hyper(where: str, hyper: Any) -> None:
+    if hyper is not None:
+        check_mapping(where, "hyper", hyper, "Pass for instance {'c': Range(0.1, 2.0)}.")
+        for within in hyper.values():
+            check_type(where, "hyper", within, Range, "Pass for instance {'c': Range(0.1, 2.0)}.")
+
+
 def _check_subject(rule: Aggregator | Builder, hyper: Mapping[str, Range] | None, where: str) -> None:
+    _check_hyper(where, hyper)
     if hyper and (isinstance(rule, Aggregator) or not callable(rule)):
         raise TypeError(
             f"{where}: expected a function that builds a rule from {', '.join(hyper)}, found {type(rule).__name__}. "

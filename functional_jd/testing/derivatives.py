@@ -1,13 +1,15 @@
 """The law of hyper-parameters: they are values like any other, and derivatives in them are those of differences."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
+from functional_jd.core.arguments import check_function, check_mapping, check_number
 from functional_jd.core.types import Jacobian, Losses
-from functional_jd.testing.measures import TOLERANCE, flat, reach_of, variants
+from functional_jd.testing.measures import TOLERANCE, check_case, flat, reach_of, variants
 
 # The relative step of differences. Directions are known to 2^-26 of the reach only, which is divided by the step.
 _STEP = 2.0**-10
@@ -38,6 +40,12 @@ def hyper_parameters_are_values(
 
     Source: the definition of a derivative.
     """
+    check_function("hyper_parameters_are_values", "build", build, "Pass cagrad, not cagrad(0.5).")
+    cure = "Pass the numbers by name: {'c': 0.5}."
+    check_mapping("hyper_parameters_are_values", "hyper", hyper, cure)
+    for name, number in hyper.items():
+        check_number("hyper_parameters_are_values", name, number, -math.inf, cure)
+    check_case("hyper_parameters_are_values", jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 
     def directions(name: str, value: float | Tensor) -> tuple[Tensor, Tensor]:

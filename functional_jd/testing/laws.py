@@ -9,7 +9,7 @@ entry of the Jacobian are always allowed, as weights may cancel to a reach of ze
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from scipy.optimize import nnls
@@ -20,8 +20,10 @@ from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.testing.measures import (
     TOLERANCE,
+    Law,
     check_close,
     check_same,
+    checked,
     element,
     flat,
     matrix,
@@ -36,10 +38,8 @@ from functional_jd.testing.measures import (
     with_moderate_norms,
 )
 
-Law: TypeAlias = Callable[..., None]
-"""`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
 
-
+@checked
 def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The same arguments give the same bits in every call, and no argument is modified.
 
@@ -59,6 +59,7 @@ def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses
     check_same(torch.get_rng_state(), rng_state, "the global random number generator was used")
 
 
+@checked
 def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is like params; weights are `[m]` or broadcast to the Jacobian; the state keeps its structure.
 
@@ -79,6 +80,7 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
     assert structure_of(result.state) == structure_of(before), "the state changes its structure, a shape or a dtype"
 
 
+@checked
 def finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """A finite Jacobian, degenerate or not, gives finite weights, direction and state, for three steps. Exact.
 
@@ -92,6 +94,7 @@ def finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
             assert all(leaf.isfinite().all() for leaf in tree_leaves(value)), f"not finite: the {name}"
 
 
+@checked
 def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """`vmap` over Jacobians and states equals a loop: `vmap(A)([J1, J2, J3]) = [A(J1), A(J2), A(J3)]`.
 
@@ -110,6 +113,7 @@ def batched(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Los
         check_close(element(second, i), expected, case[0], "vmap differs from the loop in the second step")
 
 
+@checked
 def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """`torch.compile(fullgraph=True)` gives the same results, with one graph for all values and states.
 
@@ -131,6 +135,7 @@ def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Lo
             state = expected.state
 
 
+@checked
 def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on how parameters are split into tensors: `flat(A(tree)) = A(flat(tree))`.
 
@@ -145,6 +150,7 @@ def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, lo
     check_close(found, expected, jacobian, "the direction depends on how parameters are stored")
 
 
+@checked
 def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """For float16, bfloat16 and float32 Jacobians the direction is that in float64, rounded.
 
@@ -166,6 +172,7 @@ def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losse
         check_close(found, expected, wide[0], f"{dtype} gives another direction", relative, subnormal)
 
 
+@checked
 def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """A non-finite Jacobian gives a non-finite direction, not an exception, so that the step can be skipped.
 
@@ -184,6 +191,7 @@ def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: 
                 assert not flat(direction).isfinite().all(), f"{value} in row {row} gives a finite direction"
 
 
+@checked
 def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on the order of the objectives: `A(P J) = A(J)` for permutations P.
 
@@ -200,6 +208,7 @@ def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacob
         check_close(found, expected, jacobian, f"the order of the rows matters: {order.tolist()}")
 
 
+@checked
 def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """To first order, a step increases no loss: `J A(J) >= 0`.
 
@@ -214,6 +223,7 @@ def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, los
     assert (products >= -allowed).all(), f"rows are conflicted with: J direction = {products.tolist()}"
 
 
+@checked
 def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction scales as the losses do: `A(c J) = c A(J)` for `c > 0`, here 2^-40, 3 and 2^40.
 
@@ -229,6 +239,7 @@ def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
         check_close(found, expected, jacobian, f"the Jacobian times {c:g} does not give {c:g} times the direction")
 
 
+@checked
 def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is linear in the scales of the rows: `A(diag(a + b) J) = A(diag(a) J) + A(diag(b) J)`, `a, b > 0`.
 
@@ -248,6 +259,7 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
     assert error.abs().max() <= allowed, "the direction is not linear in the scales of the rows"
 
 
+@checked
 def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """Weights are on the simplex, for every entry if they are entrywise: `weights >= 0`, `sum_i weights_i = 1`.
 
@@ -261,6 +273,7 @@ def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
         assert ((leaf.sum(0) - 1).abs() <= 2.0**-20).all(), f"weights do not add up to one: {leaf.tolist()}"
 
 
+@checked
 def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is zero at Pareto stationary points only: `A(J) = 0` implies `w'J = 0` for some `w >= 0`, `w != 0`.
 
@@ -276,6 +289,7 @@ def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, l
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not Pareto stationary"
 
 
+@checked
 def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is zero at strongly stationary points only: `A(J) = 0` implies `w'J = 0` for some `w > 0`.
 
@@ -289,6 +303,7 @@ def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian,
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not strongly stationary"
 
 
+@checked
 def rotation_blind(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The rule is equivariant to rotations of the parameters: `A(J Q) = A(J) Q` for `Q Q' = 1`.
 

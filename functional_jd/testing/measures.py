@@ -1,18 +1,51 @@
 """Helpers of the laws: comparisons of results, pytrees as vectors and matrices, and transformations of Jacobians."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregation, combine
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, check_rule, combine
+from functional_jd.aggregation.views import loss_count
+from functional_jd.core.tree import row_count, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
 
 TOLERANCE = 2.0**-26
 
 Case: TypeAlias = tuple[Jacobian, tuple[Jacobian, ...], Losses]
 """A Jacobian, the other Jacobians, and the losses."""
+
+
+Law: TypeAlias = Callable[..., None]
+"""`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
+
+
+def checked(law: Law) -> Law:
+    """A law that refuses, in its own name, what is no rule and no case."""
+
+    @wraps(law)
+    def run(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
+        check_rule(rule, law.__name__)
+        check_case(law.__name__, jacobian, others, losses)
+        law(rule, jacobian, *others, losses=losses)
+
+    return run
+
+
+def check_case(where: str, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
+    """Refuse what are no Jacobians of the same parameters and objectives, or not their losses."""
+    m = row_count(jacobian, where)
+    for other in others:
+        row_count(other, where)
+        if difference := tree_difference(jacobian, other):
+            raise ValueError(
+                f"{where}: expected Jacobians of the same parameters and objectives: {difference}. Draw them like the "
+                "first."
+            )
+    if losses is not None and (found := loss_count(losses, where)) != m:
+        raise ValueError(f"{where}: expected one loss per row, {m} in all, found {found}. Pass m numbers.")
 
 
 def flat(tree: Tree) -> Tensor:

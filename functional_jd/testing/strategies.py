@@ -11,7 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.arguments import check_flag, is_size, refuse
+from functional_jd.core.tree import floating_leaves, tree_flatten, tree_unflatten
 from functional_jd.core.types import Params, Tree
 
 Size = int | tuple[int, int]
@@ -52,15 +53,13 @@ class Layer(NamedTuple):
     bias: Any
 
 
-@st.composite
 def jacobians(
-    draw: st.DrawFn,
     rows: Size = (1, 5),
     columns: Size = (1, 5),
     dtype: torch.dtype = torch.float64,
     like: Params = None,
     wide: bool = True,
-) -> Tree:
+) -> st.SearchStrategy[Tree]:
     """Draw Jacobians: generic and degenerate ones.
 
     `J = diag(2^k) kind(Z)`, Z small integers, k mostly 0. The kinds: Z itself, zero, one row of zeros, two equal rows,
@@ -77,9 +76,76 @@ def jacobians(
     Returns:
         A strategy for a tensor `[m, n]`, or for a pytree with leaves `[m, *p]`. Shrinks to few rows of zeros and ones.
 
+    Raises:
+        TypeError: `dtype` is no floating-point dtype, `wide` no flag, or a leaf of `like` no floating-point tensor.
+        ValueError: sizes that are none.
+
     Laws:
         `J J'` is exact in float64 in any order of summation. With too few rows, a kind returns Z or zero rows.
     """
+    _check_size("jacobians", "rows", rows)
+    _check_size("jacobians", "columns", columns)
+    _check_dtype("jacobians", dtype)
+    check_flag("jacobians", "wide", wide)
+    if like is not None:
+        floating_leaves(like, "jacobians")
+    return _jacobians(rows, columns, dtype, like, wide)
+
+
+def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.SearchStrategy[Tensor]:
+    """Draw Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
+
+    Args:
+        rows: m, or its minimum and maximum.
+        rank: the number of columns of J, which bounds the rank, or its minimum and maximum.
+        wide: whether rows may have very different norms.
+
+    Returns:
+        A hypothesis strategy of tensors.
+
+    Raises:
+        TypeError: `wide` is no flag.
+        ValueError: sizes that are none.
+    """
+    _check_size("gramians", "rows", rows)
+    _check_size("gramians", "rank", rank)
+    check_flag("gramians", "wide", wide)
+    return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
+
+
+def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]:
+    """Draw pytrees of parameters: nested dicts in any insertion order, lists, NamedTuples; leaves of 0 to 2 dimensions.
+
+    `jacobians(like=params)` draws a Jacobian for them.
+
+    Args:
+        dtype: the dtype of all leaves.
+
+    Returns:
+        A hypothesis strategy of pytrees.
+
+    Raises:
+        TypeError: `dtype` is no floating-point dtype.
+    """
+    _check_dtype("param_trees", dtype)
+
+    def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
+        size = math.prod(shape)
+        entries = st.lists(st.integers(-4, 4), min_size=size, max_size=size)
+        return entries.map(lambda entries: torch.tensor(entries, dtype=dtype).reshape(shape))
+
+    def containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from(["w", "b", "a"]), children, min_size=1),
+            st.lists(children, min_size=1, max_size=3),
+            st.builds(Layer, children, children),
+        )
+
+    return st.recursive(st.sampled_from(_SHAPES).flatmap(tensor), containers, max_leaves=5)
+
+
+@st.composite
+def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, like: Params, wide: bool) -> Tree:
     leaves, structure = ([], None) if like is None else tree_flatten(like)
     m = draw(_sizes(rows))
     n = draw(_sizes(columns)) if like is None else sum(leaf.numel() for leaf in leaves)
@@ -96,45 +162,28 @@ def jacobians(
     return tree_unflatten(structure, [part.reshape(m, *leaf.shape).contiguous() for leaf, part in parts])
 
 
-def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.SearchStrategy[Tensor]:
-    """Draw Gramians `G = J J'` of `jacobians()`: float64 `[m, m]`, exact, positive semidefinite, often singular.
-
-    Args:
-        rows: m, or its minimum and maximum.
-        rank: the number of columns of J, which bounds the rank, or its minimum and maximum.
-        wide: whether rows may have very different norms.
-
-    Returns:
-        A hypothesis strategy of tensors.
-    """
-    return jacobians(rows, rank, wide=wide).map(lambda J: J @ J.mT)
-
-
-def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]:
-    """Draw pytrees of parameters: nested dicts in any insertion order, lists, NamedTuples; leaves of 0 to 2 dimensions.
-
-    `jacobians(like=params)` draws a Jacobian for them.
-
-    Args:
-        dtype: the dtype of all leaves.
-
-    Returns:
-        A hypothesis strategy of pytrees.
-    """
-
-    def tensor(shape: tuple[int, ...]) -> st.SearchStrategy[Tensor]:
-        size = math.prod(shape)
-        entries = st.lists(st.integers(-4, 4), min_size=size, max_size=size)
-        return entries.map(lambda entries: torch.tensor(entries, dtype=dtype).reshape(shape))
-
-    def containers(children: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
-        return st.one_of(
-            st.dictionaries(st.sampled_from(["w", "b", "a"]), children, min_size=1),
-            st.lists(children, min_size=1, max_size=3),
-            st.builds(Layer, children, children),
+def _check_size(where: str, name: str, size: Any) -> None:
+    """Refuse what is neither a number nor a minimum and a maximum."""
+    ends: Any = (size, size) if is_size(size) else size
+    if (
+        not isinstance(ends, tuple | list)
+        or len(ends) != 2
+        or not all(map(is_size, ends))
+        or not 1 <= ends[0] <= ends[1]
+    ):
+        refuse(
+            where,
+            name,
+            "a number of at least 1, or a minimum and a maximum",
+            size,
+            "Pass for instance (1, 5).",
+            ValueError,
         )
 
-    return st.recursive(st.sampled_from(_SHAPES).flatmap(tensor), containers, max_leaves=5)
+
+def _check_dtype(where: str, dtype: Any) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        refuse(where, "dtype", "a floating-point dtype", dtype, "Pass for instance torch.float64.")
 
 
 def _sizes(size: Size) -> st.SearchStrategy[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, start
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.arguments import check_type
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Params
 from functional_jd.random import key
@@ -123,8 +124,10 @@ def with_rules_table(text: str) -> str:
         The text with the new table, otherwise unchanged.
 
     Raises:
+        TypeError: no text.
         ValueError: the text does not have both markers, in this order.
     """
+    check_type("with_rules_table", "text", text, str, "Pass the Markdown.")
     before, opening, rest = text.partition(_OPEN)
     _, closing, after = rest.partition(_CLOSE)
     if not (opening and closing):
