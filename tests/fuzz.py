@@ -1,0 +1,126 @@
+"""Garbage of 29 kinds, and the judgement of a call that is given one of them in the place of an argument."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import functional_jd as jd
+
+
+@dataclass
+class Unregistered:
+    """A container that no pytree knows."""
+
+    weight: Any
+
+
+def no_arguments():
+    return torch.ones(2)
+
+
+GARBAGE: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "true": lambda: True,
+    "minus_one": lambda: -1,
+    "zero": lambda: 0,
+    "inf": lambda: float("inf"),
+    "nan": lambda: float("nan"),
+    "huge": lambda: 10**400,  # no float holds it
+    "text": lambda: "garbage",
+    "list": list,
+    "dict": dict,
+    "set": lambda: {1, 2},
+    "object": object,
+    "class": lambda: Unregistered,
+    "function": lambda: no_arguments,
+    "module": lambda: torch.nn.Linear(2, 2),
+    "parameters": lambda: torch.nn.Linear(2, 2).parameters(),
+    "wrong_shape": lambda: torch.ones(3, 5),
+    "integers": lambda: torch.arange(6).reshape(2, 3),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "scalar": lambda: torch.tensor(0.5),
+    "empty": lambda: torch.empty(0),
+    "nans": lambda: torch.full((2,), torch.nan),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "numpy": lambda: np.ones(2),
+    "nested": lambda: {1: {(2, 3): torch.ones(2)}},
+    "dataclass": lambda: Unregistered(torch.ones(2)),
+    "builder": lambda: jd.upgrad,
+    "record": lambda: jd.Aggregation(torch.ones(2), torch.ones(2), ()),
+}
+
+EVERYTHING = frozenset(GARBAGE)
+CALLABLE = frozenset({"class", "function", "module", "builder"})
+
+
+class Call(NamedTuple):
+    """A valid call of a public function.
+
+    Attributes:
+        f: calls the function with its arguments by name, and what it returns, so that what is accepted is also used.
+        valid: returns new valid arguments.
+        fine: by argument, the kinds of garbage that are valid there.
+        functions: the arguments that are functions of the user, whose own errors pass.
+        names: what an error message may begin with, beside the name of the function.
+    """
+
+    f: Callable[..., Any]
+    valid: Callable[[], dict[str, Any]]
+    fine: Mapping[str, frozenset[str]] = {}
+    functions: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
+
+
+def outcome(name: str, call: Call, argument: str, kind: str) -> str:
+    """`"good"`, or what is wrong: `"accepted"`, or the error that is none of ours."""
+    garbage = GARBAGE[kind]()
+    try:
+        call.f(**{**call.valid(), argument: garbage})
+    except Exception as error:
+        if _is_ours(error, (name, *call.names)) or _is_of_the_user(error, argument in call.functions, kind):
+            return "good"
+        if isinstance(error, AssertionError) and "/functional_jd/testing/" in _frames(error)[-1]:
+            return "good"  # a law that is broken
+        # What has no values passes by its shape and dtype, until torch sees it beside tensors of another device.
+        if kind == "meta" and "meta" in str(error) and "Boolean" not in str(error):
+            return "good"
+        return f"{type(error).__name__}: {error}"
+    return "good" if kind in call.fine.get(argument, ()) else "accepted"
+
+
+def _is_ours(error: Exception, names: tuple[str, ...]) -> bool:
+    """Whether an error names the function, what was found, and the cure."""
+    starts = "|".join(re.escape(name) for name in names)
+    form = rf"({starts})\b[^\n]*?:? .*(found|takes|asks) .*[.:;,] .*\S"
+    return isinstance(error, TypeError | ValueError) and re.match(form, str(error), re.DOTALL) is not None
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The files through which an error came, the innermost last."""
+    return [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+
+
+def _is_of_the_user(error: BaseException, is_function: bool, kind: str) -> bool:
+    """Whether an error comes out of a function that the user passed."""
+    frames = _frames(error)
+    ours = [index for index, file in enumerate(frames) if "/functional_jd/" in file]
+    below = frames[ours[0] :] if ours else []
+    if any("/tests/fuzz" in file or "/torch/nn/modules/" in file for file in below):
+        return True
+    if re.match(r"(losses|loss_of_one|no_arguments)\(\) (takes|missing|got)", str(error)):  # it has no frame of its own
+        return True
+    if not (is_function and kind in CALLABLE):
+        return False
+    return re.match(r"Unregistered\.__init__\(\) |Linear\.forward\(\) |upgrad(\(\) |: )", str(error)) is not None
+
+
+def tally(outcomes: Mapping[Any, str]) -> Counter[str]:
+    """How many calls are good, accepted and raw."""
+    return Counter("raw" if x not in ("good", "accepted") else x for x in outcomes.values())

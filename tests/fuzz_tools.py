@@ -1,0 +1,221 @@
+"""Valid calls of the plots, and of the tools for testing rules."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from fuzz import CALLABLE, EVERYTHING, Call
+from fuzz_rules import FLOATS, OF_TWO, OPTION, SWITCH, infos, kinds, rows
+from hypothesis import Phase, settings
+from matplotlib import pyplot as plt
+
+import functional_jd as jd
+from functional_jd import plotting, testing
+
+OF_LOSSES = kinds({"nans", "nested", "meta"})
+NAMES = OPTION | {"numpy"}
+
+
+def _plot(f, valid, fine: dict[str, Any] | None = None, names: tuple[str, ...] = ()) -> Call:
+    """A plot is closed again."""
+
+    def use(**given: Any) -> None:
+        try:
+            f(**given)
+        finally:
+            plt.close("all")
+
+    return Call(use, valid, {"ax": OPTION, **(fine or {})}, names=names)
+
+
+@cache
+def _five_axes() -> list[Any]:
+    return list(plt.figure().subplots(5))
+
+
+def _axes() -> Any:
+    return _five_axes()[0]
+
+
+@cache
+def _infos() -> tuple[jd.StepInfo, ...]:
+    return tuple(infos())
+
+
+def _records() -> list[jd.StepInfo]:
+    return list(_infos())
+
+
+def _scales() -> list[jd.ScaleState]:
+    return [jd.scale_state(), jd.scale_state()]
+
+
+def _points() -> torch.Tensor:
+    return torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
+
+
+def _problem() -> plotting.Problem:
+    return plotting.quadratics()._replace(steps=1)
+
+
+PLOTTING = {
+    "cone": _plot(
+        plotting.cone,
+        lambda: {
+            "jacobian": {"w": rows()["w"]},
+            "rules": {"mean": jd.mean()},
+            "ax": _axes(),
+            "names": ["a", "b"],
+            "losses": torch.ones(2),
+            "unit": False,
+        },
+        {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES, "unit": SWITCH},
+    ),
+    "conflicts": _plot(
+        plotting.conflicts,
+        lambda: {"diagnoses": [jd.diagnose(rows())], "ax": _axes(), "every": 2},
+    ),
+    "descend": Call(
+        plotting.descend,
+        lambda: {
+            "problem": _problem(),
+            "rule": jd.mean(),
+            "optimizer": jd.sgd(0.1),
+            "steps": 1,
+            "starts": torch.zeros(1, 2),
+        },
+        {"optimizer": OPTION, "steps": OPTION | {"zero"}, "starts": OPTION},
+    ),
+    "front": _plot(
+        plotting.front,
+        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes(), "known": _points()},
+        {"names": NAMES, "known": OPTION},
+    ),
+    "heatmap": _plot(
+        plotting.heatmap,
+        lambda: {"matrix": torch.eye(2), "names": ["a", "b"], "ax": _axes(), "kind": "cosines"},
+        {"names": NAMES},
+    ),
+    "history": _plot(
+        plotting.history,
+        lambda: {
+            "infos": _records(),
+            "states": _scales(),
+            "diagnoses": [jd.diagnose(rows())],
+            "ax": _five_axes(),
+            "every": 1,
+        },
+        {"states": OPTION | {"list"}, "diagnoses": OPTION | {"list"}},
+    ),
+    "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
+    "look": Call(plotting.look, lambda: {"index": 1}, {"index": kinds({"zero"})}),
+    "losses": _plot(
+        plotting.losses,
+        lambda: {"infos": _records(), "ax": _axes(), "log": True},
+        {"log": SWITCH | OPTION},
+    ),
+    "nondominated": Call(
+        plotting.nondominated, lambda: {"points": _points()}, {"points": kinds({"wrong_shape", "integers", "meta"})}
+    ),
+    "norms": _plot(plotting.norms, lambda: {"infos": _records(), "ax": _axes()}),
+    "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
+    "fonseca_fleming": Call(plotting.fonseca_fleming, dict),
+    "two_valleys": Call(plotting.two_valleys, dict),
+    "quiet": _plot(lambda ax: plotting.quiet(ax, xlabel="step"), lambda: {"ax": _axes()}, {"ax": kinds()}),
+    "scales": _plot(
+        plotting.scales,
+        lambda: {"states": _scales(), "infos": _records(), "ax": _axes(), "names": ["a"]},
+        {"infos": OPTION | {"list"}, "names": OPTION | {"nested"}},
+    ),
+    "trajectories": _plot(
+        plotting.trajectories,
+        lambda: {
+            "problem": _problem(),
+            "rules": {"mean": jd.mean()},
+            "ax": _axes(),
+            "contours": False,
+            "legend": False,
+        },
+        {"rules": kinds({"dict"}), "contours": SWITCH, "legend": SWITCH},
+    ),
+    "weights": _plot(plotting.weights, lambda: {"infos": _records(), "ax": _axes()}),
+}
+
+
+def _law(name: str) -> Call:
+    """A law of a rule that needs the losses, and gets another Jacobian too."""
+
+    def use(rule, jacobian, other, losses):
+        # A rule of one batch does not notice what is not finite in another.
+        others = () if name == "non_finite" else (other,)
+        getattr(testing, name)(rule, jacobian, *others, losses=losses)
+
+    def valid() -> dict[str, Any]:
+        J = torch.eye(2, dtype=torch.float64)
+        return {"rule": jd.mean(), "jacobian": J, "other": J, "losses": torch.ones(2, dtype=torch.float64)}
+
+    unused = EVERYTHING if name == "non_finite" else kinds()
+    return Call(use, valid, {"losses": OPTION | OF_LOSSES, "other": unused})
+
+
+_FAST = settings(max_examples=1, database=None, phases=[Phase.generate], deadline=None)
+
+
+def _obeys(rule, law, jacobians, hyper, settings):
+    testing.obeys(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
+
+
+def _laws_of(rule, law, jacobians, hyper, settings):
+    testing.laws_of(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
+
+
+def _subject() -> dict[str, Any]:
+    return {
+        "rule": jd.uw,
+        "law": testing.pure,
+        "jacobians": testing.jacobians(2, 2),
+        "hyper": {"rate": testing.Range(0.1, 0.2)},
+        "settings": _FAST,
+    }
+
+
+LAWS = (
+    "pure",
+    "shaped",
+    "finite",
+    "batched",
+    "tree_equals_flat",
+    "low_precision",
+    "non_finite",
+    "permutation_equivariant",
+    "non_conflicting",
+    "homogeneous",
+    "linear_under_row_scaling",
+    "on_the_simplex",
+    "weakly_stationary",
+    "strongly_stationary",
+    "rotation_blind",
+)
+
+TESTING = {
+    **{name: _law(name) for name in LAWS},
+    "obeys": Call(_obeys, _subject, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}, kinds({"rule", "law"})),
+    "laws_of": Call(_laws_of, _subject, {"law": CALLABLE - {"module"}, "jacobians": OPTION}, kinds({"rule", "law"})),
+    "hyper_parameters_are_values": Call(
+        testing.hyper_parameters_are_values,
+        lambda: {"build": jd.uw, "hyper": {"rate": 0.5}, "jacobian": rows(), "losses": torch.ones(2)},
+        {"hyper": kinds({"dict"}), "jacobian": OF_TWO, "losses": OF_LOSSES},
+        kinds({"build"}),
+    ),
+    "jacobians": Call(
+        testing.jacobians,
+        lambda: {"rows": 2, "columns": (1, 2), "dtype": torch.float64, "like": None, "wide": True},
+        {"like": OPTION | FLOATS, "wide": SWITCH},
+    ),
+    "gramians": Call(testing.gramians, lambda: {"rows": 2, "rank": (1, 2), "wide": True}, {"wide": SWITCH}),
+    "param_trees": Call(testing.param_trees, lambda: {"dtype": torch.float64}),
+    "rules_table": Call(testing.rules_table, dict),
+    "with_rules_table": Call(testing.with_rules_table, lambda: {"text": "<!-- rules --><!-- /rules -->"}),
+}
+
+CALLS = {"functional_jd.plotting": PLOTTING, "functional_jd.testing": TESTING}

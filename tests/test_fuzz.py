@@ -1,0 +1,133 @@
+"""Garbage in the place of every argument of every public function: an error that names it, or a legitimate success."""
+
+import importlib
+import inspect
+import pkgutil
+
+import fuzz_calls
+import fuzz_tools
+import pytest
+import torch
+import torch.distributed as dist
+from fuzz import GARBAGE, outcome
+
+import functional_jd
+
+CALLS = fuzz_calls.CALLS | fuzz_tools.CALLS
+
+RECORDS = "a record, whose fields the functions that take it check"
+EXCLUDED = {
+    **dict.fromkeys(
+        [
+            "AffineWeights",
+            "Aggregation",
+            "Aggregator",
+            "Counterexample",
+            "Diagnosis",
+            "Engine",
+            "EngineChoice",
+            "Findings",
+            "Layer",
+            "MultitaskJacobian",
+            "Optimizer",
+            "Path",
+            "Policy",
+            "Problem",
+            "Range",
+            "ScaleState",
+            "StepInfo",
+            "TrainState",
+        ],
+        RECORDS,
+    ),
+    **dict.fromkeys(["SlowPathWarning", "TrainingStalled"], "an exception"),
+    **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PROBLEMS", "RULES", "random"], "no function"),
+    "compiled": "compiles, with the checks of the other laws",
+}
+"""The public names that are not called, and why."""
+
+LEFT: dict[tuple[str, str, str], str] = {}
+"""The calls that end in another way than they should, and why. Every one must still do so."""
+
+EVERY = [(home, name) for home, calls in CALLS.items() for name in calls]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_replica():
+    """A process group of one, for the functions of replicas."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_figures():
+    yield
+    fuzz_tools.plt.close("all")
+
+
+@pytest.mark.filterwarnings("ignore")  # garbage that is accepted may deserve one
+@pytest.mark.parametrize(("home", "name"), EVERY, ids=[f"{home}.{name}" for home, name in EVERY])
+def test_garbage_is_refused_by_name_or_taken_for_a_reason(home, name):
+    call = CALLS[home][name]
+    call.f(**call.valid())
+    found = {
+        (name, argument, kind): outcome(name, call, argument, kind) for argument in call.valid() for kind in GARBAGE
+    }
+    wrong = {key: result for key, result in found.items() if result != "good"}
+    assert {key: result for key, result in wrong.items() if key not in LEFT} == {}
+    assert [key for key in LEFT if key[0] == name and key in found and key not in wrong] == []
+
+
+def test_no_public_function_is_forgotten():
+    packages = [
+        functional_jd.__name__,
+        *(f"functional_jd.{m.name}" for m in pkgutil.iter_modules(functional_jd.__path__)),
+    ]
+    public = {
+        (home, name)
+        for home in packages
+        if home != "functional_jd.__main__"
+        for name in getattr(importlib.import_module(home), "__all__", [])
+    }
+    # The objectives are exported by the package itself too, with records of the engines.
+    forgotten = {
+        (home, name)
+        for home, name in public - set(EVERY)
+        if name not in EXCLUDED and home != "functional_jd.objectives"
+    }
+    assert forgotten == set()
+    assert {name for _, name in public} >= EXCLUDED.keys()
+
+
+@pytest.mark.parametrize(("home", "name"), EVERY, ids=[f"{home}.{name}" for home, name in EVERY])
+def test_no_argument_is_forgotten(home, name):
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(getattr(importlib.import_module(home), name)).parameters.values()
+    named = {p.name for p in parameters if p.kind not in variable}
+    assert named <= CALLS[home][name].valid().keys()
+
+
+def test_garbage_is_judged():
+    """The judge tells our errors from those of torch, of Python and of the user."""
+    from fuzz import Call
+
+    def raising(error):
+        def f(x):
+            if x is None:
+                raise error
+
+        return Call(f, lambda: {"x": 1})
+
+    ours = TypeError("f: x must be a number, found None. Pass 1.")
+    assert outcome("g", raising(ours), "x", "none") == f"TypeError: {ours}"
+    assert outcome("f", raising(ours), "x", "none") == "good"
+    assert outcome("f", raising(TypeError("f: x must be a number, found None")), "x", "none").startswith("TypeError")
+    assert outcome("f", raising(RuntimeError("f: x must be a number, found None. Pass 1.")), "x", "none").startswith(
+        "Run"
+    )
+    assert outcome("f", raising(AttributeError("'NoneType' object has no attribute 'y'")), "x", "none").startswith(
+        "Attr"
+    )
+    assert outcome("f", raising(None), "x", "true") == "accepted"
+    assert torch.is_tensor(GARBAGE["nans"]())
