@@ -1,12 +1,15 @@
 """`python tests/benchmarks`: how fast and how lean, against TorchJD and plain training, one thread each, in turns."""
 
 import argparse
+import atexit
 import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _emptied_at_exit())  # the first calls shall compile
     warnings.filterwarnings("ignore")  # the peer's and its solvers'; our own tests turn warnings into errors
     chosen = _chosen(options)
     rows: list[Row] = []
@@ -35,12 +39,21 @@ def main(arguments: list[str] | None = None) -> None:
         _finish(rows, options)
 
 
+def _emptied_at_exit() -> str:
+    folder = TemporaryDirectory(ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def _rows(chosen: "list[Case | Race]", options: argparse.Namespace) -> "Iterator[Row]":
     """Measure case by case, and print."""
     from report import heading, line
 
-    table = ""
+    table, end = "", perf_counter() + options.minutes * 60
     for index, case in enumerate(chosen):
+        if perf_counter() > end:
+            print(f"\nstopped after {options.minutes:g} minutes: {len(chosen) - index} of {len(chosen)} cases not run")
+            return
         _progress(f"{index + 1}/{len(chosen)} {case.table}: {case.name} {case.size}")
         row = _run(case, options)
         _progress("")
@@ -64,7 +77,13 @@ def _finish(rows: "list[Row]", options: argparse.Namespace) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("tests/benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tables, rules or models; default: all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="these tables, precisions, rules or models; default: all, but for the table `compiled`, which takes long",
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no case is begun")
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="of rules; default: 2 4 8 32 128 256")
     parser.add_argument("--rounds", type=int, default=200, help="at most so many rounds per case, at least 2")
     parser.add_argument("--quick", action="store_true", help="two minutes instead of fifteen: fewer cases and rounds")
@@ -85,31 +104,33 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _chosen(options: argparse.Namespace) -> "list[Case | Race]":
     cases = _cases(options)
-    names = options.only
-    if names is None:
-        return cases
-    known = dict.fromkeys(name for case in cases for name in _called(case))
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"benchmarks: unknown names {', '.join(unknown)}. Take some of: {', '.join(known)}.")
-    return [case for case in cases if set(_called(case)) & set(names)]
+    names = set(options.only or ())
+    known = [dict.fromkeys(column) for column in zip(*map(_called, cases), strict=True)]
+    if unknown := names.difference(*known):
+        all_known = ", ".join(name for column in known for name in column if name)
+        sys.exit(f"benchmarks: unknown names {', '.join(sorted(unknown))}. Take some of: {all_known}.")
+    wanted = [names & column.keys() or column.keys() for column in known]
+    chosen = [case for case in cases if all(name in some for name, some in zip(_called(case), wanted, strict=True))]
+    return [case for case in chosen if case.table != "compiled" or "compiled" in names]
 
 
-def _called(case: "Case | Race") -> tuple[str, str]:
-    return case.table, case.name.partition(",")[0]
+def _called(case: "Case | Race") -> tuple[str, str, str]:
+    """Its table, its rule or model, its precision: the names of a kind that are given are what is run of that kind."""
+    precision = case.size.partition(" ")[2] or "float32"
+    return case.table, case.name.partition(",")[0], precision if case.table in ("as run", "compiled") else ""
 
 
 def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     import torch
+    from as_run import as_run_races, compiled_races
     from cases import example_races, growth_races, task_races
-    from compiled import compiled_races
-    from steps import step_cases
     from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     found: list[Case | Race] = []
     for device in devices:
+        found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
         found += task_races(options.toy, device) + example_races(options.toy, device)
-        found += compiled_races(options.toy, device, options.backend) + step_cases(options.toy, device)
         found += growth_races(options.toy, device)
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     found += weight_cases(rows) + batch_cases(rows)

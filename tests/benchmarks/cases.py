@@ -1,8 +1,9 @@
-"""The cases of `tasks`, `examples` and `growth`: one aggregated direction, eager."""
+"""The cases of `tasks`, `examples` and `growth`: a diagnosis, one aggregated direction by each engine, eager."""
 
 from collections.abc import Callable
+from functools import partial
 
-from models import TOYS, TRUNKS, Trunk, dense, examples, tasks
+from models import TOYS, TRUNKS, Trunk, dense, examples, tasks, trunk_and_batch
 from races import Goal, Race, Side
 from sides import of_examples, of_tasks
 
@@ -10,29 +11,19 @@ Sides = dict[str, Side]
 
 # Beyond so many examples the peer's engine that holds all rows takes gigabytes and minutes.
 _MOST_ROWS = {"MLP": 64, "conv": 64, "transformer": 16}
-_BATCH = {"tiny MLP": 16, "MLP": 64, "wide MLP": 128, "conv": 32, "transformer": 32}
-
 _TASKS: dict[str, dict[int, tuple[Goal, ...]]] = {
-    "tiny MLP": {2: (Goal("JD", 1.1),)},
-    "MLP": {2: (), 8: (Goal("JD", 0.4),), 32: (Goal("JD", 0.4),)},
-    "wide MLP": {2: (), 8: (Goal("JD", 0.15), Goal("JD", 0.15, "memory"), Goal("fb", 2.5, "memory"))},
-    "conv": {n: (Goal("JD", 0.9),) for n in (2, 8, 32)},
-    "transformer": {n: (Goal("JD", 0.9),) for n in (2, 8, 32)},
+    "tiny MLP": {2: ()},
+    "MLP": {2: (), 8: (), 32: ()},
+    "large MLP": {2: (), 8: (Goal("auto", "JD", 0.15, "memory"), Goal("auto", "fb", 2.5, "memory"))},
+    "conv": {2: (), 8: (), 32: ()},
+    "transformer": {2: (), 8: (), 32: ()},
 }
 _EXAMPLES: dict[str, dict[int, tuple[Goal, ...]]] = {
-    "MLP": {
-        16: (Goal("Engine", 0.15), Goal("fb", 2.0)),
-        64: (Goal("Engine", 0.06), Goal("fb", 2.0), Goal("fb", 3.0, "memory")),
-        256: (Goal("Engine", 0.03),),
-    },
-    "conv": {m: (Goal("Engine", goal),) for m, goal in ((16, 0.5), (64, 0.75), (256, 0.9))},
-    "transformer": {
-        16: (Goal("Engine", 0.5), Goal("fb", 2.0)),
-        64: (Goal("Engine", 0.75),),
-        256: (Goal("Engine", 0.9),),
-    },
+    "MLP": {16: (), 64: (Goal("auto", "fb", 3.0, "memory"),), 256: ()},
+    "conv": {16: (), 64: (), 256: ()},
+    "transformer": {16: (), 64: (), 256: ()},
 }
-_QUICK = {("tiny MLP", 2), ("MLP", 8), ("conv", 8), ("transformer", 8), ("MLP", 64), ("conv", 16), ("transformer", 16)}
+_QUICK = {("tiny MLP", 2), ("MLP", 64)}
 
 # Two points make a slope.
 _QUICK_POINTS = 2
@@ -40,12 +31,11 @@ _QUICK_POINTS = 2
 
 def task_races(toy: bool = False, device: str = "cpu") -> list[Race]:
     """Several tasks on a trunk: ours against `mtl_backward` and `jac_to_grad`."""
-    trunks = TOYS if toy else TRUNKS
     return [
-        Race("tasks", name, f"T={n}", _of_tasks(trunks[name], n, _batch(name, toy), device), goals, device, quick)
+        Race("tasks", name, f"T={n}", _of_tasks(trunk, n, batch, device), goals, device, (name, n) in _QUICK)
         for name, sizes in _TASKS.items()
+        for trunk, batch in [trunk_and_batch(name, toy)]
         for n, goals in sizes.items()
-        for quick in [(name, n) in _QUICK]
     ]
 
 
@@ -79,13 +69,9 @@ def growth_races(toy: bool = False, device: str = "cpu") -> list[Race]:
     ]
 
 
-def _batch(name: str, toy: bool) -> int:
-    return 4 if toy else _BATCH[name]
-
-
 def _of_tasks(trunk: Callable[[], Trunk], n: int, batch: int, device: str) -> Callable[[], Sides]:
-    return lambda: of_tasks(tasks(trunk, n, batch, device))
+    return lambda: of_tasks(partial(tasks, trunk, n, batch, device))
 
 
 def _of_examples(trunks: dict[str, Callable[[], Trunk]], name: str, m: int, device: str) -> Callable[[], Sides]:
-    return lambda: of_examples(examples(trunks[name], m, device), rows=m <= _MOST_ROWS[name])
+    return lambda: of_examples(partial(examples, trunks[name], m, device), rows=m <= _MOST_ROWS[name])

@@ -1,8 +1,9 @@
 """The models that are timed: several tasks on one trunk, or one network of which every example is an objective."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,54 +15,89 @@ from functional_jd.core.tree import tree_leaves
 Trunk = tuple[nn.Module, int, tuple[int, ...]]
 """A network, the width of its features, and the shape of an example."""
 
+Low = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function one in half precision."""
 
-class Tasks(NamedTuple):
-    """A trunk, one head per task, a batch."""
+
+def _as_it_is(f: Callable[..., Any]) -> Callable[..., Any]:
+    return f
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """A trunk, one head per task, a batch of inputs and of targets."""
 
     trunk: nn.Module
     heads: nn.ModuleList
-    x: Tensor
-    y: Tensor
+    batch: tuple[Tensor, Tensor]
 
     @property
-    def params(self) -> dict[str, Any]:
-        """As `multitask` losses take them."""
-        return {"shared": values(self.trunk), "heads": values(self.heads)}
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What is trained."""
+        return self.trunk, self.heads
 
-    def losses(self) -> Any:
-        """The losses as functions of the parameters."""
+    def tree(self, of: Callable[[nn.Module], Any]) -> dict[str, Any]:
+        """What `of` returns for each module, arranged as `multitask` losses take the parameters."""
+        return {"shared": of(self.trunk), "heads": {str(i): of(head) for i, head in enumerate(self.heads)}}
 
-        def heads(params: Any, h: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-            # The heads' own modules, each with its part of the parameters, as the peer calls them.
-            outputs = [functional_call(head, _part(params, f"{i}."), h) for i, head in enumerate(self.heads)]
-            return tuple(nn.functional.mse_loss(output, target) for output, target in zip(outputs, y, strict=True))
+    def losses(self, low: Low = _as_it_is, stacked: bool = False) -> Any:
+        """The losses as functions of the parameters: a dict, or one tensor."""
 
-        return jd.multitask(lambda params, x, y: functional_call(self.trunk, params, x), heads)
+        def heads(params: Any, h: Tensor, x: Tensor, y: Tensor) -> Any:
+            found = {
+                str(i): nn.functional.mse_loss(functional_call(head, params[str(i)], (h,)), target)
+                for i, (head, target) in enumerate(zip(self.heads, y, strict=True))
+            }
+            return torch.stack(list(found.values())) if stacked else found
+
+        return jd.multitask(low(lambda params, x, y: functional_call(self.trunk, params, (x,))), low(heads))
 
     def forward(self) -> tuple[list[Tensor], Tensor]:
         """The losses as the modules compute them, and the features."""
-        h = self.trunk(self.x)
-        return [nn.functional.mse_loss(head(h), y) for head, y in zip(self.heads, self.y, strict=True)], h
+        h = self.trunk(self.batch[0])
+        return self.of_features(h), h
+
+    def of_features(self, h: Tensor) -> list[Tensor]:
+        """The losses as the heads compute them."""
+        return [nn.functional.mse_loss(head(h), y) for head, y in zip(self.heads, self.batch[1], strict=True)]
+
+    def mean(self) -> Tensor:
+        """The loss of plain training."""
+        return sum(self.forward()[0]) / len(self.heads)
 
 
-class Examples(NamedTuple):
-    """A classifier and a batch."""
+@dataclass(frozen=True)
+class Examples:
+    """A classifier, a batch of inputs and of classes."""
 
     model: nn.Module
-    x: Tensor
-    y: Tensor
+    batch: tuple[Tensor, Tensor]
 
-    def losses(self) -> Any:
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What is trained."""
+        return (self.model,)
+
+    def tree(self, of: Callable[[nn.Module], Any]) -> Any:
+        """What `of` returns for the model."""
+        return of(self.model)
+
+    def losses(self, low: Low = _as_it_is) -> Any:
         """The losses as functions of the parameters."""
 
         def one(params: Any, x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(functional_call(self.model, params, x[None])[0], y)
 
-        return jd.per_example(one)
+        return jd.per_example(low(one))
 
     def forward(self) -> Tensor:
         """The losses as the module computes them."""
-        return nn.functional.cross_entropy(self.model(self.x), self.y, reduction="none")
+        x, y = self.batch
+        return nn.functional.cross_entropy(self.model(x), y, reduction="none")
+
+    def mean(self) -> Tensor:
+        """The loss of plain training."""
+        return self.forward().mean()
 
 
 class Mean(nn.Module):
@@ -78,40 +114,47 @@ def dense(*widths: int) -> Trunk:
     return nn.Sequential(*layers), widths[-1], (widths[0],)
 
 
-def conv(width: int, side: int, norm: bool = True) -> Trunk:
-    """Three convolutions, with GroupNorm where wanted."""
-    widths = (3, width, 2 * width, 2 * width)
+def conv(width: int, side: int) -> Trunk:
+    """Two strided convolutions with GroupNorm, and the mean over the pixels."""
+    widths = (3, width, 2 * width)
     blocks: list[nn.Module] = []
-    for stride, (i, o) in zip((1, 2, 2), pairwise(widths), strict=True):
-        blocks += [nn.Conv2d(i, o, 3, stride, 1), *([nn.GroupNorm(4, o)] if norm else []), nn.ReLU()]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten()), 4 * widths[-1], (3, side, side)
+    for i, o in pairwise(widths):
+        blocks += [nn.Conv2d(i, o, 3, stride=2), nn.GroupNorm(4, o), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), widths[-1], (3, side, side)
 
 
 def transformer(width: int, positions: int) -> Trunk:
     """Two encoder layers of torch, and the mean over positions."""
-    layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return nn.Sequential(encoder, Mean()), width, (positions, width)
 
 
 TRUNKS: dict[str, Callable[[], Trunk]] = {
-    "tiny MLP": lambda: dense(16, 32, 32),
-    "MLP": lambda: dense(256, 512, 512),
-    "wide MLP": lambda: dense(1024, 2048, 2048, 2048, 512),  # 11.5 million parameters
-    "conv": lambda: conv(16, 16),
-    "transformer": lambda: transformer(128, 16),
-    "plain conv": lambda: conv(16, 16, norm=False),
+    "tiny MLP": lambda: dense(16, 32, 16),
+    "MLP": lambda: dense(96, 200, 160),
+    "wide MLP": lambda: dense(128, 256, 256),
+    "large MLP": lambda: dense(1024, 2048, 2048, 2048, 512),  # 11.5 million parameters
+    "conv": lambda: conv(16, 32),
+    "transformer": lambda: transformer(64, 16),
 }
 
 TOYS: dict[str, Callable[[], Trunk]] = {
     "tiny MLP": lambda: dense(4, 8),
     "MLP": lambda: dense(6, 16, 16),
     "wide MLP": lambda: dense(8, 16, 16),
-    "conv": lambda: conv(4, 4),
+    "large MLP": lambda: dense(8, 16, 16),
+    "conv": lambda: conv(4, 8),
     "transformer": lambda: transformer(4, 2),
-    "plain conv": lambda: conv(4, 4, norm=False),
 }
 """The same, so small that all tables run through in seconds: to try the bench, not the library."""
+
+_BATCH = {"tiny MLP": 16, "MLP": 64, "wide MLP": 128, "large MLP": 128, "conv": 16, "transformer": 16}
+
+
+def trunk_and_batch(name: str, toy: bool = False) -> tuple[Callable[[], Trunk], int]:
+    """A trunk by name, and the size of its batch where objectives are tasks."""
+    return (TOYS[name], 4) if toy else (TRUNKS[name], _BATCH[name])
 
 
 def tasks(trunk: Callable[[], Trunk], n: int, batch: int, device: str = "cpu") -> Tasks:
@@ -121,7 +164,7 @@ def tasks(trunk: Callable[[], Trunk], n: int, batch: int, device: str = "cpu") -
         body, width, shape = trunk()
         heads = nn.ModuleList(nn.Linear(width, 1) for _ in range(n))
         x, y = torch.randn(batch, *shape), torch.randn(n, batch, 1)
-    return Tasks(body.to(device), heads.to(device), x.to(device), y.to(device))
+    return Tasks(body.to(device), heads.to(device), (x.to(device), y.to(device)))
 
 
 def examples(trunk: Callable[[], Trunk], m: int, device: str = "cpu", classes: int = 10) -> Examples:
@@ -131,7 +174,7 @@ def examples(trunk: Callable[[], Trunk], m: int, device: str = "cpu", classes: i
         body, width, shape = trunk()
         model = nn.Sequential(body, nn.Linear(width, classes))
         x, y = torch.randn(m, *shape), torch.randint(classes, (m,))
-    return Examples(model.to(device), x.to(device), y.to(device))
+    return Examples(model.to(device), (x.to(device), y.to(device)))
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
@@ -139,15 +182,11 @@ def values(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def gradients(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+def gradients(module: nn.Module) -> dict[str, Any]:
     """What stands in `.grad`, by name."""
-    return [{name: p.grad for name, p in module.named_parameters()} for module in modules]
+    return {name: p.grad for name, p in module.named_parameters()}
 
 
 def flat(tensors: Any) -> Tensor:
     """A pytree as one vector."""
     return torch.cat([tensor.detach().flatten().double().cpu() for tensor in tree_leaves(tensors)])
-
-
-def _part(params: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}

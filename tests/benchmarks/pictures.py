@@ -1,4 +1,4 @@
-"""Pictures of the record: ratios to the peer with the goals, how cost grows, and what memory it takes."""
+"""Pictures of the diagnosis: ratios to the peer, how cost grows, and what memory it takes."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,11 +13,10 @@ from report import against_peer
 _STYLES = {
     "tiny MLP": ("#56B4E9", "v"),
     "MLP": ("#0072B2", "o"),
-    "wide MLP": ("#D55E00", "s"),
+    "large MLP": ("#D55E00", "s"),
     "conv": ("#009E73", "^"),
     "transformer": ("#CC79A7", "D"),
     "fb": ("#000000", "."),
-    "limit": ("#999999", "x"),
     "JD": ("#D55E00", "s"),
     "Engine": ("#E69F00", "P"),
     "jacobian": ("#56B4E9", "^"),
@@ -26,7 +25,6 @@ _STYLES = {
 }
 _LABELS = {
     "fb": "plain forward + backward",
-    "limit": "limit of forming rows",
     "JD": "TorchJD",
     "Engine": "TorchJD's Engine",
     "jacobian": "ours, jacobian",
@@ -61,29 +59,28 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _ratios(races: list[dict[str, Any]]) -> Figure | None:
-    """Our faster engine against the peer by m, a panel for tasks and one for examples; short bars are the goals."""
+    """A step without an optimizer against the peer by m, a panel for tasks and one for examples."""
     panels = [
-        ("tasks", "JD", "several tasks on a trunk", "tasks T", "time, times TorchJD's mtl_backward"),
-        ("examples", "Engine", "every example an objective", "examples m", "time, times TorchJD's Engine"),
+        ("tasks", "several tasks on a trunk", "tasks T", "time, times TorchJD's mtl_backward"),
+        ("examples", "every example an objective", "examples m", "time, times TorchJD's Engine"),
     ]
     panels = [panel for panel in panels if any(row["table"] == panel[0] for row in races)]
     if not panels:
         return None
     figure, axes = _panels(len(panels))
-    for axis, (table, peer, title, xlabel, ylabel) in zip(axes, panels, strict=True):
+    for axis, (table, title, xlabel, ylabel) in zip(axes, panels, strict=True):
         chosen = [row for row in races if row["table"] == table]
         for index, name in enumerate(dict.fromkeys(row["name"] for row in chosen)):
-            _curve_of_ratios(axis, name, [row for row in chosen if row["name"] == name], peer, 1.06 ** (index - 2))
+            _curve_of_ratios(axis, name, [row for row in chosen if row["name"] == name], 1.06 ** (index - 2))
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.plot([], [], color="black", linewidth=2.5, alpha=0.55, label="goal")
         _log_log(axis, [_x(row) for row in chosen])
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axis.legend(fontsize=8)
     return figure
 
 
-def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], peer: str, shift: float) -> None:
-    """A model's ratios and goals, beside those of the others rather than upon them."""
+def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], shift: float) -> None:
+    """A model's ratios, beside those of the others rather than upon them."""
     color, marker = _STYLES[name]
     points = [(_x(row) * shift, ratio) for row in rows if (ratio := against_peer(row)) is not None]
     if not points:
@@ -91,11 +88,6 @@ def _curve_of_ratios(axis: Axes, name: str, rows: list[dict[str, Any]], peer: st
     xs, middles = [x for x, _ in points], [ratio[1] for _, ratio in points]
     spread = [[ratio[1] - ratio[0] for _, ratio in points], [ratio[2] - ratio[1] for _, ratio in points]]
     axis.errorbar(xs, middles, spread, color=color, marker=marker, capsize=2, linewidth=1.2, label=name)
-    for row in rows:
-        for goal in row["figures"]:
-            if goal["against"] == peer and goal["what"] == "time":
-                x = _x(row) * shift
-                axis.plot([x / 1.05, x * 1.05], [goal["goal"]] * 2, color=color, linewidth=2.5, alpha=0.55)
 
 
 def _growth(races: list[dict[str, Any]]) -> Figure | None:
@@ -107,10 +99,10 @@ def _growth(races: list[dict[str, Any]]) -> Figure | None:
     figure, axes = _panels(len(quantities), sharey=True)
     for axis, quantity in zip(axes, quantities, strict=True):
         rows = sorted((row for row in chosen if row["name"] == f"with {quantity}"), key=_x)
-        for side in ("fb", "limit", "JD", "jacobian", "gramian"):
+        for side in ("fb", "JD", "jacobian", "gramian"):
             points = [(_x(row), row["seconds"][side] * 1e3) for row in rows if side in row["seconds"]]
             color, marker = _STYLES[side]
-            dashes = "--" if side in ("fb", "limit") else "-"
+            dashes = "--" if side == "fb" else "-"
             axis.plot(*zip(*points, strict=True), dashes, color=color, marker=marker, label=_LABELS[side])
         _log_log(axis, [_x(row) for row in rows])
         axis.set(title=f"with {_QUANTITIES[quantity]}", xlabel=_QUANTITIES[quantity])

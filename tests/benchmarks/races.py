@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 from measure import FEWEST, apart, in_turns, plan, quartiles
 from memory import peak_memory
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-ENGINES = ("jacobian", "gramian")
-
-TOLERANCE = 1e-3
-"""The largest distance from the rows' direction, relatively: rounding of float32, summed in other orders."""
-
+# The largest distance between directions, relatively: rounding of float32, summed in other orders.
+_TOLERANCE = 1e-3
 # A round that takes longer is worth a look for garbage: gigabytes of the peer's graphs would pile up otherwise.
 _HEAVY = 0.2
 
@@ -30,10 +28,10 @@ class Side(NamedTuple):
 class Goal(NamedTuple):
     """The figure that is judged: that of `ours` at most so many times that of `against`."""
 
+    ours: str
     against: str
     at_most: float
     what: str = "time"  # time | memory
-    ours: tuple[str, ...] = ENGINES
 
 
 class Race(NamedTuple):
@@ -46,10 +44,12 @@ class Race(NamedTuple):
     goals: tuple[Goal, ...] = ()
     device: str = "cpu"
     quick: bool = False  # whether `--quick` keeps it
+    tolerance: float = _TOLERANCE
+    weighed: tuple[str, ...] | None = None  # whose memory is measured; `None`: everybody's
 
 
 class Figure(NamedTuple):
-    """A ratio and its goal; `ours` is the engine that was taken: the fastest of those that may."""
+    """A ratio and its goal."""
 
     what: str
     ours: str
@@ -57,6 +57,13 @@ class Figure(NamedTuple):
     goal: float
     ratio: list[float]  # the quartiles over the rounds; for memory the one number; empty where a side refused
     reached: bool
+
+
+class Compiled(NamedTuple):
+    """What compiling a side took: seconds of the first call, and graphs from then on. More than one: it recompiles."""
+
+    seconds: float
+    graphs: int
 
 
 class Standing(NamedTuple):
@@ -70,6 +77,7 @@ class Standing(NamedTuple):
     ratios: dict[str, list[float]]
     figures: list[Figure]
     difference: dict[str, float]
+    compiled: dict[str, Compiled]
     refused: dict[str, str]
     rounds: int
     device: str
@@ -77,45 +85,57 @@ class Standing(NamedTuple):
 
 def run(race: Race, seconds: float, rounds: int) -> Standing:
     """Check that all sides agree, then time them in turns for about so many seconds, then weigh them."""
-    sides, refused, difference = _agreeing(race.build())
+    sides, refused, difference, compiled = _agreeing(race.build(), race.tolerance)
     gc.collect()
     calls, times = _timed([side.call for side in sides.values()], seconds, rounds, race.device)
     columns = dict(zip(sides, times, strict=True))
     medians = {name: statistics.median(column) for name, column in columns.items()}
-    memory = {name: peak_memory(side.call, race.device) for name, side in sides.items()}
+    weighed = [name for name in sides if race.weighed is None or name in race.weighed]
+    memory = {name: peak_memory(sides[name].call, race.device) for name in weighed}
     figures = [_judged(goal, columns, memory) for goal in race.goals]
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])
         for name in columns
-        for other in ("JD", "Engine", "fb", "limit", "fb compiled")
+        for other in ("JD", "Engine", "fb", "limit", "plain", "plain compiled")
         if other in columns and name != other
     }
     how = race.table, race.name, race.size
-    return Standing(*how, medians, memory, ratios, figures, difference, refused, calls, race.device)
+    return Standing(*how, medians, memory, ratios, figures, difference, compiled, refused, calls, race.device)
 
 
-def _agreeing(sides: dict[str, Side]) -> tuple[dict[str, Side], dict[str, str], dict[str, float]]:
-    """The sides that give the first one's direction; why the others are out; how far apart they all are."""
+def _agreeing(
+    sides: dict[str, Side], tolerance: float
+) -> tuple[dict[str, Side], dict[str, str], dict[str, float], dict[str, Compiled]]:
+    """The sides that agree with ours; why the others are out; how far apart they all are; what compiling took."""
     kept: dict[str, Side] = {}
     refused: dict[str, str] = {}
-    directions = {}
+    compiled: dict[str, Compiled] = {}
+    directions: dict[str, Tensor] = {}
     for name, side in sides.items():
+        graphs, start = _graphs(), perf_counter()
         try:
             answer = side.call()
+            first = perf_counter() - start
             if side.direction is not None:
                 directions[name] = side.direction(answer)
+            if _graphs() > graphs:  # what compiles once more does so now
+                side.call()
+                side.call()
+                compiled[name] = Compiled(first, _graphs() - graphs)
             kept[name] = side
         except Exception as error:  # the others still race
             refused[name] = f"{type(error).__name__}: {error}"[:300]
-    if "jacobian" not in directions:
-        return kept, refused, {}
-    expected = directions["jacobian"]
-    difference = {name: apart(expected, found) for name, found in directions.items()}
+    expected = next((directions[name] for name in ("jacobian", "ours") if name in directions), None)
+    difference = {} if expected is None else {name: apart(expected, found) for name, found in directions.items()}
     for name, distance in difference.items():
-        if not distance <= TOLERANCE:
-            refused[name] = f"another direction, {distance:.0e} away from that of the rows"
+        if not distance <= tolerance:
+            refused[name] = f"another direction, {distance:.0e} away from ours"
             del kept[name]
-    return kept, refused, difference
+    return kept, refused, difference, compiled
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
 
 
 def _timed(sides: list[Callable[[], Any]], seconds: float, rounds: int, device: str) -> tuple[int, list[list[float]]]:
@@ -134,17 +154,14 @@ def _indexed(call: Callable[[], Any], _: int) -> Any:
 
 
 def _judged(goal: Goal, columns: dict[str, list[float]], memory: dict[str, int]) -> Figure:
-    able = [name for name in goal.ours if name in columns]
-    if not able or goal.against not in columns:
-        return Figure(goal.what, "", goal.against, goal.at_most, [], False)
-    # One engine must answer for time and memory both: the faster one.
-    name = min(able, key=lambda name: statistics.median(columns[name]))
+    if goal.ours not in columns or goal.against not in columns:
+        return Figure(goal.what, goal.ours, goal.against, goal.at_most, [], False)
     if goal.what == "memory":
-        ratio = [memory[name] / memory[goal.against]]
+        ratio = [memory[goal.ours] / memory[goal.against]]
     else:
-        ratio = _ratio(columns[name], columns[goal.against])
+        ratio = _ratio(columns[goal.ours], columns[goal.against])
     middle = ratio[len(ratio) // 2]
-    return Figure(goal.what, name, goal.against, goal.at_most, ratio, middle <= goal.at_most)
+    return Figure(goal.what, goal.ours, goal.against, goal.at_most, ratio, middle <= goal.at_most)
 
 
 def _ratio(column: list[float], other: list[float]) -> list[float]:

@@ -8,35 +8,47 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from measure import Measurement
-from races import ENGINES, Standing
+from races import Figure, Standing
 
 Row = Measurement | Standing
 
 TITLES = {
+    "as run": "the whole step as users call it, optimizer included; milliseconds, ratios beside their goals, MB",
+    "compiled": "the same, our step in one graph, TorchJD's loop eager; milliseconds, ratios beside their goals, MB",
+    "tasks": "diagnosis: one direction of several tasks on a trunk; milliseconds, MB at the peak",
+    "examples": "diagnosis: one direction of a batch, every example an objective; milliseconds, MB at the peak",
+    "growth": "diagnosis: one direction of 8 tasks on an MLP, one quantity varied; milliseconds, MB at the peak",
     "weights": "weights of a rule; microseconds",
     "batches": "weights of a rule, a batch of 64; microseconds",
-    "steps": "the whole step of several tasks in mixed precision, and that of a rule that needs no rows; microseconds",
-    "tasks": "one direction of several tasks on a trunk; milliseconds, MB at the peak",
-    "examples": "one direction of a batch, every example an objective; milliseconds, MB at the peak",
-    "compiled": "one direction of a batch, eager and compiled; milliseconds, MB at the peak",
-    "growth": "one direction of 8 tasks on an MLP, one quantity varied; milliseconds, MB at the peak",
 }
 
 SIDES = {
-    "tasks": ("fb", "limit", "JD", "jacobian", "gramian", "auto"),
+    "tasks": ("fb", "JD", "jacobian", "gramian", "auto"),
     "examples": ("fb", "JD", "Engine", "jacobian", "gramian", "auto"),
-    "compiled": ("fb", "fb compiled", "jacobian", "gramian", "jacobian compiled", "gramian compiled"),
-    "growth": ("fb", "limit", "JD", "jacobian", "gramian", "auto"),
+    "growth": ("fb", "JD", "jacobian", "gramian", "auto"),
+}
+
+RATIOS = {
+    "as run": ("ours/JD", "stacked/JD", "mean/plain", "ours/limit", "ours/plain"),
+    "compiled": ("ours/JD", "mean/plain", "ours/limit", "ours/plain", "ours/plain compiled"),
 }
 
 NOTES = """
-Sides: fb, plain forward and backward; limit, one forward and a backward pass of the trunk per task; JD, TorchJD's
-`backward` or `mtl_backward` with `jac_to_grad`; Engine, its `autogram.Engine`; jacobian and gramian, our engines called
-by hand; auto, `step(engine="auto")` without an optimizer. All give the same direction, or are not timed. Figures are
-medians; ratio: the median of the rounds' ratios, with their quartiles, that of our faster engine to the peer. MB are
-2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad and dualproj (ridge
-1e-4), mgda (100 steps), cagrad, nash_mtl and fairgrad (their solvers' tolerances). No figure: it is drawn by chance, or
-depends on earlier calls. No peer: its solver is not installed."""
+as run and compiled: ours, `step` with `upgrad`, `adamw` and default arguments, the losses a dict; stacked, the losses
+of tasks one tensor; mean, `step` with `mean`. JD, TorchJD's loop with `UPGrad`, torch's AdamW and, in float16,
+GradScaler: `mtl_backward` or `backward` with `jac_to_grad`, one row after the other where the default does not run; for
+examples the faster of `backward` and `autogram.Engine`. plain, training of the mean loss, compiled where it says so.
+limit, one forward pass, the heads once, the trunk once per task, and no more. A ratio beside its goal: <= reached,
+> missed. First call and graphs: of our compiled step, with an empty cache of compiled code unless
+TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled again.
+
+tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
+and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.
+
+All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
+their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
+and dualproj (ridge 1e-4), mgda (100 steps), cagrad, nash_mtl and fairgrad (their solvers' tolerances). No figure: it is
+drawn by chance, or depends on earlier calls. No peer: its solver is not installed."""
 
 _MB = 2**20
 
@@ -56,6 +68,9 @@ class Verdict(NamedTuple):
 def heading(row: Row) -> str:
     """What stands above a table that begins with this row."""
     title = f"\n{TITLES.get(row.table, row.table)}\n"
+    if row.table in RATIOS:
+        cells = "".join(f"{name:>19}" for name in (*RATIOS[row.table], "MB, JD's"))
+        return title + f"{'':34}{'ours':>9}{cells}" + ("   first call, graphs" if row.table == "compiled" else "")
     if isinstance(row, Standing):
         return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES[row.table]) + f"{'ratio':>9} quartiles"
     names = f"{'ours':>11}{'peer':>11}  {'ratio':>6} {'quartiles':16}{'goal':>5} {'':8}{'apart':>7}"
@@ -64,7 +79,9 @@ def heading(row: Row) -> str:
 
 def line(row: Row) -> str:
     """A row of a table."""
-    return _standing(row) if isinstance(row, Standing) else _measurement(row)
+    if isinstance(row, Measurement):
+        return _measurement(row)
+    return (_step if row.table in RATIOS else _standing)(row) + _refused(row)
 
 
 def _measurement(row: Measurement) -> str:
@@ -79,28 +96,50 @@ def _measurement(row: Measurement) -> str:
     return f"{text}{row.peer * 1e6:11.1f}  {middle:6.3f} {spread:16}{goal:>5} {verdict:8}{apart:>7}"
 
 
+def _step(row: Standing) -> str:
+    goals = {f"{figure.ours}/{figure.against}": figure for figure in row.figures}
+    cells = [_ratio(row.ratios.get(name), goals.get(name)) for name in RATIOS[row.table]]
+    cells.append(", ".join(f"{row.memory[name] / _MB:.1f}" if name in row.memory else "-" for name in ("ours", "JD")))
+    text = f"{row.name:18}{_place(row):16}" + (
+        f"{row.seconds['ours'] * 1e3:9.2f}" if "ours" in row.seconds else f"{'-':>9}"
+    )
+    text += "".join(f"{cell:>19}" for cell in cells)
+    if "ours" not in row.compiled:
+        return text
+    first, graphs = row.compiled["ours"]
+    return f"{text}{first:11.1f} s, {graphs}"
+
+
+def _ratio(ratio: list[float] | None, goal: Figure | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio[1]:.2f}" if goal is None else f"{ratio[1]:.2f} {'<=' if goal.reached else '>'} {goal.goal:.2f}"
+
+
 def _standing(row: Standing) -> str:
-    place = row.size if row.device == "cpu" else f"{row.size} {row.device}"
     cells = [
         f"{row.seconds[name] * 1e3:9.2f} ({row.memory[name] / _MB:6.1f})" if name in row.seconds else "-"
         for name in SIDES[row.table]
     ]
-    text = f"{row.name:16}{place:>12}" + "".join(f"{cell:>18}" for cell in cells)
+    text = f"{row.name:16}{_place(row):>12}" + "".join(f"{cell:>18}" for cell in cells)
     ratio = against_peer(row._asdict())
     if ratio is not None:
         low, middle, high = ratio
         text += f"{middle:9.3f} [{low:.3f} {high:.3f}]"
-    return text + "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())
+    return text
+
+
+def _place(row: Standing) -> str:
+    return row.size if row.device == "cpu" else f"{row.size} {row.device}"
+
+
+def _refused(row: Standing) -> str:
+    return "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())
 
 
 def against_peer(row: dict[str, Any]) -> list[float] | None:
-    """The quartiles of the ratio of our faster engine to the peer's Engine, or its Jacobian; compiled, to plain fb."""
-    form = "{} compiled" if row["table"] == "compiled" else "{}"
-    able = [name for engine in ENGINES if (name := form.format(engine)) in row["seconds"]]
-    if not able:
-        return None
-    best = min(able, key=row["seconds"].__getitem__)
-    found = [row["ratios"].get(f"{best}/{peer}") for peer in ("Engine", "JD", "fb")]
+    """The quartiles of the ratio of `auto` to the peer's Engine, or to its Jacobian."""
+    found = [row["ratios"].get(f"auto/{peer}") for peer in ("Engine", "JD")]
     return next((ratio for ratio in found if ratio is not None), None)
 
 
@@ -120,13 +159,13 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
 
 def goals(found: Sequence[Verdict]) -> str:
     """One table of everything that there is a goal for."""
-    head = f"\nto reach\n{'':34}{'':8}{'ours':18}{'against':>12}{'ratio':>8} {'quartiles':16}{'goal':>5}"
+    head = f"\nto reach\n{'':42}{'':8}{'ours':10}{'against':>12}{'ratio':>8} {'quartiles':16}{'goal':>5}"
     lines = [head, *map(_goal, found)]
     return "\n".join([*lines, f"\n{sum(verdict.reached for verdict in found)} of {len(found)} goals reached"])
 
 
 def _goal(verdict: Verdict) -> str:
-    text = f"{verdict.case:34}{verdict.what:8}{verdict.ours:18}{verdict.against:>12}"
+    text = f"{verdict.case:42}{verdict.what:8}{verdict.ours:10}{verdict.against:>12}"
     if not verdict.ratio:
         return f"{text}{'-':>8} {'':16}{verdict.goal:5.2f} MISSED"
     low, middle, high = verdict.ratio if len(verdict.ratio) == 3 else verdict.ratio * 3

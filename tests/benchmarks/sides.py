@@ -1,7 +1,6 @@
-"""The contestants: each computes one aggregated direction of a model; plain training and the limit, less than that."""
+"""The sides of a diagnosis: each computes one aggregated direction of a model; plain training, less than that."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -48,34 +47,34 @@ def by_gramian(losses: Any, params: Any, *batch: Tensor) -> Any:
     return pullback(weights)
 
 
-def of_tasks(model: Tasks) -> dict[str, Side]:
+def of_tasks(make: Callable[[], Tasks]) -> dict[str, Side]:
     """Everybody, for several tasks on a trunk."""
-    modules = (model.trunk, model.heads)
-    in_grad = lambda _: flat(dict(zip(("shared", "heads"), gradients(modules), strict=True)))
+    model = make()
+    in_grad = lambda _: flat(model.tree(gradients))
     sides = {
-        "fb": Side(partial(plain, modules, lambda: sum(model.forward()[0]))),
-        "limit": Side(partial(_limit, model)),
+        "fb": Side(partial(plain, model.modules, lambda: sum(model.forward()[0]))),
         "JD": Side(partial(_peer_of_tasks, model), in_grad),
     }
-    return sides | ours(model.losses(), model.params, model.x, model.y)
+    return sides | ours(model)
 
 
-def of_examples(model: Examples, rows: bool = True) -> dict[str, Side]:
+def of_examples(make: Callable[[], Examples], rows: bool = True) -> dict[str, Side]:
     """Everybody, for one objective per example; `rows`: the peer's engine that holds all of them, too."""
-    in_grad = lambda module: lambda _: flat(*gradients([module]))
-    hooked = model._replace(model=deepcopy(model.model))  # hooks stay, and the others must not pay for them
+    in_grad = lambda model: lambda _: flat(model.tree(gradients))
+    model, hooked = make(), make()  # hooks stay, and the others must not pay for them
     engine = Engine(hooked.model, batch_dim=0)
     sides = {
-        "fb": Side(partial(plain, [model.model], lambda: model.forward().mean())),
-        "Engine": Side(partial(_peer_by_gramian, hooked, engine), in_grad(hooked.model)),
+        "fb": Side(partial(plain, model.modules, model.mean)),
+        "Engine": Side(partial(_peer_by_gramian, hooked, engine), in_grad(hooked)),
     }
     if rows:
-        sides["JD"] = Side(partial(_peer_by_rows, model), in_grad(model.model))
-    return sides | ours(model.losses(), values(model.model), model.x, model.y)
+        sides["JD"] = Side(partial(_peer_by_rows, model), in_grad(model))
+    return sides | ours(model)
 
 
-def ours(losses: Any, params: Any, *batch: Tensor) -> dict[str, Side]:
+def ours(model: Tasks | Examples) -> dict[str, Side]:
     """The engines called by hand, and the step that chooses one."""
+    losses, params, batch = model.losses(), model.tree(values), model.batch
     how: dict[str, Any] = {"losses": losses, "aggregator": RULE, "optimizer": _NO_OPTIMIZER}
     start = jd.train_state(params, *batch, **how)
     return {
@@ -90,14 +89,6 @@ def plain(modules: Any, loss: Callable[[], Any]) -> None:
     for module in modules:
         module.zero_grad()
     loss().backward()
-
-
-def _limit(model: Tasks) -> None:
-    """What nobody who forms rows can beat: one forward pass, and one backward pass of the trunk per task."""
-    losses, h = model.forward()
-    weights = list(model.trunk.parameters())
-    for gradient in [torch.autograd.grad(loss, h, retain_graph=True)[0] for loss in losses]:
-        torch.autograd.grad(h, weights, gradient, retain_graph=True)
 
 
 def _peer_of_tasks(model: Tasks) -> None:

@@ -1,99 +1,197 @@
-"""The cases of `steps`: the whole step in mixed precision, and that of a rule which needs no rows."""
+"""Whole steps, from a batch to new parameters: ours as users call it, the peer's loop, plain training, the limit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
-from measure import Case, Contest, apart
-from models import TOYS, TRUNKS, Tasks, Trunk, flat, tasks, values
-from torch.func import functional_call
-from torchjd.aggregation import UPGrad
-from torchjd.autojac import jac_to_grad, mtl_backward
+from burgers import Burgers
+from models import Examples, Tasks, flat, values
+from races import Side
+from torch import Tensor, nn
+from torchjd.aggregation import UPGrad, UPGradWeighting
+from torchjd.autogram import Engine
+from torchjd.autojac import backward, jac_to_grad, mtl_backward
 
 import functional_jd as jd
 
+Model = Tasks | Examples | Burgers
+Make = Callable[[], Model]
+"""Builds the model, always with the same values: every side trains its own."""
 
-def _step(model: Tasks, dtype: torch.dtype) -> Contest:
-    """Autocast, scale, Jacobian, upgrad, AdamW, scale update, against the peer's loop, `GradScaler` and `AdamW`."""
-    device, plain = model.x.device.type, model.losses()
+PRECISIONS = ("float32", "bfloat16", "float16")
+_RATE = 1e-3
+_SCALE = 2.0**10
 
-    def low(f: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*args: Any) -> Any:
-            with torch.autocast(device, dtype):
-                return f(*args)
 
-        return inside
+def ours(make: Make, precision: str, rule: Any = None, step: Callable[..., Any] = jd.step, **form: Any) -> Side:
+    """`step` with default arguments; float16 with one scale per objective."""
+    model = make()
+    low = {} if precision == "float32" else {"low": partial(jd.autocast, dtype=getattr(torch, precision))}
+    how: dict[str, Any] = {
+        "losses": model.losses(**low, **form),
+        "aggregator": rule or jd.upgrad(),
+        "optimizer": jd.adamw(lr=_RATE),
+    }
+    batch, params, device = model.batch, model.tree(values), model.batch[0].device
+    scale = jd.scale_state(_SCALE, shape=_objectives(model), device=device) if precision == "float16" else None
+    state = [jd.train_state(params, *batch, scale=scale, **how)]
 
-    losses = jd.multitask(low(plain.features), low(plain.heads))
-    how: dict[str, Any] = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.adamw(lr=1e-3)}
-    scale = jd.scale_state(2.0**10, device=device)
-    start = jd.train_state(model.params, model.x, model.y, scale=scale, **how)
-    weights = [*model.trunk.parameters(), *model.heads.parameters()]
-    scaler, torch_optimizer = torch.amp.GradScaler(device, init_scale=2.0**10), torch.optim.AdamW(weights, lr=1e-3)
-    peer_rule = UPGrad()
+    def call() -> Any:
+        state[0], _ = step(state[0], *batch, **how)
+        return state[0].optimizer.first
 
-    def ours(_: int) -> Any:
-        return jd.step(start, model.x, model.y, **how)[0].params
+    return Side(call, flat)
 
-    def peer(_: int) -> None:
-        with torch.autocast(device, dtype):
-            losses, h = model.forward()
-        mtl_backward([scaler.scale(loss) for loss in losses], features=h)
-        jac_to_grad(model.trunk.parameters(), peer_rule)
-        scaler.step(torch_optimizer)
+
+def peer(make: Make, precision: str) -> Side:
+    """The peer's loop: of several ways for examples the fastest; for tasks and losses its default, if that runs."""
+    model = make()
+    if isinstance(model, Examples):
+        return _fastest([partial(_loop, way, make, precision) for way in (_engine, _rows)])
+    way = _tasks if isinstance(model, Tasks) else _rows
+    return _first_that_runs([partial(_loop, partial(way, chunk=chunk), make, precision) for chunk in (None, 1)])
+
+
+def plain(make: Make, precision: str, compile_: Callable[[Any], Any] | None = None) -> Side:
+    """Training of the mean loss as everybody writes it, `compile_` around the loss."""
+    way = lambda model: _mean(compile_(model.mean) if compile_ else model.mean)
+    return _loop(way, make, precision)._replace(direction=None)
+
+
+def limit(make: Make, precision: str) -> Side | None:
+    """What no step that forms rows goes below: one forward pass, the heads once, the trunk once per task.
+
+    Without a trunk one backward pass per loss; none for examples, of which no pass takes all.
+    """
+    model = make()
+    if isinstance(model, Examples):
+        return None
+    autocast = _autocast(model, precision)
+    return Side(partial(_through_trunk if isinstance(model, Tasks) else _through_all, model, autocast))
+
+
+def _through_trunk(model: Tasks, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    trunk, heads = list(model.trunk.parameters()), list(model.heads.parameters())
+    with autocast():
+        h = model.trunk(model.batch[0])
+        features = h.detach().requires_grad_()
+        losses = model.of_features(features)
+    gradients = [torch.autograd.grad(loss, features, retain_graph=True)[0] for loss in losses]
+    torch.autograd.grad(sum(losses), heads)
+    for gradient in gradients:
+        torch.autograd.grad(h, trunk, gradient, retain_graph=True)
+
+
+def _through_all(model: Burgers, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    weights = list(model.model.parameters())
+    with autocast():
+        losses = model.forward()
+    for loss in losses:
+        torch.autograd.grad(loss, weights, retain_graph=True)
+
+
+Loss = Callable[[AbstractContextManager[Any], Callable[[Any], Any]], None]
+"""`loss(autocast, scale)`: forward and backward, with what autocast is around and what scales; fills `.grad`."""
+
+
+def _loop(way: Callable[[Any], Loss], make: Make, precision: str) -> Side:
+    """The loop around: gradients to zero, `way(model)`, torch's AdamW, in float16 with torch's GradScaler."""
+    model = make()
+    weights = [p for module in model.modules for p in module.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=_RATE)
+    scaler = torch.amp.GradScaler(model.batch[0].device.type, init_scale=_SCALE, enabled=precision == "float16")
+    autocast, to_grad = _autocast(model, precision), way(model)
+
+    def call() -> Any:
+        optimizer.zero_grad()
+        to_grad(autocast(), scaler.scale)
+        scaler.step(optimizer)
         scaler.update()
-        torch_optimizer.zero_grad()
+        return model.tree(averages)
 
-    def compare(params: Any, _: None) -> float:
-        return apart(*(flat(after) - flat(start.params) for after in (params, model.params)))
+    def averages(module: nn.Module) -> dict[str, Tensor]:
+        found = [(name, p, optimizer.state[p]) for name, p in module.named_parameters()]
+        return {name: state.get("exp_avg", torch.zeros_like(p)) for name, p, state in found}  # none: a skipped step
 
-    return Contest(ours, peer, compare)
-
-
-def _mean_step(trunk: Callable[[], Trunk], device: str) -> Contest:
-    """The step of `mean`, against the one that `torch.func.grad` and the same optimizer make, written by hand."""
-    model, optimizer = tasks(trunk, 1, 32, device), jd.adamw(lr=1e-3)
-    params, x = values(model.trunk), model.x
-    losses = lambda params, x: functional_call(model.trunk, params, (x,)).square().mean(0)
-    how: dict[str, Any] = {"losses": losses, "aggregator": jd.mean(), "optimizer": optimizer}
-    start = jd.train_state(params, x, **how)
-
-    def by_hand(_: int) -> Any:
-        direction, value = torch.func.grad_and_value(lambda params: losses(params, x).mean())(params)
-        return optimizer.update(direction, start.optimizer, params)[0], value
-
-    def compare(ours: Any, peer: Any) -> float:
-        return apart(*(flat(after) - flat(params) for after in (ours[0].params, peer[0])))
-
-    return Contest(lambda _: jd.step(start, x, **how), by_hand, compare)
+    return Side(call, flat)
 
 
-_SIZES = (("MLP", 2, "bfloat16"), ("MLP", 8, "bfloat16"), ("MLP", 8, "float16"), ("plain conv", 8, "bfloat16"))
+def _mean(loss: Callable[[], Tensor]) -> Loss:
+    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
+        with autocast:
+            value = loss()
+        scale(value).backward()
+
+    return to_grad
 
 
-def step_cases(toy: bool = False, device: str = "cpu") -> list[Case]:
-    """The whole step in two precisions, and the step of a rule that needs no rows."""
-    trunks = TOYS if toy else TRUNKS
-    steps = [
-        Case(
-            "steps",
-            f"{name}, {dtype}",
-            f"T={n}",
-            0.8,
-            lambda trunk=trunks[name], n=n, dtype=dtype: _step(tasks(trunk, n, 64, device), getattr(torch, dtype)),
-            device,
-        )
-        for name, n, dtype in _SIZES
-    ]
-    return steps + [
-        Case(
-            "steps",
-            f"mean, {name}",
-            "m=32",
-            1.1,
-            lambda trunk=trunks[name]: _mean_step(trunk, device),
-            device,
-            against="by hand",
-        )
-        for name in ("tiny MLP", "MLP", "plain conv")
-    ]
+def _tasks(model: Tasks, chunk: int | None) -> Loss:
+    rule = UPGrad()
+
+    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
+        with autocast:
+            losses, h = model.forward()
+        mtl_backward([scale(loss) for loss in losses], features=h, parallel_chunk_size=chunk)
+        jac_to_grad(model.trunk.parameters(), rule)
+
+    return to_grad
+
+
+def _rows(model: Examples | Burgers, chunk: int | None = None) -> Loss:
+    rule = UPGrad()
+
+    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
+        with autocast:
+            losses = model.forward()
+        backward([scale(losses)] if isinstance(losses, Tensor) else [*map(scale, losses)], parallel_chunk_size=chunk)
+        jac_to_grad(model.model.parameters(), rule)
+
+    return to_grad
+
+
+def _engine(model: Examples) -> Loss:
+    rule, engine = UPGradWeighting(), Engine(model.model, batch_dim=0)
+
+    def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
+        with autocast:
+            losses = model.forward()
+            gramian = engine.compute_gramian(losses)  # calls the modules again
+        scale(losses).backward(rule(gramian.float()))  # in half precision the rule does not run
+
+    return to_grad
+
+
+def _fastest(ways: Sequence[Callable[[], Side]]) -> Side:
+    seconds = {way: _seconds(way) for way in ways}
+    return min(seconds, key=seconds.__getitem__)()
+
+
+def _first_that_runs(ways: Sequence[Callable[[], Side]]) -> Side:
+    return next((way for way in ways if _seconds(way) < float("inf")), ways[0])()
+
+
+def _seconds(way: Callable[[], Side]) -> float:
+    """The second call; infinity for what does not run."""
+    try:
+        side = way()
+        side.call()
+        start = perf_counter()
+        side.call()
+    except Exception:
+        return float("inf")
+    return perf_counter() - start
+
+
+def _autocast(model: Model, precision: str) -> Callable[[], AbstractContextManager[Any]]:
+    low = precision != "float32"
+    dtype = getattr(torch, precision) if low else None
+    return lambda: torch.autocast(model.batch[0].device.type, dtype, enabled=low)
+
+
+def _objectives(model: Model) -> int:
+    if isinstance(model, Tasks):
+        return len(model.heads)
+    return len(model.batch[0]) if isinstance(model, Examples) else 3

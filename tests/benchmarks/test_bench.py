@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import measure
@@ -78,33 +79,53 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
     pytest.importorskip("torchjd")
     file = tmp_path / "bench.json"
     command = [sys.executable, Path(__file__).parent, "--toy", "--quick", "--rounds", "2", "--json", file]
-    command += ["--pictures", tmp_path / "pictures", "--backend", "eager", "--device", "cpu", "--rows", "2", "3"]
-    command += ["--only", "MLP", "with m", "upgrad", "trimmed_mean"]
+    command += ["--pictures", tmp_path / "pictures", "--device", "cpu", "--rows", "2", "3"]
+    command += ["--only", "as run", "growth", "weights", "batches", "tiny MLP", "with m", "upgrad", "trimmed_mean"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
-    rows = record["measurements"]
-    sizes = {(row["table"], row["name"], row["size"]) for row in rows}
-    assert {("weights", "upgrad", "m=2"), ("batches", "upgrad", "m=3")} < sizes
-    assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
-    assert {row["name"] for row in rows if row["table"] == "steps"} >= {"MLP, bfloat16", "MLP, float16"}
-    for row in rows:
-        low, middle, high = row["ratio"]
-        assert 0 < low <= middle <= high
-        assert row["difference"] is None or row["difference"] < 0.05  # the peer's tolerances, and bfloat16
-        [line] = [line for line in done.stdout.partition("Sides:")[0].splitlines() if _opens(line, row)]
-        figures = f"{row['ours'] * 1e6:.1f}", f"{row['peer'] * 1e6:.1f}", f"{middle:.3f}"
-        assert {row["size"], *figures} < set(line.split())
-        assert ("reached" in line, "MISSED" in line) == (row["reached"] is True, row["reached"] is False)
+    _check_rules(record["measurements"], done.stdout)
     races = {(race["table"], race["name"], race["size"]): race for race in record["races"]}
-    assert {"tasks", "examples", "compiled", "growth"} == {table for table, _, _ in races}
+    assert {"as run", "growth"} == {table for table, _, _ in races}
     assert all(not race["refused"] for race in races.values()), {case: race["refused"] for case, race in races.items()}
-    assert races["tasks", "MLP", "T=8"]["seconds"].keys() == {"fb", "limit", "JD", "jacobian", "gramian", "auto"}
+    assert races["growth", "with m", "m=2"]["seconds"].keys() == {"fb", "JD", "jacobian", "gramian", "auto"}
+    half, full = (races["as run", "tiny MLP", size] for size in ("T=2 float16", "T=2"))
+    assert half["seconds"].keys() == {"JD", "plain", "limit", "ours"}
+    assert full["seconds"].keys() == {"JD", "plain", "limit", "ours", "stacked", "mean"}
+    assert full["memory"].keys() == {"JD", "ours"}
     assert all(min(race["memory"].values()) > 0 for race in races.values())
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"ratio.png", "growth.png", "memory.png"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"growth.png"}
     judged = re.findall(r" (reached|MISSED)$", done.stdout.partition("to reach")[2], re.MULTILINE)
     judged.pop()  # "so many goals reached"
     assert [verdict == "reached" for verdict in judged] == [goal["reached"] for goal in record["goals"]]
+
+
+def test_only_what_is_named_runs_and_graphs_only_by_name():
+    _chosen, _options = (getattr(import_module("benchmarks.__main__"), name) for name in ("_chosen", "_options"))
+
+    def chosen(*names):
+        return {(case.table, case.name) for case in _chosen(_options(["--toy", "--device", "cpu", *names]))}
+
+    assert {"as run", "tasks", "weights"} <= {table for table, _ in chosen()}
+    assert "compiled" not in {table for table, _ in chosen()}
+    assert chosen("--only", "compiled", "MLP") == {("compiled", "MLP"), ("compiled", "MLP, each")}
+    assert chosen("--only", "float16", "conv") == {("as run", "conv"), ("as run", "conv, each")}
+    with pytest.raises(SystemExit, match=r"unknown names float8.*as run"):
+        chosen("--only", "float8")
+
+
+def _check_rules(rows, text):
+    sizes = {(row["table"], row["name"], row["size"]) for row in rows}
+    assert {("weights", "upgrad", "m=2"), ("batches", "upgrad", "m=3")} < sizes
+    assert ("weights", "trimmed_mean", "m=2") not in sizes  # which takes no fewer than three rows
+    for row in rows:
+        low, middle, high = row["ratio"]
+        assert 0 < low <= middle <= high
+        assert row["difference"] is None or row["difference"] < 0.05  # the peer's tolerances
+        [line] = [line for line in text.partition("as run and")[0].splitlines() if _opens(line, row)]
+        figures = f"{row['ours'] * 1e6:.1f}", f"{row['peer'] * 1e6:.1f}", f"{middle:.3f}"
+        assert {row["size"], *figures} < set(line.split())
+        assert ("reached" in line, "MISSED" in line) == (row["reached"] is True, row["reached"] is False)
 
 
 def _opens(line, row):

@@ -1,6 +1,8 @@
-"""Races: whoever gives another direction is not timed, the faster engine is judged, memory is what was allocated."""
+"""Races: another direction is not timed, one side answers for time and memory, and that is what was allocated."""
 
 import json
+from functools import partial
+from math import pi
 
 import matplotlib.image
 import measure
@@ -11,9 +13,10 @@ import pytest
 import races
 import report
 import torch
+from burgers import Burgers, burgers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import TOYS, examples, flat, tasks, values
+from models import TOYS, examples, flat, gradients, tasks, values
 from races import Goal, Race, Side, run
 
 
@@ -43,18 +46,19 @@ def race(sides, *goals):
     return run(Race("tasks", "MLP", "T=2", lambda: sides, goals), seconds=1e-9, rounds=9)
 
 
-def test_the_faster_engine_answers_for_time_and_memory(clock):
+def test_one_side_answers_for_time_and_memory(clock):
     sides = {
         "JD": clock(4e-3, 100),
         "fb": clock(1e-3, 10, None),
-        "jacobian": clock(3e-3, 20),
-        "gramian": clock(2e-3, 50),
+        "jacobian": clock(1e-3, 20),
+        "auto": clock(2e-3, 50),
     }
-    found = race(sides, Goal("JD", 0.5), Goal("JD", 0.4, "memory"), Goal("fb", 2.5))
-    assert [(f.ours, f.reached) for f in found.figures] == [("gramian", True), ("gramian", False), ("gramian", True)]
+    found = race(sides, Goal("auto", "JD", 0.5), Goal("auto", "JD", 0.4, "memory"), Goal("auto", "fb", 1.5))
+    assert [(f.ours, f.reached) for f in found.figures] == [("auto", True), ("auto", False), ("auto", False)]
     assert found.figures[0].ratio == pytest.approx([0.5] * 3, abs=1e-12)
     assert found.figures[1].ratio == [0.5]
-    assert found.seconds == pytest.approx({"JD": 4e-3, "fb": 1e-3, "jacobian": 3e-3, "gramian": 2e-3})
+    assert found.seconds == pytest.approx({"JD": 4e-3, "fb": 1e-3, "jacobian": 1e-3, "auto": 2e-3})
+    assert report.against_peer(found._asdict()) == pytest.approx([0.5] * 3)  # whatever an engine by hand takes
 
 
 def test_the_sides_take_turns(clock):
@@ -79,10 +83,10 @@ def test_another_direction_is_not_timed_and_reaches_no_goal(clock):
         "gramian": clock(1e-3, 5, (1.0, 2.1)),
         "auto": clock(1e-3, 5, (1.0, float("nan"))),
     }
-    found = race(sides, Goal("JD", 0.5), Goal("JD", 0.5, ours=("gramian",)))
+    found = race(sides, Goal("jacobian", "JD", 0.5), Goal("gramian", "JD", 0.5))
     assert found.seconds.keys() == {"JD", "jacobian"}
     assert found.refused.keys() == {"gramian", "auto"}
-    assert [(f.ours, f.reached) for f in found.figures] == [("jacobian", False), ("", False)]
+    assert [(len(f.ratio), f.reached) for f in found.figures] == [(3, False), (0, False)]
     assert "gramian: another direction" in report.line(found)
 
 
@@ -90,11 +94,29 @@ def test_who_raises_is_out_and_named(clock):
     def refuse():
         raise NotImplementedError("no such layer")
 
-    found = race({"JD": Side(refuse), "jacobian": clock(3e-3, 20)}, Goal("JD", 0.5))
+    found = race({"JD": Side(refuse), "jacobian": clock(3e-3, 20)}, Goal("jacobian", "JD", 0.5))
     assert found.refused == {"JD": "NotImplementedError: no such layer"}
     assert [f.reached for f in found.figures] == [False]
     [verdict] = report.verdicts([found])
     assert report.goals([verdict]).splitlines()[-1] == "0 of 1 goals reached"
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_what_compiles_twice_is_seen(clock, monkeypatch, graphs):
+    compiled = []
+    monkeypatch.setattr(races, "_graphs", lambda: len(compiled))
+    step = clock(3e-3, 20)
+
+    def call():
+        compiled.extend([None] * (len(compiled) < graphs))
+        return step.call()
+
+    call.size = 20
+    sides = {"JD": clock(4e-3, 100), "ours": Side(call, step.direction)}
+    found = run(Race("compiled", "MLP", "T=2", lambda: sides, weighed=("ours",)), seconds=1e-9, rounds=9)
+    assert found.compiled == {"ours": (pytest.approx(3e-3), graphs)}
+    assert found.memory == {"ours": 20}
+    assert report.line(found).endswith(f" 0.0 s, {graphs}")
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=30))
@@ -125,16 +147,34 @@ def test_peak_memory_counts_what_lives_at_once():
 
 
 @pytest.mark.parametrize("name", TOYS)
-@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
-def test_losses_are_those_of_the_modules(name):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_losses_are_those_of_the_modules(name, stacked):
     several = tasks(TOYS[name], 3, batch=4)
-    torch.testing.assert_close(torch.stack(several.losses()(several.params, several.x, several.y)), _stacked(several))
+    found = several.losses(stacked=stacked)(several.tree(values), *several.batch)
+    torch.testing.assert_close(found if stacked else torch.stack(list(found.values())), _stacked(several))
     each = examples(TOYS[name], 4)
-    torch.testing.assert_close(each.losses()(values(each.model), each.x, each.y), each.forward())
+    torch.testing.assert_close(each.losses()(each.tree(values), *each.batch), each.forward())
 
 
 def _stacked(model):
     return torch.stack(model.forward()[0])
+
+
+class Square(torch.nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def test_losses_of_an_equation_hold_its_derivatives():
+    # u = s^2 with s = a t + b x + c has u_t = 2 a s, u_x = 2 b s and u_xx = 2 b^2.
+    linear = torch.nn.Linear(2, 1)
+    model = Burgers(torch.nn.Sequential(linear, Square()), burgers(points=5, width=4).batch)
+    (a, b), (inside, start, at, edge) = linear.weight[0], model.batch
+    s = linear(inside)
+    residual = 2 * a * s + s**2 * 2 * b * s - 0.01 / pi * 2 * b**2
+    expected = [(linear(edge) ** 4).mean(), residual.square().mean(), (linear(start) ** 2 - at).square().mean()]
+    torch.testing.assert_close(model.forward(), expected)
+    torch.testing.assert_close(list(model.losses()(model.tree(values), *model.batch).values()), expected)
 
 
 @pytest.mark.parametrize("name", ["MLP", "conv", "transformer"])
@@ -143,29 +183,60 @@ def test_all_sides_give_the_direction_of_a_plain_loop(name):
     pytest.importorskip("torchjd")
     from sides import lean, of_examples, of_tasks
 
-    several = tasks(TOYS[name], 3, batch=4)
-    each = examples(TOYS[name], 4)
-    for model, sides, losses, weights in (
-        (several, of_tasks(several), several.forward()[0], list(several.trunk.named_parameters())),
-        (each, of_examples(each), each.forward(), list(each.model.named_parameters())),
-    ):
-        rows = [torch.autograd.grad(loss, [p for _, p in weights], retain_graph=True) for loss in losses]
-        J = torch.stack([flat(dict(zip([name for name, _ in weights], row, strict=True))) for row in rows])
-        expected = lean(J @ J.T) @ J
-        if model is several:  # what the heads learn stands before the trunk, unweighted
-            heads = dict(several.heads.named_parameters())
-            gradient = torch.autograd.grad(sum(several.forward()[0]), list(heads.values()))
-            expected = torch.cat([flat(dict(zip(heads, gradient, strict=True))), expected])
-        found = {name: side.direction(side.call()) for name, side in sides.items() if side.direction}
+    several, each = partial(tasks, TOYS[name], 3, 4), partial(examples, TOYS[name], 4)
+    for make, of in ((several, of_tasks), (each, of_examples)):
+        model = make()
+        expected = _by_hand(model, model.forward()[0] if of is of_tasks else model.forward(), lean)
+        found = {name: side.direction(side.call()) for name, side in of(make).items() if side.direction}
         assert found.keys() >= {"JD", "jacobian", "gramian", "auto"}
         for direction in found.values():
             # Entries cancel, so that only the length bounds the error; norm layers lose some digits more.
             assert (direction - expected).norm() <= 1024 * torch.finfo(torch.float32).eps * expected.norm()
 
 
+def _by_hand(model, losses, rule):
+    """The direction: the rows of the first module, weighed; what the heads learn is not weighed."""
+    shared, *heads = [list(module.parameters()) for module in model.modules]
+    rows = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    direction = (rule(J @ J.T) @ J).split([p.numel() for p in shared])
+    for p, g in zip(shared, direction, strict=True):
+        p.grad = g.view_as(p)
+    for own in heads:
+        for p, g in zip(own, torch.autograd.grad(sum(losses), own), strict=True):
+            p.grad = g
+    return flat(model.tree(gradients))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["tasks", "examples", "burgers"])
+def test_steps_are_those_of_the_peer(kind):
+    pytest.importorskip("torchjd")
+    from as_run import compiled_races
+    from steps import limit, ours, peer, plain
+
+    make = {
+        "tasks": partial(tasks, TOYS["MLP"], 3, 4),
+        "examples": partial(examples, TOYS["MLP"], 4),
+        "burgers": partial(burgers, 4, 4),
+    }[kind]
+    mine, theirs = ours(make, "float32"), peer(make, "float32")
+    for _ in range(3):
+        found, expected = (side.direction(side.call()) for side in (mine, theirs))
+        assert measure.apart(found, expected) < 0.05  # the peer's ridge
+    compiled = plain(make, "float32", partial(torch.compile, fullgraph=True, backend="eager"))
+    eager = plain(make, "float32")
+    for _ in range(2):
+        torch.testing.assert_close(flat(compiled.call()), flat(eager.call()))
+    assert (limit(make, "float32") is None) == (kind == "examples")
+    sides = compiled_races(toy=True)[0].build()
+    assert list(sides) == ["JD", "plain", "limit", "plain compiled", "ours", "mean"]
+
+
 def test_pictures_show_what_is_there(tmp_path, clock):
-    goal = Goal("JD", 0.4)
-    how = {"JD": clock(4e-3, 10**6), "fb": clock(1e-3, 10**5, None), "jacobian": clock(3e-3, 10**6)}
+    goal = Goal("auto", "JD", 0.4, "memory")
+    sides = {"JD": 4e-3, "jacobian": 3e-3, "auto": 3e-3}
+    how = {"fb": clock(1e-3, 10**5, None)} | {name: clock(seconds, 10**6) for name, seconds in sides.items()}
     rows = [
         run(Race(table, name, size, lambda: how, (goal,)), 1e-9, 9)
         for table, name, size in [("tasks", "MLP", "T=2"), ("tasks", "MLP", "T=8"), ("growth", "with m", "m=2")]
