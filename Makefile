@@ -5,7 +5,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-cpus test-models bench notebooks docs lint types check clean
+.PHONY: demo test test-cpus test-models bench bench-compiled notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -28,6 +28,9 @@ test-models: $(VENV)/.models  ## models of transformers, peft and timm, trained 
 
 bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
+
+bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph, each of which takes a minute to compile
+	@$(BIN)/python tests/benchmarks --only compiled --json bench-compiled.json
 
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb
