@@ -1,0 +1,93 @@
+"""Language models: attention, experts, state spaces."""
+
+from functools import partial
+
+import torch
+from families import hugging, words
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+WORDS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {**WORDS, **SIZES, "num_key_value_heads": 1, "use_cache": False}
+
+logits = lambda call, x: call(input_ids=x).logits
+state = lambda call, x: call(input_ids=x).last_hidden_state
+labelled = lambda call, x: call(input_ids=x, labels=x).logits
+causal = partial(hugging, predict=logits, x=words())
+single = lambda make: lambda: make()._replace(inside=torch.float32)  # norms, routers or scans in float32
+
+
+def routed(call, x):
+    """The loss that balances the experts is in the output."""
+    out = call(input_ids=x, labels=x)
+    return out.logits * (1 + out.aux_loss)
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return hugging("T5", "T5ForConditionalGeneration", labelled, words(), draws=True, **WORDS, **sizes)
+
+
+def switch():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "decoder_start_token_id": 0, "num_experts": 3}
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    options = {**WORDS, **sizes, **layers, "router_jitter_noise": 0.0, "dropout_rate": 0.0}
+    return hugging("SwitchTransformers", "SwitchTransformersForConditionalGeneration", labelled, words(), **options)
+
+
+def bart():
+    layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 16}
+    options = {**WORDS, **layers, **sizes, "decoder_start_token_id": 2}
+    return hugging("Bart", "BartForConditionalGeneration", labelled, words(), draws=True, **options)
+
+
+def mixtral():
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
+    experts["experts_implementation"] = "eager"  # the other has no kernel for float64
+    return hugging("Mixtral", "MixtralForCausalLM", routed, words(), **GROUPED, **experts)
+
+
+def xlnet():
+    sizes = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "dropout": 0.0}
+    return hugging("XLNet", "XLNetModel", state, words(), **WORDS, **sizes)
+
+
+def deberta():
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+    return hugging("DebertaV2", "DebertaV2Model", state, words(), draws=True, **WORDS, **SIZES, **relative)
+
+
+def gpt2():
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
+    return causal("GPT2", "GPT2LMHeadModel", draws=True, **WORDS, **sizes)
+
+
+def mamba(name="Mamba"):
+    sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "use_cache": False}
+    heads = {"num_heads": 2, "head_dim": 8, "n_groups": 1, "chunk_size": 4} if name == "Mamba2" else {}
+    return causal(name, f"{name}ForCausalLM", **WORDS, **sizes, **heads)
+
+
+def recurrent_gemma():
+    options = {**GROUPED, "lru_width": 16, "attention_window_size": 4, "conv1d_width": 2, "num_hidden_layers": 3}
+    return causal("RecurrentGemma", "RecurrentGemmaForCausalLM", **options)
+
+
+LANGUAGE = {
+    "t5": single(t5),
+    "switch": single(switch),
+    "bart": bart,
+    "mixtral": single(mixtral),
+    "xlnet": xlnet,
+    "deberta": deberta,
+    "gpt2": gpt2,
+    "mamba": single(mamba),
+    "mamba2": single(partial(mamba, "Mamba2")),
+    "recurrent_gemma": single(recurrent_gemma),
+    "bert": lambda: hugging("Bert", "BertForMaskedLM", logits, words(), draws=True, **WORDS, **SIZES),
+    "albert": lambda: hugging("Albert", "AlbertForMaskedLM", logits, words(), embedding_size=8, **WORDS, **SIZES),
+    "bloom": single(lambda: causal("Bloom", "BloomForCausalLM", hidden_size=16, n_layer=2, n_head=2, **WORDS)),
+    "llama": single(lambda: causal("Llama", "LlamaForCausalLM", **GROUPED)),
+    "gemma": single(lambda: causal("Gemma2", "Gemma2ForCausalLM", head_dim=8, sliding_window=4, **GROUPED)),
+    "qwen": single(lambda: causal("Qwen3", "Qwen3ForCausalLM", head_dim=8, **GROUPED)),
+}

@@ -1,0 +1,332 @@
+"""A family beside an ordinary loop of `torch.autograd.grad` in float64.
+
+Bounds are measured: how far the ordinary loop ends from itself when its parameters are moved by some roundings.
+"""
+
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from families import Family
+from plain_loops import Problem, functional_losses, keys
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+import functional_jd as fj
+
+# What is added up in another order: some hundred roundings where all is float64, fewer where some parts are float32.
+_ROUNDINGS = {
+    torch.float64: 2.0**10 * torch.finfo(torch.float64).eps,
+    torch.float32: 2.0**4 * torch.finfo(torch.float32).eps,
+}
+WEIGHTS = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
+RATE = 0.1
+MOST_COLUMNS, SOME = 512, 6
+
+
+class RefusedError(Exception):
+    """torch does not do this for the model, with or without us."""
+
+
+class Found(NamedTuple):
+    """What was compared.
+
+    Attributes:
+        name: the name of the number.
+        error: how far it is from the ordinary loop's.
+        bound: how far it may be.
+    """
+
+    name: str
+    error: float
+    bound: float
+
+
+class Reference:
+    """A family at a point: the rows of an ordinary loop, and how well they are determined."""
+
+    def __init__(self, family: Family):
+        self.family, self.key, self.x = family, keys(1)[0], family.inputs
+        self.rounding = _ROUNDINGS[family.inside]
+        self.problem = Problem(family.make, family.losses, [(family.inputs,)], draws=family.draws)
+        module = self.problem.module()
+        self.params = {name: p.detach() for name, p in module.named_parameters()}
+        self.buffers = dict(module.named_buffers())
+        self.losses = functional_losses(self.problem, module, {})
+
+    @cached_property
+    def moved(self) -> list[tuple[Tensor, Tensor, Any]]:
+        return [self.plain(seed) for seed in (None, 1, 2)]
+
+    def moved_module(self, seed: int | None) -> Any:
+        return moved(self.problem.module(), seed, self.rounding)
+
+    def spread(self, points: list[Tensor]) -> Tensor:
+        """How far the first may be from the truth: how far the others are from it, and its own roundings."""
+        own = self.rounding * points[0].norm(dim=-1)
+        return torch.stack([own, *[(x - points[0]).norm(dim=-1) for x in points[1:]]]).max(0).values
+
+    def plain(self, seed: int | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Rows `[m, n]`, losses `[m]` and buffers of an ordinary loop, from parameters that are moved."""
+        module = self.moved_module(seed)
+        values = self.problem.call(module, self.key, self.x)
+        rows = matrix([gradients(values[name], module) for name in sorted(values)])
+        values = torch.stack([values[name].detach().double() for name in sorted(values)])
+        return rows, values, {name: b.clone() for name, b in module.named_buffers()}
+
+    @property
+    def rows(self) -> Tensor:
+        return self.moved[0][0]
+
+    @cached_property
+    def row_bounds(self) -> Tensor:
+        return self.spread([rows for rows, _, _ in self.moved])
+
+    def check_rows(self, mode: str) -> list[Found]:
+        chosen = self.chosen(mode)
+
+        def losses(params: Any, *args: Any) -> Any:
+            return self.losses({**self.params, **params}, *args)
+
+        given = {name: self.params[name] for name in chosen}, *self.given[1:]
+        with plain_attention(mode):
+            found, (values, buffers) = fj.jacobian_fn(losses, has_aux=True, mode=mode)(*given)
+        return [
+            *rows_apart(mode, flat(found), self.columns(self.rows, chosen), self.row_bounds),
+            *self.others(mode, values, buffers),
+        ]
+
+    def chosen(self, mode: str) -> list[str]:
+        """The parameters of which there are rows: all, but where each element costs an evaluation, some."""
+        names = sorted(self.params)
+        if mode != "forward" or self.rows.shape[1] <= MOST_COLUMNS:
+            return names
+        small = [name for name in names if self.params[name].numel() <= MOST_COLUMNS / SOME]
+        return small[:: -(-len(small) // SOME)]
+
+    def columns(self, rows: Tensor, names: list[str]) -> Tensor:
+        order = sorted(self.params)
+        parts = dict(zip(order, rows.split([self.params[name].numel() for name in order], 1), strict=True))
+        return torch.cat([parts[name] for name in names], 1)
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.params, self.buffers, self.key, self.x
+
+    def others(self, name: str, values: Any, buffers: Any) -> list[Found]:
+        values = torch.stack([values[name].double() for name in sorted(values)])
+        expected = [x for _, x, _ in self.moved]
+        by_name = [
+            torch.cat([x[n].double().flatten() for n in sorted(x)] or [torch.zeros(1)]) for _, _, x in self.moved
+        ]
+        mine = torch.cat([buffers[n].double().flatten() for n in sorted(buffers)] or [torch.zeros(1)])
+        return [
+            Found(f"{name} losses", float((values - expected[0]).norm()), float(self.spread(expected))),
+            Found(f"{name} buffers", float((mine - by_name[0]).norm()), float(self.spread(by_name))),
+        ]
+
+    def check_gramian(self, differentiable: bool = False) -> list[Found]:
+        gramian, (values, buffers), pullback = fj.gramian_fn(self.losses, has_aux=True)(*self.points(differentiable))
+        return [
+            gramian_apart("gramian", gramian, self.rows, self.row_bounds),
+            sum_apart("pullback", pullback(WEIGHTS), self.rows, self.row_bounds),
+            *self.others("gramian", values, buffers),
+        ]
+
+    def points(self, differentiable: bool) -> tuple[Any, ...]:
+        """What the losses take; with parameters that require grad, what comes out can be differentiated again."""
+        params, *rest = self.given
+        return {name: p.clone().requires_grad_(differentiable) for name, p in params.items()}, *rest
+
+    def check_weighted(self) -> list[Found]:
+        (values, buffers), pullback = fj.weighted_fn(self.losses, has_aux=True)(*self.given)
+        direction, finite = pullback(WEIGHTS)
+        assert bool(finite.all())
+        return [
+            sum_apart("weighted", direction, self.rows, self.row_bounds),
+            *self.others("weighted", values, buffers),
+        ]
+
+    @cached_property
+    def by_example(self) -> tuple[Any, Tensor, Tensor]:
+        """One loss for each example, as the model is evaluated, with the rows of an ordinary loop and their bounds."""
+        apply = fj.functional(self.problem.module().eval())
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return self.example(lambda *args, **kwargs: apply(params, self.buffers, *args, **kwargs)[0], x)
+
+        plain = []
+        for seed in (None, 1, 2):
+            module = self.moved_module(seed).eval()
+            plain.append(matrix([gradients(self.example(module, x), module) for x in self.x]))
+        return fj.per_example(loss), plain[0], self.spread(plain)
+
+    def check_example_rows(self, mode: str) -> list[Found]:
+        losses, rows, bounds = self.by_example
+        chosen = self.chosen(mode)
+        some = fj.per_example(lambda params, x: losses.loss({**self.params, **params}, x))
+        with plain_attention(mode):
+            jacobian, _ = fj.jacobian_fn(some, mode=mode)({name: self.params[name] for name in chosen}, self.x)
+        return rows_apart(f"examples {mode}", flat(jacobian), self.columns(rows, chosen), bounds)
+
+    def check_example_sums(self, differentiable: bool = False) -> list[Found]:
+        losses, rows, bounds = self.by_example
+        gramian, _, pullback = fj.gramian_fn(losses)(self.points(differentiable)[0], self.x)
+        _, weigh = fj.weighted_fn(losses)(self.params, self.x)
+        return [
+            gramian_apart("examples gramian", gramian, rows, bounds),
+            sum_apart("examples pullback", pullback(WEIGHTS), rows, bounds),
+            sum_apart("examples weighted", weigh(WEIGHTS)[0], rows, bounds),
+        ]
+
+    def example(self, call: Any, x: Tensor) -> Tensor:
+        """The loss of one example; all examples have the same draws."""
+        return self.family.loss(partial(fj.random.keyed(call), self.key) if self.family.draws else call, x)
+
+    def check_step(self) -> list[Found]:
+        """A step by UPGrad's direction of the ordinary loop's rows."""
+        method = {"losses": self.losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(RATE)}
+        state = fj.train_state(self.params, self.key, self.x, buffers=self.buffers, **method)
+        state, info = fj.step(state, self.key, self.x, **method)
+        assert bool(info.moved)
+        start = flat({name: p[None] for name, p in self.params.items()})[0]
+        ends = [start - RATE * fj.aggregate(fj.upgrad(), rows).direction for rows, _, _ in self.moved]
+        params = flat({name: p[None] for name, p in state.params.items()})[0]
+        return [
+            Found("step", float((params - ends[0]).norm()), float(self.spread(ends))),
+            *self.others("step", info.losses, state.buffers),
+        ]
+
+    def check_multitask(self) -> list[Found]:
+        """Two heads on what the model gives: the trunk by UPGrad, each head by its own loss."""
+        size = self.output().shape[1:].numel()
+        draw = torch.Generator().manual_seed(3)
+        own = {name: torch.randn(size, 2, generator=draw, dtype=torch.float64) / size**0.5 for name in "ab"}
+        apply = fj.functional(self.problem.module())
+
+        def features(shared: Any, buffers: Any, key: Tensor, x: Tensor) -> Any:
+            after: dict[str, Tensor] = {}
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                output, new = apply(shared, buffers, *args, **kwargs)
+                after.update(new)
+                return output
+
+            return self.drawn(call, key, x), after
+
+        def heads(own: Any, h: Tensor, buffers: Any, key: Tensor, x: Tensor) -> Any:
+            return {name: (h.flatten(1).to(own[name].dtype) @ own[name]).square().mean() for name in own}, buffers
+
+        ends = []
+        for seed in (None, 1, 2):
+            module, given = self.moved_module(seed), {n: p.clone().requires_grad_() for n, p in own.items()}
+            values, _ = heads(given, self.drawn(module, self.key, self.x), (), self.key, self.x)
+            rows = matrix([gradients(values[name], module) for name in "ab"])
+            head = [torch.autograd.grad(values[name], given[name], retain_graph=True)[0].flatten() for name in "ab"]
+            ends.append(torch.cat([fj.aggregate(fj.upgrad(), rows).direction, *head]))
+        method = {"losses": fj.multitask(features, heads), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1.0)}
+        found = []
+        for engine in ("jacobian", "gramian"):
+            params = {"shared": self.params, "heads": own}
+            state = fj.train_state(params, self.key, self.x, buffers=self.buffers, **method)
+            state, _ = fj.step(state, self.key, self.x, engine=engine, **method)
+            went = [self.params[name] - state.params["shared"][name] for name in sorted(self.params)]
+            went += [own[name] - state.params["heads"][name] for name in "ab"]
+            mine = torch.cat([x.double().flatten() for x in went])
+            # The difference of parameters before and after is off by a rounding of these.
+            size = torch.cat([x.double().flatten() for x in tree_leaves((self.params, own))]).norm()
+            bound = float(self.spread(ends)) + torch.finfo(torch.float64).eps * float(size)
+            found.append(Found(f"multitask {engine}", float((mine - ends[0]).norm()), bound))
+        return found
+
+    def drawn(self, call: Any, key: Tensor, x: Tensor) -> Tensor:
+        return self.family.predict(partial(fj.random.keyed(call), key) if self.family.draws else call, x)
+
+    def output(self) -> Tensor:
+        return self.drawn(self.problem.module(), self.key, self.x).detach()
+
+    def check_autocast(self, dtype: torch.dtype = torch.bfloat16) -> list[Found]:
+        """Rows in half precision are no further from those in float64 than native autocast's are."""
+        module = self.problem.module().float()
+        x = self.x.float() if self.x.is_floating_point() else self.x
+        try:
+            with torch.autocast("cpu", dtype):
+                values = self.problem.call(module, self.key, x)
+            native = matrix([gradients(values[name].float(), module) for name in sorted(values)])
+        except RuntimeError as error:
+            raise RefusedError(f"native autocast: {error}") from error
+        bounds = 4 * (native - self.rows).norm(dim=1) + torch.finfo(dtype).eps * self.rows.norm(dim=1)
+        params = {n: p.detach() for n, p in module.named_parameters()}
+        buffers = dict(self.problem.module().float().named_buffers())
+        losses, found = fj.autocast(functional_losses(self.problem, module, {}), dtype), []
+        scale = torch.tensor(256.0)
+        for mode in ("loop", "vmap"):
+            rows, _ = fj.jacobian_fn(losses, has_aux=True, mode=mode, scale=scale)(params, buffers, self.key, x)
+            found += rows_apart(f"bfloat16 {mode}", flat(rows) / 256, self.rows, bounds)
+        gramian, _, pullback = fj.gramian_fn(losses, has_aux=True)(params, buffers, self.key, x)
+        return [
+            *found,
+            gramian_apart("bfloat16 gramian", gramian, self.rows, bounds),
+            sum_apart("bfloat16 pullback", pullback(WEIGHTS), self.rows, bounds),
+        ]
+
+
+def plain_attention(mode: str) -> Any:
+    """torch's fused attention has no derivative in forward mode on a CPU."""
+    return sdpa_kernel(SDPBackend.MATH) if mode == "forward" else nullcontext()
+
+
+def moved(module: Any, seed: int | None, by: float) -> Any:
+    """The module, with its parameters moved by some roundings."""
+    if seed is None:
+        return module
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            signs = 2 * torch.randint(2, p.shape, generator=draw) - 1
+            p *= 1 + by * signs.double()
+    return module
+
+
+def gradients(value: Tensor, module: Any) -> list[Tensor]:
+    found = torch.autograd.grad(value, list(module.parameters()), retain_graph=True, materialize_grads=True)
+    names = [name for name, _ in module.named_parameters()]
+    return [
+        found[k].to_dense() if found[k].is_sparse else found[k]
+        for k in sorted(range(len(names)), key=names.__getitem__)
+    ]
+
+
+def real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x).double() if x.is_complex() else x.double()
+
+
+def matrix(rows: list[list[Tensor]]) -> Tensor:
+    """One row of numbers for each list of gradients."""
+    return torch.stack([torch.cat([real(x).flatten() for x in row]) for row in rows])
+
+
+def flat(tree: dict[str, Tensor]) -> Tensor:
+    """Rows `[m, n]` of a dict of rows, by name."""
+    return torch.cat([real(tree[name]).reshape(len(tree[name]), -1) for name in sorted(tree)], 1)
+
+
+def rows_apart(name: str, found: Tensor, rows: Tensor, bounds: Tensor) -> list[Found]:
+    errors = (found - rows).norm(dim=1)
+    return [Found(f"{name} row {k}", float(errors[k]), float(bounds[k])) for k in range(len(rows))]
+
+
+def gramian_apart(name: str, found: Tensor, rows: Tensor, bounds: Tensor) -> Found:
+    """The entry that is furthest off, in units of its bound `|a| db + |b| da + da db`."""
+    norms = rows.norm(dim=1)
+    allowed = norms[:, None] * bounds + bounds[:, None] * norms + bounds[:, None] * bounds
+    errors = (found - rows @ rows.T).abs()
+    worst = int((errors / allowed).nan_to_num(nan=torch.inf, posinf=torch.inf).where(allowed > 0, errors).argmax())
+    return Found(name, float(errors.flatten()[worst]), float(allowed.flatten()[worst]))
+
+
+def sum_apart(name: str, direction: Any, rows: Tensor, bounds: Tensor) -> Found:
+    mine = flat({n: d[None] for n, d in direction.items()})[0]
+    return Found(name, float((mine - WEIGHTS @ rows).norm()), float(WEIGHTS @ bounds))
