@@ -14,7 +14,7 @@ test: $(VENV)/.test  ## all tests but those of `make test-models`
 	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
-NUMERICAL := tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
+NUMERICAL := tests/exact tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
 WITH_AVX2 := 'import torch; print("ATEN_CPU_CAPABILITY=avx2" * ("AVX" in torch.backends.cpu.get_cpu_capability()))'
 test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with narrower registers than this one
 	@set -e; for cpu in ATEN_CPU_CAPABILITY=default $$($(BIN)/python -c $(WITH_AVX2)) MKL_CBWR=COMPATIBLE; do \

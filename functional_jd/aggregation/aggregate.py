@@ -186,6 +186,8 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Laws:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
+        Weights are rounded to the dtype of the sum: below float64, weights above 3e38 overflow, and those below 1e-38
+        vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.
 
     Example:
         >>> combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))

@@ -37,9 +37,9 @@ def cagrad(c: Number) -> Aggregator:
         ValueError: c negative or not finite.
 
     Laws:
-        `|direction - g_0| = c |g_0|`. Homogeneous in the Jacobian. For `c >= 1` it never conflicts. A mean of zero,
-        within 1e-7 of the mean norm, gives weights 0. So does a stationary Jacobian (a convex combination of the unit
-        rows is zero within 1e-6, or a row is zero), if the largest possible smallest gain is 0; if it is negative,
+        `|direction - g_0| = c |g_0|`, to 1e-12. Homogeneous in the Jacobian. For `c >= 1` it never conflicts. A mean of
+        zero, within 1e-7 of the mean norm, gives weights 0. So does a stationary Jacobian (a convex combination of the
+        unit rows is zero within 1e-6, or a row is zero), if the largest possible smallest gain is 0; if it is negative,
         because `c < 1`, the formula holds. A non-finite Gramian gives NaN weights.
 
     Source:

@@ -48,10 +48,10 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         ValueError: `beta` or `beta_sigma` out of range; when called, no losses.
 
     Laws:
-        Invariant to the unit of a loss: to multiplying loss and row by c, in all calls. Homogeneous in the Jacobian
-        alone. A row whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive:
-        otherwise the direction is NaN. Non-finite input gives a non-finite state: keep the previous one, as `step`
-        does.
+        Invariant to the unit of a loss: to multiplying loss and row by c, in all calls; for rows in float32 or less, as
+        long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38 and 3e38. Homogeneous in the Jacobian alone. A row
+        whose average is zero gets weight 0. With beta 0 there is no memory. Losses must be positive: otherwise the
+        direction is NaN. Non-finite input gives a non-finite state: keep the previous one, as `step` does.
 
     Source:
         Lin et al., Dual-balancing for multi-task learning, arXiv 2308.12029: algorithm 1.

@@ -52,10 +52,12 @@ def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
         TypeError, ValueError: `key` is not a key, or `beta` is not between 0 and 1.
 
     Laws:
-        The same state gives the same random orders on every device and under every transform; the key advances at every
-        call. The first call, and every call with `beta=0`, is `pcgrad` with the same key. Scale-equivariant; scaling
-        rows does not change the targets. A row of zeros, or one that has been cancelled, has cosine 0 with all rows and
-        affects its targets only. A single row gets weight 1. A non-finite Gramian gives NaN weights.
+        A projected row whose angle with the next one is within 1e-6 of opposite is cancelled. The same state gives the
+        same random orders on every device and under every transform; the key advances at every call. The first call,
+        and every call with `beta=0`, is `pcgrad` with the same key, to 1e-6 of a row that is cancelled so.
+        Scale-equivariant; scaling rows does not change the targets. A row of zeros, or one that has been cancelled, has
+        cosine 0 with all rows and affects its targets only. A single row gets weight 1. A non-finite Gramian gives NaN
+        weights.
 
     Source:
         Wang, Tsvetkov, Firat & Cao, Gradient vaccine, ICLR 2021, arXiv 2010.05874, equations 2 and 3, algorithm 1.

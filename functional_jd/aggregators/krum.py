@@ -30,9 +30,10 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
             `n_selected`.
 
     Laws:
-        Equivariant under translation, rotation and scaling of all rows. Equal to `mean()` for `n_selected = m`. Of
-        equal scores, those of the first rows are selected. A non-finite Gramian gives NaN weights. The paper's
-        guarantee holds for `m > 2 n_byzantine + 2`.
+        Equivariant under rotation and scaling of all rows, and under translation up to rounding: squared distances come
+        from the Gramian, to 1e-15 of the squared norms, so that rows are told apart if they differ by more than 1e-7 of
+        their norms. Equal to `mean()` for `n_selected = m`. Of equal scores, those of the first rows are selected. A
+        non-finite Gramian gives NaN weights. The paper's guarantee holds for `m > 2 n_byzantine + 2`.
 
     Source:
         Blanchard, El Mhamdi, Guerraoui & Stainer, Machine learning with adversaries, NeurIPS 2017, section 4.

@@ -57,9 +57,10 @@ def moco(
         ValueError: a hyper-parameter out of range; when called, no losses.
 
     Laws:
-        Invariant to scaling a row, whose length in the average is its loss. With `gamma` 0 the weights stay uniform. A
-        row of zeros stays zero in the average. Losses must not be negative: otherwise the direction is NaN. Non-finite
-        input gives a non-finite state: keep the previous one, as `step` does.
+        Invariant to scaling a row, whose length in the average is its loss; for rows in float32 or less, as long as
+        `loss_i / |g_i|` is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero
+        in the average. Losses must not be negative: otherwise the direction is NaN. Non-finite input gives a non-finite
+        state: keep the previous one, as `step` does.
 
     Source:
         Fernando et al., Mitigating gradient bias in multi-objective learning, ICLR 2023, arXiv 2210.12624: the tracking

@@ -55,8 +55,11 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
         The direction has the norm of the first row. Scaling the first row (in all calls) scales the direction; scaling
         another has no effect, up to rounding. With one row, or where the first row satisfies all constraints, the
         direction is the first row. Incompatible shares (opposite rows, `tau > 0`) are all dropped, which gives the
-        first row. A first row of zeros, or one that the others cancel, gives zero; other rows of zeros have no effect.
-        A non-finite Gramian gives NaN weights and a NaN state: keep the previous state, as `step` does.
+        first row; shares count as incompatible where the shortest direction with them is 3e4 times as long as the
+        largest. A first row of zeros, or one that the others cancel, gives zero: where less than a part r = 1e-6 of the
+        sum of all weighted norms is left of d. What is left is normalised, its length accurate to 1e-16 / r^2. Other
+        rows of zeros have no effect. A non-finite Gramian gives NaN weights and a NaN state: keep the previous state,
+        as `step` does.
 
     Source:
         Varam & AlHajri, Not all objectives are born equal, arXiv 2606.29521: definitions 4.1 and 4.5, theorem 4.2,

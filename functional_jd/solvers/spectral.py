@@ -39,7 +39,10 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     X = torch.where(kept.unsqueeze(-1), 0, change) @ inverse
     T = one + X
     left = T - T @ X.mT @ X
-    projection, inverse = V @ left @ T.mT @ V.mT, V @ left @ inverse @ left.mT @ V.mT
+    inverse = V @ left @ inverse @ left.mT @ V.mT
+    # From its complement, so that it is the identity exactly where no eigenvalue is dropped.
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    projection = eye - V @ (eye - left @ T.mT) @ V.mT
     return nan_unless(finite, inverse), nan_unless(finite, projection)
 
 
