@@ -29,8 +29,8 @@ test-models: $(VENV)/.models  ## models of transformers, peft and timm, and many
 bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
 
-bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph, each of which takes a minute to compile
-	@$(BIN)/python tests/benchmarks --only compiled --json bench-compiled.json
+bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32: twenty minutes, to compile
+	@$(BIN)/python tests/benchmarks --only compiled float32 --json bench-compiled.json
 
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb

@@ -81,7 +81,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="these tables, precisions, rules or models; default: all, but for the table `compiled`, which takes long",
+        help="these tables, models or rules, sizes (T=2), precisions; default: all but the table `compiled`",
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no case is begun")
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="of rules; default: 2 4 8 32 128 256")
@@ -114,10 +114,11 @@ def _chosen(options: argparse.Namespace) -> "list[Case | Race]":
     return [case for case in chosen if case.table != "compiled" or "compiled" in names]
 
 
-def _called(case: "Case | Race") -> tuple[str, str, str]:
-    """Its table, its rule or model, its precision: the names of a kind that are given are what is run of that kind."""
-    precision = case.size.partition(" ")[2] or "float32"
-    return case.table, case.name.partition(",")[0], precision if case.table in ("as run", "compiled") else ""
+def _called(case: "Case | Race") -> tuple[str, str, str, str]:
+    """Its table, its rule or model, its size, its precision: of a kind of which names are given, only those run."""
+    size, _, precision = case.size.partition(" ")
+    whole = case.table in ("as run", "compiled")
+    return case.table, case.name.partition(",")[0], size, (precision or "float32") if whole else ""
 
 
 def _cases(options: argparse.Namespace) -> "list[Case | Race]":

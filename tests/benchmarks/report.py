@@ -69,7 +69,7 @@ def heading(row: Row) -> str:
     """What stands above a table that begins with this row."""
     title = f"\n{TITLES.get(row.table, row.table)}\n"
     if row.table in RATIOS:
-        cells = "".join(f"{name:>19}" for name in (*RATIOS[row.table], "MB, JD's"))
+        cells = "".join(f"{name:>21}" for name in (*RATIOS[row.table], "MB, JD's"))
         return title + f"{'':34}{'ours':>9}{cells}" + ("   first call, graphs" if row.table == "compiled" else "")
     if isinstance(row, Standing):
         return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES[row.table]) + f"{'ratio':>9} quartiles"
@@ -103,7 +103,7 @@ def _step(row: Standing) -> str:
     text = f"{row.name:18}{_place(row):16}" + (
         f"{row.seconds['ours'] * 1e3:9.2f}" if "ours" in row.seconds else f"{'-':>9}"
     )
-    text += "".join(f"{cell:>19}" for cell in cells)
+    text += "".join(f"{cell:>21}" for cell in cells)
     if "ours" not in row.compiled:
         return text
     first, graphs = row.compiled["ours"]
@@ -113,7 +113,7 @@ def _step(row: Standing) -> str:
 def _ratio(ratio: list[float] | None, goal: Figure | None) -> str:
     if ratio is None:
         return "-"
-    return f"{ratio[1]:.2f}" if goal is None else f"{ratio[1]:.2f} {'<=' if goal.reached else '>'} {goal.goal:.2f}"
+    return f"{ratio[1]:.3f}" if goal is None else f"{ratio[1]:.3f} {'<=' if goal.reached else '>'} {goal.goal:.2f}"
 
 
 def _standing(row: Standing) -> str:

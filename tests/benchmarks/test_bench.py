@@ -109,6 +109,7 @@ def test_only_what_is_named_runs_and_graphs_only_by_name():
     assert {"as run", "tasks", "weights"} <= {table for table, _ in chosen()}
     assert "compiled" not in {table for table, _ in chosen()}
     assert chosen("--only", "compiled", "MLP") == {("compiled", "MLP"), ("compiled", "MLP, each")}
+    assert chosen("--only", "as run", "T=32") == {("as run", "MLP"), ("as run", "transformer")}
     assert chosen("--only", "float16", "conv") == {("as run", "conv"), ("as run", "conv, each")}
     with pytest.raises(SystemExit, match=r"unknown names float8.*as run"):
         chosen("--only", "float8")
