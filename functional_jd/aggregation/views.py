@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.core.arguments import described
 from functional_jd.core.multitask import rows_of
-from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products
+from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
@@ -72,7 +72,8 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
     """
     row_count(rows_of(jacobian), "gramian")
     with autocast_disabled(jacobian):
-        return reduce(torch.add, [inner_products(as_matrix(leaf)) for leaf in tree_leaves(rows_of(jacobian))])
+        matrices = joined([as_matrix(leaf) for leaf in tree_leaves(rows_of(jacobian))])
+        return reduce(torch.add, [inner_products(matrix) for matrix in matrices])
 
 
 def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:

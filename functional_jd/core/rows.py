@@ -1,6 +1,6 @@
 """Operations on the rows of a leaf `[m, *p]`: reshaping, casting, broadcasting, inner products, sums in range."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -12,6 +12,9 @@ from functional_jd.core.types import Tree
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
 # made. From HALVE_FROM rows on, computing one off-diagonal block instead of both is faster than the full product.
 CACHED, HALVE_FROM = 1 << 17, 128
+# Of many rows, a block has at least so many columns: where the m^2 results leave the cache, adding up the results of
+# narrow blocks costs more than the products.
+LEAST_WIDTH = 1 << 10
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -63,16 +66,32 @@ def inner_products(matrix: Tensor) -> Tensor:
     return reduce(torch.add, [symmetric_product(block.double()) for block in _blocks(matrix)])
 
 
+def joined(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices with the columns of these `[m, *]`, of which narrow neighbours are joined: adding up m^2 results of each
+    would cost more than the products.
+    """
+    groups: list[list[Tensor]] = []
+    for matrix in matrices:
+        last = groups[-1] if groups else []
+        alike = all(x.dtype == matrix.dtype and x.device == matrix.device for x in last)
+        if last and alike and sum(x.shape[1] for x in (*last, matrix)) <= LEAST_WIDTH:
+            last.append(matrix)
+        else:
+            groups.append([matrix])
+    return [group[0] if len(group) == 1 else torch.cat(group, 1) for group in groups]
+
+
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Inner products of the rows of two matrices `[m, n]` and `[k, n]`: float64 `[m, k]`, computed block by block."""
-    width = max(1, CACHED // max(len(left), len(right)))
+    width = _width(max(len(left), len(right)))
     pairs = zip(left.split(width, dim=1), right.split(width, dim=1), strict=True)
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
 
 
 def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
-    return reduce(torch.add, [block.double().square().sum(1) for block in _blocks(matrix)])
+    blocks = matrix.split(max(1, CACHED // len(matrix)), dim=1)
+    return reduce(torch.add, [block.double().square().sum(1) for block in blocks])
 
 
 def symmetric_product(rows: Tensor) -> Tensor:
@@ -87,4 +106,8 @@ def symmetric_product(rows: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    return matrix.split(max(1, CACHED // len(matrix)), dim=1)
+    return matrix.split(_width(len(matrix)), dim=1)
+
+
+def _width(m: int) -> int:
+    return max(LEAST_WIDTH, CACHED // m)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, view_name
 from functional_jd.aggregation.views import gramian_and_losses, inner_products_suffice, needs_no_rows
-from functional_jd.core.rows import HALVE_FROM
+from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
@@ -190,7 +190,7 @@ def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
 
 def join_leaf(leaf: Tensor, m: int) -> bool:
     """Whether the rows of a small leaf are joined with those of others: calls cost more than what they compute."""
-    return m * leaf.numel() <= _JOINED
+    return m * leaf.numel() <= _JOINED or leaf.numel() <= LEAST_WIDTH
 
 
 def record_layer(reach: int, examples: bool) -> bool:

@@ -1,5 +1,7 @@
 """Leaves of rows: every helper keeps what it is given, and differentiates as the identity does."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -43,8 +45,31 @@ def test_products_are_those_of_float64_however_they_are_cut(m, n, cached, halvin
     left, right = (((torch.arange(m * n).reshape(m, n) * k) % 7 - 3).to(torch.float32) for k in (3, 5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "CACHED", cached)
+        patch.setattr(rows, "LEAST_WIDTH", 1)
         patch.setattr(rows, "HALVE_FROM", max(halving, 2))  # one row is not cut
         assert torch.equal(rows.inner_products(left), left.double() @ left.double().mT)
         assert torch.equal(rows.cross_inner_products(left, right), left.double() @ right.double().mT)
+        fewer = right[: max(1, m - 1)]
+        assert torch.equal(rows.cross_inner_products(left, fewer), left.double() @ fewer.double().mT)
+        assert torch.equal(rows.squared_norms(left), left.double().square().sum(1))
         batch = torch.stack([left, right])
         assert torch.equal(rows.symmetric_product(batch), batch @ batch.mT)
+
+
+DTYPES = st.sampled_from([torch.float16, torch.float32, torch.float64])
+
+
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), DTYPES), min_size=1, max_size=6), st.integers(1, 8))
+def test_joined_matrices_have_the_same_columns_in_the_same_order(m, leaves, width):
+    numbers = torch.arange(m * sum(n for n, _ in leaves), dtype=torch.float64).reshape(m, -1)
+    matrices = [
+        part.to(dtype) for part, (_, dtype) in zip(numbers.split([n for n, _ in leaves], 1), leaves, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "LEAST_WIDTH", width)
+        found = rows.joined(matrices)
+    assert torch.equal(torch.cat([x.double() for x in found], 1), numbers)
+    for x in found:
+        assert x.shape[1] <= width or any(x is matrix for matrix in matrices)
+    for x, y in pairwise(found):  # neighbours that would fit are joined
+        assert x.dtype != y.dtype or x.shape[1] + y.shape[1] > width
