@@ -190,7 +190,7 @@ def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
 
 def join_leaf(leaf: Tensor, m: int) -> bool:
     """Whether the rows of a small leaf are joined with those of others: calls cost more than what they compute."""
-    return m * leaf.numel() <= _JOINED or leaf.numel() <= LEAST_WIDTH
+    return leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
 
 
 def record_layer(reach: int, examples: bool) -> bool:
