@@ -6,6 +6,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.core.arguments import check_flag
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.damped import damped_solve
 from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
@@ -55,6 +56,7 @@ def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
         >>> method = {"losses": residuals, "aggregator": natural_gradient(1e-6), "optimizer": sgd(1.0)}
         >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
     """
+    check_flag("natural_gradient", "relative", relative)
     damping = hyper_parameter(damping, "natural_gradient: damping", NOT_NEGATIVE, "A common start is 1e-6 or 1e-3.")
 
     def weigh(view: tuple[Gramian, Tensor]) -> Weights:

@@ -1,6 +1,6 @@
 """The protocol of optimizers, and what `sgd` and `adamw` share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,16 +33,16 @@ class Optimizer(NamedTuple):
     guarded_update: Callable[[Tensor, Direction, Tree, Params], tuple[Params, Tree]] | None = None
 
 
-def check_settings(where: str, **values: Any) -> None:
-    """Refuse numbers that are negative, infinite or NaN. A learning rate may be a tensor, which is not read.
+def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
+    """Refuse numbers that are negative, infinite or NaN. Those named in `tensors` may be tensors, which are not read.
 
     Raises:
         TypeError: `lr` is not a number, a tensor or a schedule; another setting is not a number.
         ValueError: a number is out of range.
     """
     for name, value in values.items():
-        if isinstance(value, Tensor) and name == "lr":
-            check_scalar(where, name, value, "Pass for instance lr=0.1.")
+        if isinstance(value, Tensor) and name in tensors:
+            check_scalar(where, name, value, f"Pass for instance {name}=0.1.")
         elif name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
             _check_number(where, name, value)
 

@@ -9,6 +9,7 @@ from functional_jd.core.tree import floating_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_settings, in_dtype_of
 from functional_jd.random import normal, split
+from functional_jd.random.keys import check_key
 
 
 class NoisedState(NamedTuple):
@@ -68,7 +69,7 @@ def noised(
         >>> rule, optimizer = clipped(1.0), noised(sgd(0.1), random.key(0), 1.1, max_norm=1.0, batch_size=64)
     """
     _check(optimizer, multiplier, max_norm, batch_size)
-    split(key, 1)  # so that a wrong key raises here, not in the first step
+    check_key(key, "noised")
 
     def init(params: Params) -> NoisedState:
         leaves, _ = floating_leaves(params, "noised")
@@ -103,6 +104,7 @@ def _check(optimizer: Any, multiplier: Any, max_norm: Any, batch_size: Any) -> N
                 f"noised: {name} must be a number or a tensor, found {type(value).__name__}. Build an optimizer in "
                 "every step for a schedule: the states fit."
             )
-    check_settings("noised", multiplier=multiplier, max_norm=max_norm, batch_size=batch_size)
+    settings = {"multiplier": multiplier, "max_norm": max_norm, "batch_size": batch_size}
+    check_settings("noised", tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:
         raise ValueError(f"noised: batch_size must be positive, found {batch_size}. It counts examples.")
