@@ -11,7 +11,7 @@ from functional_jd.core.arguments import described
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.tree import row_count, tree_difference, tree_leaves, tree_names
+from functional_jd.core.tree import row_count, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -117,10 +117,11 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     left, right = (rows_of(rows) for rows in (jacobian, others[0]))
     row_count(left, "cross_gramian")
     row_count(right, "cross_gramian")
-    if difference := tree_difference(left, right):
+    shapes, others_shapes = ([list(leaf.shape[1:]) for leaf in tree_leaves(rows)] for rows in (left, right))
+    if shapes != others_shapes:
         raise ValueError(
-            f"cross_gramian: expected Jacobians of the same objectives and parameters on two batches: {difference}. "
-            "Compute both with jacobian_fn of the same losses."
+            f"cross_gramian: expected Jacobians of the same parameters, found leaves [m, *p] with {shapes} and "
+            f"{others_shapes} for *p. Compute both with jacobian_fn of the same losses."
         )
     with autocast_disabled(jacobian):
         pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)

@@ -35,7 +35,7 @@ def objective_names(losses: Losses) -> list[str]:
         ['digits.left', 'image[0]', 'image[1]']
     """
     names: list[str] = []
-    for name, leaf in zip(_leaf_names(losses), tree_leaves(losses), strict=True):
+    for name, leaf in zip(leaf_names(losses), tree_leaves(losses), strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"objective_names: every loss must be a tensor, found {type(leaf).__name__} in {name!r}. "
@@ -67,7 +67,7 @@ def names_or_indices(names: Any, m: int, where: str) -> list[str]:
     return chosen
 
 
-def _leaf_names(tree: Tree) -> list[str]:
+def leaf_names(tree: Tree) -> list[str]:
     """Return the names of the leaves in the order of `tree_leaves`, with field names where optree has indices."""
     # Names are looked up by identity. Tensors are replaced, because one tensor may occur as several leaves.
     placeholders = tree_map(lambda _: object(), tree)
@@ -80,4 +80,4 @@ def _leaf_names(tree: Tree) -> list[str]:
 
     visit(placeholders, ())
     leaves = tree_leaves(placeholders)
-    return [names.get(id(leaf), name) for leaf, name in zip(leaves, tree_names(tree), strict=True)]
+    return [names.get(id(leaf)) or name for leaf, name in zip(leaves, tree_names(tree), strict=True)]

@@ -14,7 +14,6 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described
 from functional_jd.core.torch_internals import pytree_nodes
 from functional_jd.core.types import Tree
 
@@ -111,7 +110,7 @@ def row_count(jacobian: Tree, where: str) -> int:
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{where}: every leaf must be a tensor of rows [m, *p], found {described(leaf)} in "
+                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
                 f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
                 "tensors."
             )

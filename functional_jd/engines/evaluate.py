@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
+from functional_jd.core.names import leaf_names
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.slow_path import StateJournal
-from functional_jd.core.tree import tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 
@@ -65,10 +66,12 @@ def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Option
         check_example_aux(where, aux)
     leaves = tree_leaves(values)
     for index, leaf in enumerate(leaves):
-        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
-            found = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
+            found = type(leaf).__name__
+            if isinstance(leaf, Tensor):
+                found = str(leaf.dtype if leaf.layout == torch.strided else leaf.layout)
             raise TypeError(
-                f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
+                f"{where}: losses must be floating-point tensors, found {found} in {leaf_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."
             )
     if not any(leaf.numel() for leaf in leaves):
@@ -149,8 +152,7 @@ def select_arguments(
     known = all(-len(args) <= position < len(args) for position in positions)
     if not positions or not known or len({position % len(args) for position in positions}) < len(positions):
         raise ValueError(
-            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {described(argnums)}. "
-            "Count from 0."
+            f"{where}: argnums must name some of the {len(args)} arguments, each once, found {argnums}. Count from 0."
         )
 
     def rebuild(chosen: Tree) -> tuple[Any, ...]:

@@ -15,11 +15,12 @@ from functional_jd.precision.scale_state import ScaleState
 
 
 def features_gramian(
-    losses: Multitask, args: tuple[Any, ...], scale: ScaleState | None
+    where: str, losses: Multitask, args: tuple[Any, ...], scale: ScaleState | None
 ) -> tuple[Gramian, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]:
     """The Gramian `Z Z'` of the rows by feature, with losses and aux, and the pullback of weights.
 
     Args:
+        where: the function that the user called, for errors and warnings.
         losses: made by `multitask`; they return `(losses, aux)`.
         args: the parameters and the batch.
         scale: the scale of the backward passes, or None.
@@ -28,6 +29,6 @@ def features_gramian(
         `(gramian, losses, aux, pullback)`, unscaled. Gramian float64 `[m, m]`; `pullback(weights) -> (direction,
         finite)`, one pass through the trunk: weights `[m]`, direction a pytree like params, finite bool `[]`.
     """
-    factor = None if scale is None else multiplier(scale, "features_engine")
+    factor = None if scale is None else multiplier(scale, where)
     differentiable = under_transform() or any_requires_grad((args, factor))
-    return features(losses, args, Options("features_engine", True, factor, differentiable))
+    return features(losses, args, Options(where, True, factor, differentiable))

@@ -231,7 +231,7 @@ def history(
     return plotted
 
 
-def _check_records(where: str, records: Sequence[Any], kind: type) -> None:
+def _check_records(where: str, records: Any, kind: type) -> None:
     # A record is a tuple, so that a single one would be accepted as a list of its fields.
     if not isinstance(records, list | tuple) or hasattr(records, "_fields"):
         raise TypeError(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 
@@ -137,8 +136,9 @@ def _named(where: str, tree: Any) -> _Named:
     walk((), tree_unflatten(structure, [_Position(index) for index in range(len(leaves))]))
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+            found = str(leaf.layout) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"{where}: all leaves must be dense tensors, found {described(leaf)} in {name!r}. Make "
+                f"{where}: all leaves must be tensors, and dense, found {found} in {name!r}. Make "
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
                 "torch.utils._pytree."
             )

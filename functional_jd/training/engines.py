@@ -234,13 +234,13 @@ def features_engine() -> Engine:
 
     def look(problem: Problem) -> tuple[Gramian, Losses, Carried, Callable[[Tensor], tuple[Direction, Tensor]]]:
         tasks = cast(Multitask, problem.losses)
-        return features_gramian(tasks, problem.args, problem.factor)
+        return features_gramian(problem.where, tasks, problem.args, problem.factor)
 
     def differentiate(problem: Problem) -> EngineResult:
         products, values, carried, pullback = look(problem)
         products, rows = _without_overflow(problem, products)
         with autocast_disabled(products):
-            weights, memory = updated(problem.aggregator, products, problem.memory, "step")
+            weights, memory = updated(problem.aggregator, products, problem.memory, problem.where)
         weights_finite = weights.isfinite().all()
         direction, passed = pullback(torch.where(weights_finite, weights, 0))
         # A row that overflowed is to blame for what comes after it.

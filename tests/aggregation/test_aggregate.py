@@ -280,7 +280,7 @@ def test_weights_and_losses_of_another_m_are_named():
         ValueError, match=r"combine: expected one weight per row, \[3\], found \[2\]\. Check the number"
     ):
         combine(jacobian, torch.ones(2))
-    with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[4\]"):
+    with pytest.raises(ValueError, match=r"aggregate: .*\[3\], found \[4\]"):
         aggregate(stateless(gramian, lambda G: torch.ones(4)), MultitaskJacobian(jacobian, {}))
     with pytest.raises(ValueError, match=r"combine: .*\[3\], found \[\]"):
         combine(jacobian, torch.ones(()))

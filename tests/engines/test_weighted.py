@@ -446,7 +446,11 @@ MISTAKES = {
         r"weighted_fn: the scale must be of shape \[\] or \[3\].*found \[2\]",
     ),
     "scale's type": (lambda: weighted_fn(lambda w: w, scale=2.0), TypeError, "ScaleState or a floating-point tensor"),
-    "too few": (lambda: weighted_fn(lambda w: w)(W)[1](ONES[:2]), ValueError, r"one tensor \[3\].*found shape \[2\]"),
+    "too few": (
+        lambda: weighted_fn(lambda w: w)(W)[1](ONES[:2]),
+        ValueError,
+        r"one tensor \[3\].*found torch.float64 \[2\]",
+    ),
     "entrywise": (lambda: weighted_fn(lambda w: w)(W)[1]({"w": W}), ValueError, "found dict.*need the Jacobian"),
     "no losses": (lambda: weighted_fn(lambda w: w[:0])(W), ValueError, "weighted_fn: expected at least one objective"),
     "no tensor": (lambda: weighted_fn(lambda w: 2.0)(W), TypeError, "weighted_fn: losses must be .* found float"),

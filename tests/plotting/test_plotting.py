@@ -327,7 +327,7 @@ def test_the_heat_map_says_what_is_wrong():
         plotting.heatmap(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="heatmap: expected one name for each of 2"):
         plotting.heatmap(torch.eye(2), ["one"])
-    with pytest.raises(ValueError, match="kind must be 'cosines' or 'gramian', found 'log'"):
+    with pytest.raises(ValueError, match="kind must be one of cosines, gramian, found 'log'"):
         plotting.heatmap(torch.eye(2), kind="log")
     assert not plt.get_fignums()
 
@@ -409,7 +409,7 @@ def test_records_of_every_few_steps_stand_at_these_steps():
     *_, below = plotting.history(_infos(), _states(), [0.5] * 4, every=3)
     np.testing.assert_array_equal(below.get_lines()[0].get_xdata(), [0, 3, 6, 9])
     assert below.get_xlim()[1] > 11  # the axis is that of the steps above
-    with pytest.raises(ValueError, match="every must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="every must be an integer of at least 1, found 0"):
         plotting.conflicts([0.5], every=0)
 
 
@@ -589,7 +589,7 @@ def test_rules_are_followed_with_the_problems_own_settings():
 
 def test_problems_and_paths_say_what_is_wrong():
     problem = plotting.quadratics()
-    with pytest.raises(ValueError, match=r"quadratics: condition must be at least 1, found 0\.5"):
+    with pytest.raises(ValueError, match=r"quadratics: condition must be a number >= 1, found 0\.5"):
         plotting.quadratics(0.5)
     with pytest.raises(ValueError, match=r"descend: expected starts \[s, 2\].*found shape \[2\]"):
         plotting.descend(problem, jd.mean(), starts=torch.zeros(2))

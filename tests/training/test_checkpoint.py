@@ -309,7 +309,9 @@ def test_what_does_not_fit_is_refused_by_name():
     ):
         with pytest.raises(error, match=f"^from_checkpoint: .*{words}"):
             fj.from_checkpoint(checkpoint, like=state)
-    with pytest.raises(TypeError, match=r"^to_checkpoint: all leaves must be tensors, found float in 'a.lr'"):
+    with pytest.raises(
+        TypeError, match=r"^to_checkpoint: all leaves must be tensors, and dense, found float in 'a.lr'"
+    ):
         fj.to_checkpoint({"a": {"lr": 0.1}})
     with pytest.raises(ValueError, match=r"^to_checkpoint: .*found 'a.b' twice"):
         fj.to_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})

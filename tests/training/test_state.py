@@ -1,6 +1,7 @@
 """What is no state, or the state of another method, is refused with what to do."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -51,6 +52,50 @@ def test_what_is_no_scale_is_refused(scale):
         lambda: fj.step(begun()._replace(scale=scale), X, **method()),
         TypeError,
     )
+
+
+class Values(NamedTuple):
+    fit: torch.Tensor
+    size: float
+
+
+ENGINES = ["auto", "jacobian", "gramian", fj.jacobian_engine("loop"), fj.gramian_engine()]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine if isinstance(engine, str) else "made")
+def test_engines_speak_of_the_function_that_was_called(engine):
+    """And of an objective by its name."""
+    wrong = method(losses=lambda p, x: Values(losses(p, x), 2.0), engine=engine)
+    refused("^step: losses must be .* found float in 'size'", lambda: fj.step(begun(), X, **wrong), TypeError)
+    refused(
+        "^train_state: losses must be .* found float in 'size'", lambda: fj.train_state(PARAMS, X, **wrong), TypeError
+    )
+
+
+def test_the_weighted_engine_and_rules_speak_of_the_function_that_was_called():
+    wrong = method(losses=lambda p, x: {"fit": losses(p, x).sum(), "n": 2}, aggregator=fj.mean(), engine="weighted")
+    refused("^step: losses must be .* found int in 'n'", lambda: fj.step(begun(), X, **wrong), TypeError)
+    uneven = method(aggregator=fj.stateless(fj.full_jacobian, lambda J: torch.ones(3)))
+    refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: fj.step(begun(), X, **uneven))
+    refused(
+        "^chosen_engine: losses must be a function",
+        lambda: fj.chosen_engine(X, begun(), X, aggregator=fj.mean()),
+        TypeError,
+    )
+
+
+def test_slow_ways_in_a_step_are_told_in_its_name():
+    """An op without a rule for vmap: `gramian_fn` would speak of itself."""
+    rows = fj.per_example(lambda p, x: (p["weight"] @ x).sum() * (1.0 if x.sum().item() else 2.0))
+    state = fj.train_state(PARAMS, X, losses=rows, aggregator=fj.mean(), optimizer=fj.sgd(0.1))
+    with pytest.warns(fj.SlowPathWarning, match=r"^step: "):
+        fj.step(state, X, losses=rows, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1), engine="gramian")
+
+
+@pytest.mark.parametrize("flag", [1, None, "yes", torch.tensor(True)])
+def test_what_is_neither_true_nor_false_is_no_flag(flag):
+    refused("^step: has_aux must be True or False", lambda: fj.step(begun(), X, **method(), has_aux=flag), TypeError)
+    refused("^train_state: has_aux must be True or False", lambda: begun(has_aux=flag), TypeError)
 
 
 def test_losses_that_are_no_function_are_refused():
