@@ -13,7 +13,6 @@ from fuzz_rules import (
     NOT_NEGATIVE,
     OF_TWO,
     OPTION,
-    POSITIVE,
     RULES,
     SWITCH,
     TREE,
@@ -68,6 +67,17 @@ OPTIMIZERS = {
         {},
         lambda: {"optimizers": {"small": jd.sgd(0.1), "large": jd.adamw()}, "labels": _by_name},
         kinds({"labels"}),
+    ),
+    "noised": _optimizer(
+        jd.noised,
+        {"multiplier": NOT_NEGATIVE - {"true"}, "max_norm": NOT_NEGATIVE - {"true"}, "batch_size": kinds({"scalar"})},
+        lambda: {
+            "optimizer": jd.sgd(0.1),
+            "key": random.key(0),
+            "multiplier": 1.0,
+            "max_norm": 1.0,
+            "batch_size": 4.0,
+        },
     ),
     "global_norm": Call(
         jd.global_norm,
@@ -212,29 +222,53 @@ OBJECTIVES = {
 }
 
 
-def _returning(given: Any):
-    """Losses that return what is given: a valid value stands for the usual losses."""
-    return losses if given == "losses" else lambda params, x: given
+USUAL = object()
+"""Stands for what losses usually return. Garbage in its place is what they return too."""
+
+CONSTANTS = kinds({"wrong_shape", "scalar", "nans", "meta", "nested", "record"})
 
 
-def _jacobian(losses, params, x, **options):
-    return jd.jacobian_fn(losses, **options)(params, x)
+def _returning(returned: Any, losses: Any) -> Any:
+    return losses if returned is USUAL else lambda params, x: returned
 
 
-def _gramian(losses, params, x, weights, **options):
-    return jd.gramian_fn(losses, **options)(params, x)[-1](weights)
+def _jacobian(losses, returned, params, x, **options):
+    return jd.jacobian_fn(_returning(returned, losses), **options)(params, x)
 
 
-def _weighted(losses, params, x, weights, last, **options):
-    return jd.weighted_fn(losses, **options)(params, x)[-1](weights, last=last)
+def _gramian(losses, returned, params, x, weights, **options):
+    found, _, pullback = jd.gramian_fn(_returning(returned, losses), **options)(params, x)
+    return pullback(weights if returned is USUAL else torch.ones(len(found)))
 
 
-_OF_TWO = {"scale": OPTION | POSITIVE | {"nans"}, "x": EVERYTHING, "argnums": kinds({"list"}) - {"list"}}
+def _squared_norms(losses, returned, params, x, weights, **options):
+    found, _, pullback = jd.squared_norms_fn(_returning(returned, losses), **options)(params, x)
+    return pullback(weights if returned is USUAL else torch.ones(len(found)))
+
+
+def _cross(losses, returned, params, batch_a, batch_b, scale):
+    return jd.cross_gramian_fn(_returning(returned, losses), scale=scale)(params, batch_a, batch_b)
+
+
+def _weighted(losses, returned, params, x, weights, last, **options):
+    values, pullback = jd.weighted_fn(_returning(returned, losses), **options)(params, x)
+    m = len(jd.objective_names(values))
+    return pullback(weights if returned is USUAL else torch.ones(m), last=last)
+
+
+_OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
 _LOSSES = kinds({"losses"})
 
 
 def _argument() -> dict[str, Any]:
-    return {"losses": losses, "params": params(), "x": x(), "has_aux": False, "scale": jd.scale_state()}
+    return {
+        "losses": losses,
+        "returned": USUAL,
+        "params": params(),
+        "x": x(),
+        "has_aux": False,
+        "scale": jd.scale_state(),
+    }
 
 
 ENGINES = {
@@ -250,6 +284,25 @@ ENGINES = {
         _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
         _LOSSES,
     ),
+    "squared_norms_fn": Call(
+        _squared_norms,
+        lambda: {**_argument(), "argnums": 0, "weights": torch.ones(2)},
+        _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
+        _LOSSES,
+    ),
+    "cross_gramian_fn": Call(
+        _cross,
+        lambda: {
+            "losses": losses,
+            "returned": USUAL,
+            "params": params(),
+            "batch_a": (x(),),
+            "batch_b": (x(),),
+            "scale": jd.scale_state(),
+        },
+        {"scale": OPTION | {"scalar"}, "returned": CONSTANTS},
+        _LOSSES,
+    ),
     "weighted_fn": Call(
         _weighted,
         lambda: {**_argument(), "weights": torch.ones(2), "last": False},
@@ -259,15 +312,16 @@ ENGINES = {
     "jacobian_engine": Call(jd.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}),
     "gramian_engine": Call(jd.gramian_engine, dict),
     "weighted_engine": Call(jd.weighted_engine, dict),
+    "features_engine": Call(jd.features_engine, dict),
 }
 
 
-def _train_state(params, x, **others):
-    return jd.train_state(params, x, **others)
+def _train_state(params, x, losses, returned, **others):
+    return jd.train_state(params, x, losses=_returning(returned, losses), **others)
 
 
-def _step(state, x, **others):
-    return jd.step(state, x, **others)
+def _step(state, x, losses, returned, **others):
+    return jd.step(state, x, losses=_returning(returned, losses), **others)
 
 
 def _chosen(losses, state, x, aggregator):
@@ -285,6 +339,7 @@ TRAINING = {
             "params": params(),
             "x": x(),
             **method(),
+            "returned": USUAL,
             "scale": jd.scale_state(),
             "buffers": (),
             "engine": "auto",
@@ -295,8 +350,8 @@ TRAINING = {
     ),
     "step": Call(
         _step,
-        lambda: {"state": state(), "x": x(), **method(), "engine": "auto", "has_aux": False},
-        {"x": EVERYTHING},
+        lambda: {"state": state(), "x": x(), **method(), "returned": USUAL, "engine": "auto", "has_aux": False},
+        {"x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
     "steps": Call(

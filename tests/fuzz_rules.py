@@ -70,6 +70,7 @@ def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] 
 
     def use(**hyper: Any) -> None:
         rule, J = getattr(jd, name)(**hyper), three_rows()
+        rule = rule[0] if name == "held" else rule
         first = jd.aggregate(rule, J, None, J, losses=J["b"])
         jd.aggregate(rule, J, first.state, J, losses=J["b"])
 
@@ -84,7 +85,9 @@ _EACH = _number([1.0, 2.0, 1.0])
 
 RULES = {
     "aligned_mtl": _rule("aligned_mtl", {"preference": OPTION}, preference=_EACH, scale_mode=_number("min")),
+    "auto_clipped": _rule("auto_clipped", {"gamma": POSITIVE}, gamma=_number(0.1)),
     "cagrad": _rule("cagrad", {"c": NOT_NEGATIVE}, c=_number(0.5)),
+    "clipped": _rule("clipped", {"max_norm": POSITIVE}, max_norm=_number(1.0)),
     "config": _rule("config", {"preference": OPTION}, preference=_EACH),
     "constant": _rule("constant", {"weights": kinds({"nans", "meta"})}, weights=_EACH),
     "cosmos": _rule("cosmos", {"lambda_": NOT_NEGATIVE}, lambda_=_number(0.5), weights=_EACH),
@@ -104,6 +107,7 @@ RULES = {
     "gradnorm": _rule("gradnorm", {"alpha": NOT_NEGATIVE, "rate": NOT_NEGATIVE}, alpha=_number(1.0), rate=_number(0.1)),
     "gradvac": _rule("gradvac", {"beta": NOT_NEGATIVE}, key=lambda: random.key(0), beta=_number(0.5)),
     "grouped": _rule("grouped", rules=lambda: {"w": jd.upgrad(), "b": jd.mean()}),
+    "held": _rule("held", rule=jd.upgrad),
     "imtl_g": _rule("imtl_g"),
     "imtl_l": _rule("imtl_l", {"rate": POSITIVE}, rate=_number(0.1)),
     "krum": _rule("krum", {"n_byzantine": kinds({"zero"})}, n_byzantine=_number(0), n_selected=_number(1)),
@@ -120,6 +124,12 @@ RULES = {
     ),
     "modo": _rule("modo", {"rate": NOT_NEGATIVE, "ridge": NOT_NEGATIVE}, rate=_number(0.1), ridge=_number(0.1)),
     "nash_mtl": _rule("nash_mtl", {"max_norm": NOT_NEGATIVE}, max_norm=_number(1.0), every=_number(1)),
+    "natural_gradient": _rule(
+        "natural_gradient",
+        {"damping": NOT_NEGATIVE, "relative": SWITCH},
+        damping=_number(0.1),
+        relative=_number(False),
+    ),
     "pbi": _rule(
         "pbi", {"theta": NOT_NEGATIVE, "reference": OPTION}, theta=_number(1.0), weights=_EACH, reference=_EACH
     ),
@@ -194,6 +204,7 @@ AGGREGATION = {
     "no_gradients": _view("no_gradients", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "losses": _view("losses", {"jacobian": EVERYTHING, "other": EVERYTHING, "losses": FLOATS}),
     "gramian": _view("gramian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
+    "norms": _view("norms", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "cross_gramian": _view("cross_gramian", {"losses": EVERYTHING}),
     "end_epoch": Call(jd.end_epoch, lambda: {"state": _dwa_state()}),
     "after_step": Call(

@@ -154,8 +154,10 @@ def _law(name: str) -> Call:
         J = torch.eye(2, dtype=torch.float64)
         return {"rule": jd.mean(), "jacobian": J, "other": J, "losses": torch.ones(2, dtype=torch.float64)}
 
-    unused = EVERYTHING if name == "non_finite" else kinds()
-    return Call(use, valid, {"losses": OPTION | OF_LOSSES, "other": unused})
+    fine = {"losses": OPTION | OF_LOSSES}
+    if name == "non_finite":
+        fine |= {"jacobian": OF_TWO, "other": EVERYTHING}
+    return Call(use, valid, fine)
 
 
 _FAST = settings(max_examples=1, database=None, phases=[Phase.generate], deadline=None)

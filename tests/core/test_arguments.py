@@ -1,0 +1,140 @@
+"""Checks of arguments: what they take, what they refuse, and in which words."""
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.core.arguments import (
+    check_device,
+    check_flag,
+    check_function,
+    check_integer,
+    check_mapping,
+    check_number,
+    check_option,
+    check_scalar,
+    check_type,
+    described,
+    is_size,
+    is_too_large,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones(2, 3), "torch.float32 [2, 3]"),
+        (torch.eye(2).to_sparse(), "torch.float32 [2, 2] (sparse_coo)"),
+        (torch.ones(4, device="meta"), "torch.float32 [4]"),
+        (None, "None"),
+        (True, "True"),
+        (1.5, "1.5"),
+        (np.float32("nan"), "nan"),
+        ("name", "'name'"),
+        ("x" * 100, "str that is too long to show"),
+        (10**400, "int that is too long to show"),
+        (10**5000, "int that is too long to show"),  # more digits than Python writes
+        ([1, 2], "list"),
+        (int, "the class int"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_values_are_described_in_a_few_words(value, words):
+    assert described(value) == words
+
+
+@given(st.integers())
+def test_integers_are_too_large_where_no_float_holds_them(n):
+    for value in (n, n * 10**300):
+        try:
+            float(value)
+        except OverflowError:
+            assert is_too_large(value)
+        else:
+            assert not is_too_large(value)
+
+
+@given(st.integers(-3, 9), st.integers(-3, 9))
+def test_integers_of_a_range_pass(n, least):
+    if n >= least:
+        check_integer("f", "n", n, least, "Pass 1.")
+    else:
+        with pytest.raises(ValueError, match=rf"^f: n must be an integer of at least {least}, found {n}\. Pass 1\.$"):
+            check_integer("f", "n", n, least, "Pass 1.")
+
+
+@given(st.floats(allow_nan=True) | st.integers())
+def test_numbers_of_a_range_pass(x):
+    if x >= 1:
+        check_number("f", "x", x, 1, "Pass 2.")
+    else:
+        with pytest.raises(ValueError, match=r"^f: x must be a number >= 1, found .*\. Pass 2\.$"):
+            check_number("f", "x", x, 1, "Pass 2.")
+
+
+TAKEN = {
+    "flag": lambda: check_flag("f", "x", False),
+    "size": lambda: check_integer("f", "x", 2**31 - 1, 0, "."),
+    "infinity": lambda: check_number("f", "x", float("inf"), 0, "."),
+    "number of numpy": lambda: check_number("f", "x", np.float32(2), 0, "."),
+    "scalar": lambda: check_scalar("f", "x", torch.tensor(2.0), "."),
+    "function": lambda: check_function("f", "x", len, "."),
+    "record": lambda: check_type("f", "x", 1, int, "."),
+    "dict": lambda: check_mapping("f", "x", {"a": 1}, "."),
+    "option": lambda: check_option("f", "x", "a", ("a", "b"), "."),
+    "no device": lambda: check_device("f", None),
+    "name of a device": lambda: check_device("f", "cuda:1"),
+    "device": lambda: check_device("f", torch.device("meta")),
+}
+
+
+@pytest.mark.parametrize("check", TAKEN.values(), ids=TAKEN)
+def test_what_is_valid_passes(check):
+    check()
+
+
+REFUSED = {
+    "flag": (lambda: check_flag("f", "x", 1), TypeError, "True or False, found 1. Pass x=True"),
+    "integer": (lambda: check_integer("f", "x", True, 0, "Pass 1."), ValueError, "at least 0, found True. Pass 1."),
+    "tensor": (lambda: check_integer("f", "x", torch.tensor(1), 0, "Pass 1."), TypeError, "Python integer, as loops"),
+    "large": (lambda: check_integer("f", "x", 2**31, 0, "Pass 1."), ValueError, "at least 0, found 2147483648."),
+    "no number": (lambda: check_number("f", "x", "1", 0, "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
+    "huge": (lambda: check_number("f", "x", 10**400, 0, "Pass 1."), ValueError, ">= 0, found int that is too long"),
+    "vector": (
+        lambda: check_scalar("f", "x", torch.ones(2), "Pass 1."),
+        ValueError,
+        "found torch.float32 [2]. Pass 1.",
+    ),
+    "function": (lambda: check_function("f", "x", 1, "Pass len."), TypeError, "a function, found int. Pass len."),
+    "record": (lambda: check_type("f", "x", "1", int, "Pass 1."), TypeError, "a int, found '1'. Pass 1."),
+    "keys": (lambda: check_mapping("f", "x", {1: 1}, "Pass {}."), TypeError, "a dict by names, found dict. Pass {}."),
+    "option": (lambda: check_option("f", "x", 1, ("a", "b"), "Pass a."), ValueError, "one of a, b, found 1. Pass a."),
+    "device": (lambda: check_device("f", "gpu"), ValueError, "or its name, found 'gpu'. Pass for instance"),
+    "index": (lambda: check_device("f", 1.5), TypeError, "or its name, found 1.5. Pass for instance"),
+}
+
+
+@pytest.mark.parametrize(("check", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_is_refused_with_place_finding_and_cure(check, error, words):
+    with pytest.raises(error, match=r"^f: (x|device) must be ") as raised:
+        check()
+    assert words in str(raised.value)
+
+
+@given(st.integers(-(2**70), 2**70))
+def test_sizes_fit_64_bits(n):
+    assert is_size(n) == (-(2**63) <= n < 2**63)
+    assert not is_size(True)
+    assert not is_size(float(n))
+
+
+def test_a_size_that_is_traced_is_one_without_a_guard():
+    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
+    count = torch._dynamo.testing.CompileCounter()
+    f = torch.compile(lambda x: x + is_size(x.shape[0]), fullgraph=True, backend=count, dynamic=True)
+    for n in (3, 4, 70):
+        assert torch.equal(f(torch.zeros(n)), torch.ones(n))
+    assert count.frame_count == 1
