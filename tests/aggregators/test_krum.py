@@ -101,7 +101,7 @@ def test_numbers_of_rows_that_do_not_fit_are_refused():
     for numbers, name in (((-1,), "n_byzantine"), ((1.5,), "n_byzantine"), ((1, 0), "n_selected")):
         with pytest.raises(ValueError, match=rf"krum: {name} must be an integer of at least"):
             krum(*numbers)
-    with pytest.raises(TypeError, match=r"krum: n_byzantine must be a Python integer, found a tensor.*Pass a number"):
+    with pytest.raises(TypeError, match=r"krum: n_byzantine must be a Python integer, .*, found torch.int64 \[\]"):
         krum(torch.tensor(1))
     with pytest.raises(ValueError, match=r"krum: expected at least 7 rows, with n_byzantine=4 .* found 6. Use more"):
         aggregate(krum(4), SIX)

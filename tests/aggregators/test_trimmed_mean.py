@@ -99,7 +99,7 @@ def test_numbers_of_rows_that_do_not_fit_are_refused():
     for trim in (-1, 0.5):
         with pytest.raises(ValueError, match=r"trimmed_mean: trim must be an integer of at least 0"):
             trimmed_mean(trim)
-    with pytest.raises(TypeError, match=r"trimmed_mean: trim must be a Python integer, found a tensor.*Pass a number"):
+    with pytest.raises(TypeError, match=r"trimmed_mean: trim must be a Python integer, .*, found torch.int64 \[\]"):
         trimmed_mean(torch.tensor(1))
     with pytest.raises(ValueError, match=r"trimmed_mean: expected at least 7 rows, with trim=3, found 5. Use more"):
         aggregate(trimmed_mean(3), FIVE)
