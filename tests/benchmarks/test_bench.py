@@ -101,6 +101,7 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
 
 
 def test_only_what_is_named_runs_and_graphs_only_by_name():
+    pytest.importorskip("torchjd")
     _chosen, _options = (getattr(import_module("benchmarks.__main__"), name) for name in ("_chosen", "_options"))
 
     def chosen(*names):
