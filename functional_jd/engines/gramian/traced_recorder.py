@@ -151,7 +151,8 @@ def recorded_vjp(
     inside: list[list[Tensor]] = []
 
     def recorded(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        points, constants = inputs[: len(leaves)], inputs[len(leaves) :]
+        # Views: while torch.compile traces, the inputs themselves do not say that they require grad.
+        points, constants = [x.view_as(x) for x in inputs[: len(leaves)]], inputs[len(leaves) :]
         outputs, extra = f(points, TracedRecorder(points, constants, seen, ends))
         inside[:] = [outputs, [*[output for _, output in ends], *points]]
         return outputs, (extra, [source for source, _ in ends])
