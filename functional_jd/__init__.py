@@ -32,6 +32,7 @@ from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.imtl_g import imtl_g
 from functional_jd.aggregators.imtl_l import imtl_l
 from functional_jd.aggregators.krum import krum
+from functional_jd.aggregators.levenberg_marquardt import levenberg_marquardt
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.mgda import mgda
 from functional_jd.aggregators.moco import moco
@@ -157,6 +158,7 @@ __all__ = [
     "jacobian_engine",
     "jacobian_fn",
     "krum",
+    "levenberg_marquardt",
     "losses",
     "mean",
     "merge",

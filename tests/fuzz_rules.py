@@ -124,6 +124,7 @@ RULES = {
     ),
     "modo": _rule("modo", {"rate": NOT_NEGATIVE, "ridge": NOT_NEGATIVE}, rate=_number(0.1), ridge=_number(0.1)),
     "nash_mtl": _rule("nash_mtl", {"max_norm": NOT_NEGATIVE}, max_norm=_number(1.0), every=_number(1)),
+    "levenberg_marquardt": _rule("levenberg_marquardt", {"damping": POSITIVE}, damping=_number(0.5)),
     "natural_gradient": _rule(
         "natural_gradient",
         {"damping": NOT_NEGATIVE, "relative": SWITCH},

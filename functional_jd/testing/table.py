@@ -299,6 +299,13 @@ RULES: dict[str, Entry] = {
         {"damping": _RATES},
         wide=False,
     ),
+    "levenberg_marquardt": Entry(
+        lambda f, damping=1.0: f(damping),
+        (_ORDER, _ROTATE),
+        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the direction is in the unit of parameters"},
+        {"damping": _RATES},
+        wide=False,
+    ),
     "cr_mogm": Entry(
         lambda f, **hyper: f(upgrad(), **hyper),
         (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),

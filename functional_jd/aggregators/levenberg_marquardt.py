@@ -1,0 +1,84 @@
+"""Levenberg-Marquardt: natural gradients of residuals, with a damping that follows how well steps are predicted."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
+from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.core.safe import divide
+from functional_jd.core.types import Gramian, Weights
+from functional_jd.solvers.damped import damped_solve
+
+_View = tuple[Gramian, Tensor]
+
+
+class LevenbergMarquardtState(NamedTuple):
+    """The state of Levenberg-Marquardt, all float64 `[]`.
+
+    Attributes:
+        damping: the damping of the last step; before the first, that of the first.
+        growth: what the damping is multiplied by if the next step fails.
+        value: half the sum of the squared residuals before the last step.
+        predicted: how much the last step should lower it; 0 before the first.
+    """
+
+    damping: Tensor
+    growth: Tensor
+    value: Tensor
+    predicted: Tensor
+
+
+def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
+    """The damped step of Gauss and Newton for residuals r, with a damping that adapts.
+
+    `weights = (G + lambda 1)^-1 r`, as `natural_gradient(lambda)`. With q the decrease of `|r|^2 / 2` since the last
+    call by the decrease that the last step predicts, `lambda <- lambda max(1/3, 1 - (2 q - 1)^3)` for `q > 0`; else
+    `lambda <- lambda nu`, `nu <- 2 nu`, where nu starts from 2 after every step with `q > 0`.
+
+    Args:
+        damping: the first damping, in the unit of a squared gradient; positive. A number or a tensor `[]`.
+
+    Returns:
+        A rule that needs the Gramian and the losses: `aggregate(rule, jacobian, state, losses=residuals)`. Weights
+        `[m]`, float64, of any sign; differentiable with respect to Jacobian, residuals, state and `damping` where q is
+        not zero.
+
+    Raises:
+        TypeError, ValueError: `damping` is not a number or a tensor `[]`, or not positive; when called, no losses.
+
+    Laws:
+        The prediction is that of a step with learning rate 1 on the same residuals: take `sgd(1.0)`, and the whole
+        batch in every step. A step that fails is not taken back, but the next ones are shorter. The damping stays above
+        the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again.
+
+    Source:
+        Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.
+
+    Differs:
+        From Levenberg-Marquardt in solvers, which evaluate a step before they take it.
+    """
+    damping = hyper_parameter(damping, "levenberg_marquardt: damping", POSITIVE, "The default is 1e-3.")
+
+    def init(view: _View) -> LevenbergMarquardtState:
+        zero = view[1].new_zeros(())
+        return LevenbergMarquardtState(zero + damping, zero + 2, zero, zero)
+
+    def update(view: _View, state: LevenbergMarquardtState) -> tuple[Weights, LevenbergMarquardtState]:
+        G, r = view
+        value = r @ r / 2
+        is_first = state.predicted == 0
+        ratio = divide(state.value - value, state.predicted, otherwise=1)
+        works = ratio > 0
+        shrink = (1 - (2 * torch.where(works, ratio, 1).clamp(max=1) - 1) ** 3).clamp(min=1 / 3)
+        adapted = state.damping * torch.where(works, shrink, state.growth)
+        least = 8 * len(r) * torch.finfo(G.dtype).eps * G.detach().diagonal().amax()
+        now = torch.where(is_first, state.damping, torch.maximum(adapted, least))
+        growth = torch.where(works | is_first, 2, 2 * state.growth)
+        w = damped_solve(G, r, now)
+        predicted = (G @ w) @ (r + now * w) / 2  # |r|^2 - |r - G w|^2 without cancellation, as r - G w = lambda w
+        return w, LevenbergMarquardtState(now, growth, value, predicted)
+
+    return Aggregator(gramian_and_losses, init, update)
