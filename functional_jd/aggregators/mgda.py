@@ -24,7 +24,8 @@ def mgda() -> Aggregator:
 
     Laws:
         Never conflicts: `<direction, g_i> >= |direction|^2`, with equality where the weight is positive. Homogeneous in
-        the Jacobian; never longer than the shortest row, and accurate relative to that row, however long others are.
+        the Jacobian; never longer than the shortest row, and accurate relative to that row, however long others are,
+        to 1e-16 k^2 where rows cancel each other that are k times as long.
         Zero if and only if the Jacobian is stationary. Equal rows share one weight. Rows of zeros share all of it. A
         non-finite Gramian gives NaN weights.
 

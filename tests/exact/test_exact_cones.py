@@ -3,6 +3,7 @@
 from decimal import Decimal
 
 import numpy as np
+import torch
 from bounds import check_within, eps
 from exact.cones import complementary, least_norm_weights, of_greatest_least_gain, on_dual_cone
 from exact.decimals import decimals, floats, length, lengths, precisely, unit_rows
@@ -71,7 +72,10 @@ def test_mgda_is_the_point_of_least_norm_as_accurate_as_the_shortest_row(J):
         E = decimals(J)
         expected = least_norm_weights(E) @ E
         shortest = min(lengths(E))
-        error = bound(J, 1, 1) / resolution(J)
+        # The weights sum to one: to a unit row belongs one more entry, its share of the shortest row.
+        N, norms = unit_rows(E)
+        extended = torch.cat([floats(N), floats(shortest / norms).unsqueeze(1)], dim=1)
+        error = 2 * ROUNDINGS * eps() / min(resolution(J), resolution(extended)) ** 2
         found = check_direction(J, aggregate(mgda(), J), expected, shortest, error)
         assert (unit_rows(E)[0] @ found >= -Decimal(error) * shortest).all()
 
