@@ -150,4 +150,6 @@ def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -
                 rows[k] = mine = (g.new_zeros if index else g.new_empty)(m, *shape)
             if mine is not None:
                 mine[place] = 0 if g is None else g
+            g = None
+        part.clear()  # `enumerate` and the caller hold the list while the next part is differentiated
     return rows

@@ -1,5 +1,7 @@
 """Which way back is taken: read from the graph, decided by shapes alone."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +13,7 @@ from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
@@ -114,3 +117,17 @@ def test_memory_follows_the_chunk_size_however_many_objectives(mode, chunk_size,
     torch.testing.assert_close(
         torch.vmap(lambda p: jacobian_fn(losses, scale=scale, mode=mode, chunk_size=400)(p)[0])(p[None])[0], expected
     )
+
+
+def test_each_row_is_freed_before_the_next_one_is_differentiated():
+    made = []
+
+    def row(value):
+        assert not [reference for reference in made if reference() is not None]
+        gradient = torch.full((1 << 15,), value)
+        made.append(weakref.ref(gradient))
+        return [gradient]
+
+    (rows,) = stack_rows((row(float(i)) for i in range(3)), 3)
+    assert len(made) == 3
+    assert torch.equal(rows, torch.arange(3.0)[:, None].expand(3, 1 << 15))
