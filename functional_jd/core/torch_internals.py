@@ -31,6 +31,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `frame` of `utils.checkpoint._checkpoint_hook`, `_CheckpointFrame.recompute_fn` | the same | loudly |
 | `gen` and `new_frame` inside `utils.checkpoint.checkpoint` (`_checkpoint_impl`) | `calling_modules` | loudly |
 | `nn.Module._call_impl`, `_parameters`, `_buffers` | `calling_modules`, `module_tensors` | loudly |
+| `nn.Module._apply` | `functional`, for modules that convert themselves | parameters of other dtypes |
 | globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
 | globals of functions of `nn.functional` that draw | `keyed` | loudly |
 """
@@ -203,6 +204,11 @@ def in_reentrant_checkpoint() -> bool:
 def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
     """The parameters and the buffers of a module, without those of its children, where it keeps them."""
     return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
+
+
+def converts_as_usual(module: nn.Module) -> bool:
+    """Whether `to`, `float` and the like do to a module what they do to every `nn.Module`."""
+    return type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
 
 
 def untraced(handler: Any) -> Any:

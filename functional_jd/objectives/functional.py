@@ -10,6 +10,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from functional_jd.core.torch_internals import converts_as_usual, module_tensors
+
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
 
@@ -90,8 +92,7 @@ def _copy(module: nn.Module, tensors: dict[int, Tensor], copies: dict[int, nn.Mo
     for name, value in module.__dict__.items():
         if name not in ("_parameters", "_buffers", "_modules"):
             state[name] = _replaced(value, tensors, copies)
-    inherited = type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
-    if inherited and not torch.compiler.is_compiling():
+    if converts_as_usual(module) and not torch.compiler.is_compiling():
         state["_apply"] = partial(_convert, ref(copy))
     return copy
 
@@ -101,7 +102,7 @@ def _convert(copy: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) ->
     module = copy()
     for child in module.children() if recurse else ():
         child._apply(fn)  # pyright: ignore[reportPrivateUsage]
-    for tensors in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage]
+    for tensors in module_tensors(module):
         tensors.update({name: fn(x) for name, x in tensors.items() if x is not None})
     return module
 

@@ -406,3 +406,13 @@ def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
     with Seen() as seen:
         internals.ignoring_modes(nn.functional.dropout)(torch.ones(2), 0.5)
     assert "dropout" in seen.names
+
+
+def test_conversions_of_modules_go_through_one_method():
+    class Own(nn.Linear):
+        def _apply(self, fn, recurse=True):
+            return self
+
+    assert internals.converts_as_usual(nn.Linear(2, 2))
+    assert not internals.converts_as_usual(Own(2, 2))
+    assert Own(2, 2).double().weight.dtype == torch.float32
