@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function, refuse
+from functional_jd.core.declared import Declared
 from functional_jd.core.slow_path import StateJournal, attempt
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, Params, Tree
@@ -18,7 +19,7 @@ Dims = int | None | Sequence[int | None]
 
 
 @dataclass(frozen=True)
-class PerExample:
+class PerExample(Declared):
     """The function that `per_example` returns. The engines read the loss of one example from it."""
 
     loss: Callable[..., Any]
@@ -101,7 +102,7 @@ class PerExample:
 
 
 @dataclass(frozen=True)
-class Multitask:
+class Multitask(Declared):
     """The function that `multitask` returns. The engines read the trunk and the heads from it."""
 
     features: Callable[..., Tree]

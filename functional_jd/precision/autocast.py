@@ -6,13 +6,14 @@ before a transform takes it apart: vmap splits a biased `linear` into parts that
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
 from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, untraced
@@ -34,7 +35,8 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     dtype among its tensors; the others follow their inputs, and float64 stays float64.
 
     Args:
-        f: any function of tensors; its shapes and units stay what they are.
+        f: any function of tensors; its shapes and units stay what they are. Losses made by `multitask` or `per_example`
+            keep their structure.
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Returns:
@@ -74,6 +76,8 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
             f"autocast: dtype must be torch.float16 or torch.bfloat16, found {dtype}. "
             "Call the function as it is for full precision."
         )
+    if isinstance(f, Declared):
+        return f.each(partial(autocast, dtype=dtype))
     followed = with_op_tables(f)
 
     @wraps(f)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.torch_internals import function_name
 from functional_jd.core.tree import tree_map
@@ -56,6 +57,9 @@ class Policy(NamedTuple):
                 f"policy: expected a function, found {type(f).__name__}. "
                 "Pass the function, not its value: policy(...)(losses), not policy(...)(losses(params))."
             )
+
+        if isinstance(f, Declared):
+            return f.each(self)
 
         def with_casts(*args: Any, **kwargs: Any) -> Any:
             cast_args, cast_kwargs = self.cast_to_compute((args, kwargs))

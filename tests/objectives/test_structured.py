@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zoo import numbers
 
+import functional_jd as fj
 from functional_jd.objectives import multitask, per_example
 
 
@@ -120,3 +121,24 @@ def test_mistakes_are_named_with_their_cure(mistake):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()
+
+
+WRAPPERS = {"autocast": fj.autocast, "policy": fj.policy("params=float32,compute=bfloat16,output=float32")}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapper_keeps_the_structure(wrap):
+    trunk, top = (lambda p, x: x @ p["w"]), (lambda p, h, x: [(h @ p["v"]).square().mean(), 3 * h.mean()])
+    params = {"shared": {"w": torch.full((3, 2), 0.3)}, "heads": {"v": torch.tensor([0.7, -0.2])}}
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    found, _ = fj.jacobian_fn(wrap(fj.multitask(trunk, top)))(params, x)
+    expected, _ = fj.jacobian_fn(fj.multitask(wrap(trunk), wrap(top)))(params, x)
+    assert isinstance(found, fj.MultitaskJacobian)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not torch.equal(found.shared["w"], fj.jacobian_fn(fj.multitask(trunk, top))(params, x)[0].shared["w"])
+    loss = lambda w, x, y: (x @ w - y).square()
+    examples = wrap(fj.per_example(loss, in_dims=(0, None)))
+    assert (type(examples), examples.in_dims) == (fj.objectives.PerExample, (0, None))
+    w, y = torch.tensor([0.3, -0.7, 0.1]), torch.tensor(0.5)
+    alone = torch.stack([torch.func.grad(wrap(loss))(w, one, y) for one in x])
+    torch.testing.assert_close(fj.jacobian_fn(examples)(w, x, y)[0], alone)
