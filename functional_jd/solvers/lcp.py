@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.solvers.products import guessed_multipliers, solve_by_products
+from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import may_be_differentiated, on_host, opaque, solve, solve_upper
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent

@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/held.py`: what a rule every k steps costs in quality, and saves in time, on two problems."""
+"""`python tests/benchmarks/every_few_steps.py`: what a rule every k steps costs in quality, and saves in time."""
 
 from collections.abc import Callable
 from functools import partial

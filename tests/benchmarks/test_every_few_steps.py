@@ -1,6 +1,6 @@
 """The table of rules every few steps, on little data."""
 
-import held
+import every_few_steps as held
 import pytest
 
 import functional_jd as jd

@@ -11,8 +11,8 @@ from scipy.optimize import nnls
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from functional_jd.solvers import products
-from functional_jd.solvers.products import solve_by_products
+from functional_jd.solvers import by_products as products
+from functional_jd.solvers.by_products import solve_by_products
 
 TOLERANCE = 1e-13
 
