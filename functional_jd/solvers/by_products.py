@@ -16,6 +16,10 @@ _GUESSES_UNSEEN = 25
 _CORRECTIONS, _GRADIENTS = 4, 80
 # Residual of a correction, relative to what it corrects, below which float32 has nothing to add.
 _CORRECTED = 1e-5
+# Curvature, relative to the matrix, below which a direction of conjugate gradients is rounding: rows are dependent.
+_FLAT = 1e-5
+# Multipliers of this norm tell that rows are dependent or nearly so: their residuals say nothing of the signs.
+_LARGEST = 100.0
 # Rounds of exchanges after the guess, each for the problems with wrong signs.
 _EXCHANGES = 4
 
@@ -98,7 +102,7 @@ def _on_active_set(
         remaining -= 1
         s = s - _conjugate_gradients(rough, torch.where(running, residual, 0).to(rough.dtype), mask)
     wrong = (torch.where(active, s, w) < -tolerance * size) & free
-    return Found(s, active, wrong, ~(running | wrong.any(-1, keepdim=True)))
+    return Found(s, active, wrong, ~(running | wrong.any(-1, keepdim=True) | (size > _LARGEST)))
 
 
 def _conjugate_gradients(matrix: Tensor, right: Tensor, mask: Tensor) -> Tensor:
@@ -106,10 +110,12 @@ def _conjugate_gradients(matrix: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     x, residual, direction = torch.zeros_like(right), right, right
     square = torch.linalg.vecdot(right, right).unsqueeze(-1)
     enough = _CORRECTED**2 * square
+    flat = _FLAT * matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
     for _ in range(_GRADIENTS):
         image = (direction @ matrix) * mask
         curvature = torch.linalg.vecdot(direction, image).unsqueeze(-1)
-        length = torch.where(curvature > 0, square / curvature, 0)
+        steep = curvature > flat * torch.linalg.vecdot(direction, direction).unsqueeze(-1)
+        length = torch.where(steep, square / curvature, 0)
         x, residual = torch.addcmul(x, length, direction), torch.addcmul(residual, length, image, value=-1)
         before, square = square, torch.linalg.vecdot(residual, residual).unsqueeze(-1)
         if on_host(matrix) and not (square > enough).any():
