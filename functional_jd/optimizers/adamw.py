@@ -41,8 +41,8 @@ class AdamwState(NamedTuple):
 def adamw(
     lr: LearningRate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    eps: float | Tensor = 1e-8,
+    weight_decay: float | Tensor = 1e-2,
 ) -> Optimizer:
     """Adam with decoupled weight decay, step by step what `torch.optim.AdamW` does.
 
@@ -52,8 +52,8 @@ def adamw(
     Args:
         lr: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
         betas: how much of the running averages of the direction and of its square stays.
-        eps: added to the root, in the unit of the direction.
-        weight_decay: the share of params that goes in a step, in units of lr.
+        eps: added to the root, in the unit of the direction; a number or a tensor `[]`.
+        weight_decay: the share of params that goes in a step, in units of lr; a number or a tensor `[]`.
 
     Returns:
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
@@ -79,7 +79,8 @@ def adamw(
         >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
         >>> optimizer = adamw(lr=warm_up)
     """
-    check_settings("adamw", lr=lr, eps=eps, weight_decay=weight_decay)
+    check_settings("adamw", tensors=("lr", "eps", "weight_decay"), lr=lr, eps=eps, weight_decay=weight_decay)
+    are_numbers = not (isinstance(eps, Tensor) or isinstance(weight_decay, Tensor))  # which the fused kernel reads
     b1, b2 = _pair(betas)
     for name, beta in (("betas[0]", b1), ("betas[1]", b2)):
         if not 0 <= beta < 1:
@@ -101,7 +102,7 @@ def adamw(
                 "adamw: expected a direction and averages of the shapes of the parameters, found others. Start the "
                 "state anew with init(params)."
             )
-        if _undisturbed([*chain(*columns), state.steps, rate]):
+        if are_numbers and _undisturbed([*chain(*columns), state.steps, rate]):
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
@@ -114,7 +115,12 @@ def adamw(
             m = torch.lerp(at_least_float32(m), d, 1 - b1)
             v = (at_least_float32(v) * b2).addcmul(d, d, value=1 - b2)
             decayed = at_least_float32(p) * in_dtype_of(1 - rate * weight_decay, m)
-            return decayed - in_dtype_of(step_size, m) * (m / (_root(v) / in_dtype_of(correction, v) + eps)), m, v
+            return (
+                decayed
+                - in_dtype_of(step_size, m) * (m / (_root(v) / in_dtype_of(correction, v) + in_dtype_of(eps, v))),
+                m,
+                v,
+            )
 
         rows = [(moved(p, *rest), (p, *rest[1:])) for p, *rest in zip(*columns, strict=True)]
         chosen = [[_kept(moving, x.to(old[0].dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]

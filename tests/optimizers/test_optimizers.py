@@ -285,6 +285,33 @@ def test_vmap_over_learning_rates_is_the_loop(build, dtype):
         assert_close(tree_map(lambda x, i=i: x[i], found), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+SETTINGS = {
+    "eps": (lambda eps: adamw(0.1, eps=eps), [1e-3, 0.1, 2.0]),
+    "weight_decay": (lambda decay: adamw(0.1, weight_decay=decay), [0.0, 0.1, 3.0]),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_tensors_are_the_numbers_with_derivatives(name):
+    build, numbers = SETTINGS[name]
+    params, directions = tree(0, torch.float64), [tree(i, torch.float64) for i in range(1, 4)]
+    last = lambda value: run(build(value), params, directions)[0][-1]
+    values = torch.tensor(numbers, dtype=torch.float64)
+    together = torch.vmap(last)(values)
+    size = lambda value: sum(x.square().sum() for x in tree_leaves(last(value)))
+    for i, number in enumerate(numbers):
+        expected = last(number)
+        assert_close(last(values[i]), expected, rtol=0, atol=1e-14)
+        assert_close(tree_map(lambda x, i=i: x[i], together), expected, rtol=0, atol=1e-14)
+        point, h = values[i] + 1e-4, 1e-6  # off zero, so that both sides are in range
+        difference = (size(point + h) - size(point - h)) / (2 * h)
+        # Rounding divided by h, and h^2 times a third derivative, which 1/eps^4 bounds.
+        bound = float(size(point)) * 64 * torch.finfo(torch.float64).eps / h + h**2 / min(1.0, float(point)) ** 4
+        assert abs(torch.func.grad(size)(point) - difference) <= bound
+        leaf = point.clone().requires_grad_()
+        assert torch.equal(torch.autograd.grad(size(leaf), leaf)[0], torch.func.grad(size)(point))
+
+
 def trained(build):
     """Three steps down a quartic, as a function of the learning rate and the first params."""
 
