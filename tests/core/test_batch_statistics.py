@@ -119,3 +119,11 @@ def test_a_batch_inside_an_example_has_statistics(size, channels, fn):
     expected = rows if fn is fj.jacobian_fn else rows @ rows.mT
     # Sums of at most 12 terms, of which none exceeds 10, of differences that lose a digit or two.
     torch.testing.assert_close(fn(fj.per_example(loss))(w, x)[0], expected, rtol=0, atol=1e6 * torch.finfo(w.dtype).eps)
+
+
+def test_a_layer_of_momentum_zero_is_refused_too():
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3, momentum=0.0))
+    apply = fj.functional(net)
+    losses = fj.per_example(lambda p, x: apply(p, dict(net.named_buffers()), x[None])[0].square().sum())
+    with pytest.raises(ValueError, match=r"found batch_norm of a batch of one"):
+        fj.jacobian_fn(losses)(dict(net.named_parameters()), torch.ones(4, 2, 5))
