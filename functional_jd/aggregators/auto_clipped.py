@@ -27,7 +27,8 @@ def auto_clipped(gamma: Number = 0.01) -> Aggregator:
 
     Laws:
         No row adds more than 1 to the direction. Rows keep the order of their norms. Weights do not depend on other
-        rows. Where gamma is small against all norms, the unit of the losses does not matter.
+        rows. Where gamma is small against all norms, the unit of the losses does not matter. The heads of `multitask`
+        losses, which follow no rule, are not clipped.
 
     Source:
         Bu, Wang, Zha & Karypis, Automatic clipping: differentially private deep learning made easier and stronger,

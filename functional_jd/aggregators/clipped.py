@@ -28,7 +28,8 @@ def clipped(max_norm: Number) -> Aggregator:
     Laws:
         No row adds more than `max_norm` to the direction, which moves by at most that if a row is left out: the
         sensitivity of differential privacy. Equal to `total()` where all rows are short enough. Weights do not depend
-        on other rows. `grouped` clips every group of parameters by itself.
+        on other rows. `grouped` clips every group of parameters by itself. The heads of `multitask` losses, which
+        follow no rule, are not clipped.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.

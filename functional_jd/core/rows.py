@@ -35,16 +35,15 @@ def per_row(numbers: Tensor, leaf: Tensor) -> Tensor:
 def in_range(pullback: Callable[[Tensor], Tree]) -> Callable[[Tensor], Tree]:
     """The pullback of rows that were multiplied by a loss scale, for weights that are divided by it.
 
-    Such weights may lie below float32's range, and such rows near its end. The weights are therefore multiplied by the
-    power of two that brings the largest one to between 1/2 and 1 by their number, and the direction is divided by it,
-    in two steps. Powers of two add no rounding.
+    Such weights may lie below float32's range, and such rows near its end. Therefore a power of two brings the largest
+    of the m weights to at most 1/m, and the direction is multiplied by its inverse, in two steps. Powers of two add no
+    rounding.
 
     Args:
         pullback: a linear function of weights `[m]`, with a pytree of tensors as result.
 
     Returns:
-        The same function, for weights float64 `[m]`. A weight smaller than the largest one by more than 2^-100 may
-        count as 0.
+        The same function, for weights float64 `[m]` of any size. Weights below 2^-100 of the largest may count as 0.
     """
 
     def pulled(weights: Tensor) -> Tree:
