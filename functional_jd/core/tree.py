@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_jd.core import traced_tree
 from functional_jd.core.torch_internals import pytree_nodes
 from functional_jd.core.types import Tree
 
@@ -47,6 +48,8 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """Build the pytree with this structure and these leaves."""
+    if structure is None or isinstance(structure, traced_tree.Node):
+        return traced_tree.unflatten(structure, leaves[::-1])
     spec, empty, order = structure
     if empty is not None:
         rest = iter(leaves)
@@ -59,6 +62,10 @@ def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     """Return the leaves of a pytree that must have this structure (dicts match by key)."""
+    if structure is None or isinstance(structure, traced_tree.Node):
+        found: list[Any] = []
+        traced_tree.up_to(structure, tree, found)
+        return found
     spec, empty, order = structure
     leaves = _in_order(spec.flatten_up_to(tree), order)
     return leaves if empty is None else [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
@@ -71,12 +78,6 @@ def tree_leaves(tree: Tree) -> list[Tensor]:
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
-    if torch.compiler.is_compiling():
-
-        def or_empty(leaf: Any, *others: Any) -> Any:
-            return {} if _is_empty_dict(leaf) else f(leaf, *others)
-
-        return optree.tree_map(or_empty, tree, *rest, is_leaf=_is_empty_dict, namespace=NAMESPACE)
     leaves, structure = tree_flatten(tree)
     others = [leaves_like(structure, other) for other in rest]
     return tree_unflatten(structure, list(map(f, leaves, *others)))
@@ -84,7 +85,10 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 def tree_names(tree: Tree) -> list[str]:
     """Return the names of the leaves, such as `"layers.0.weight"`; a single tensor is named `"value"`."""
-    _, (_, _, order) = tree_flatten(tree)
+    structure = tree_flatten(tree)[1]
+    if structure is None or isinstance(structure, traced_tree.Node):
+        return [".".join(path) or "value" for path in traced_tree.paths(structure)]
+    _, _, order = structure
     paths = _in_order(optree.tree_paths(tree, namespace=NAMESPACE), order)
     return [".".join(str(part) for part in path) or "value" for path in paths]
 
@@ -196,7 +200,21 @@ def _description(value: Any) -> str:
 
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Flatten under torch.compile, which fails on empty dicts: they become leaves, which are left out of the result."""
+    """Flatten under torch.compile."""
+    leaves: list[Any] = []
+    structure = traced_tree.flatten(tree, leaves, _is_named_tuple)
+    return _traced_by_optree(tree) if structure is False else (leaves, structure)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    if not hasattr(kind, "_fields"):
+        return False
+    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
+    return entry is None or entry.type is not kind
+
+
+def _traced_by_optree(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """Flatten containers of any class. torch.compile fails on empty dicts: they become leaves that are left out."""
     ordered: list[bool] = []
 
     def is_leaf(node: Any) -> bool:

@@ -1,10 +1,14 @@
 """Pytrees: leaf order, round trips, foreign containers, and what is said about mistakes."""
 
-from collections import OrderedDict, namedtuple
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import optree
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,6 +17,7 @@ from torch.utils import _pytree
 from functional_jd.core import tree as trees
 
 Point = namedtuple("Point", ["z", "a"])
+ONE = torch.tensor(1.0)
 
 
 @dataclass
@@ -114,6 +119,103 @@ def test_leaves_of_an_ordered_dict_are_sorted_and_its_order_is_kept(compiled):
     assert doubled == OrderedDict(b=2, a=Point([OrderedDict(d=4, c=6), {}], {}))
     assert trees.tree_names(tree) == ["a.0.0.c", "a.0.0.d", "b"]
     torch.compiler.reset()
+
+
+class Registered(NamedTuple):
+    """A named tuple with a flattening of its own: the second field is no leaf."""
+
+    x: Tensor
+    name: str
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # optree doubts that named tuples should be registered
+    optree.register_pytree_node(
+        Registered, lambda r: ((r.x,), r.name), lambda name, x: Registered(*x, name), namespace="functional_jd"
+    )
+
+
+class Nothing(NamedTuple):
+    """A state without numbers."""
+
+
+FOR_TRACERS = {
+    "no fields": {"a": Nothing(), "b": (Nothing(), ONE)},
+    "tensor": ONE,
+    "dict": {"b": ONE, "a": {"d": ONE + 1, "c": ONE + 2}},
+    "numbers as keys": {2: ONE, 10: ONE + 1, 1: {}},
+    "ordered": {"o": OrderedDict(b=ONE, a=OrderedDict(d=ONE + 1, c=ONE + 2)), "e": OrderedDict()},
+    "sequences": [(ONE, [ONE + 1]), Point([], Point(ONE + 2, ONE + 3)), (), None],
+    "default": defaultdict(list, b=ONE, a=ONE + 1),
+    "foreign": [Foreign(ONE, {"z": ONE + 1}), ONE + 2],
+    "registered": {"r": Registered(ONE, "leaf?"), "a": None},
+    "no tensors": ("text", 3, 2.5, True, ONE),
+}
+
+
+@pytest.mark.parametrize("tree", FOR_TRACERS.values(), ids=FOR_TRACERS)
+def test_a_traced_flattening_is_that_of_optree(tree):
+    double = lambda x: 2 * x
+
+    def run(tree):
+        leaves, structure = trees.tree_flatten(tree)
+        again = trees.tree_unflatten(structure, [double(x) for x in leaves])
+        others = trees.leaves_like(structure, again)
+        pairs = trees.tree_map(lambda x, y: (x, y), tree, again)
+        return structure == trees.tree_flatten(again)[1], leaves, again, others, pairs, trees.tree_names(tree)
+
+    torch._dynamo.reset()
+    is_same, *found = torch.compile(run, fullgraph=True, backend="eager")(tree)
+    expected_same, *expected = run(tree)
+    assert is_same
+    assert expected_same
+    assert repr(found) == repr(expected)  # kinds, keys in their order, and leaves
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": ONE}, {"b": ONE}),
+        ({"a": ONE}, OrderedDict(a=ONE)),
+        (OrderedDict(a=ONE, b=ONE), OrderedDict(b=ONE, a=ONE)),
+        ([ONE], (ONE,)),
+        ([ONE], [ONE, ONE]),
+        ([ONE, {}], [{}, ONE]),
+        (Point(ONE, ONE), (ONE, ONE)),
+        (None, {}),
+        ({"a": ONE}, {"a": [ONE]}),
+    ],
+)
+def test_a_tracer_tells_structures_apart(one, other):
+    def differ(a, b):
+        return trees.tree_flatten(a)[1] != trees.tree_flatten(b)[1], trees.tree_flatten(a)[1] != trees.tree_flatten(a)[
+            1
+        ]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(differ, fullgraph=True, backend="eager")
+    assert compiled(one, other) == differ(one, other) == (True, False)
+
+    def add(a, b):
+        return trees.tree_map(torch.add, a, b)
+
+    try:
+        expected = add([one], [other])
+    except (ValueError, TypeError):
+        with pytest.raises(Exception, match=r"expected|must be Tensor"):
+            torch.compile(add, fullgraph=True, backend="eager")([one], [other])
+    else:
+        assert torch.compile(add, fullgraph=True, backend="eager")([one], [other]) == expected
+
+
+def test_the_order_of_keys_makes_no_other_structure_but_is_kept():
+    def mapped(a, b):
+        return trees.tree_flatten(a)[1] == trees.tree_flatten(b)[1], trees.tree_map(torch.sub, a, b)
+
+    one, other = {"b": ONE, "a": 3 * ONE}, {"a": ONE, "b": ONE}
+    is_same, difference = torch.compile(mapped, fullgraph=True, backend="eager")(one, other)
+    assert is_same
+    assert list(difference.items()) == [("b", 0), ("a", 2)]
 
 
 def test_map_refuses_another_structure():
