@@ -1,5 +1,6 @@
 """One thread per process, deterministic examples."""
 
+import gc
 import os
 
 import hypothesis
@@ -24,3 +25,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_collection_modifyitems(items):
     """Slow tests first: at the end, one of them would keep a single core busy."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish():
+    """Torch and ten thousand tests stay: the collector of garbage need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
