@@ -112,7 +112,7 @@ def _is_of_the_user(error: BaseException, is_function: bool, kind: str) -> bool:
     frames = _frames(error)
     ours = [index for index, file in enumerate(frames) if "/functional_jd/" in file]
     below = frames[ours[0] :] if ours else []
-    if any("/tests/fuzz" in file or "/torch/nn/modules/" in file for file in below):
+    if any("/tests/fuzz/" in file or "/torch/nn/modules/" in file for file in below):
         return True
     if re.match(r"(losses|loss_of_one|no_arguments)\(\) (takes|missing|got)", str(error)):  # it has no frame of its own
         return True

@@ -4,8 +4,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from fuzz import CALLABLE, EVERYTHING, Call
-from fuzz_rules import FLOATS, OF_TWO, OPTION, SWITCH, infos, kinds, rows
+from fuzz_values import FLOATS, OF_TWO, OPTION, SWITCH, infos, kinds, rows
+from garbage import CALLABLE, EVERYTHING, Call
 from hypothesis import Phase, settings
 from matplotlib import pyplot as plt
 
@@ -219,5 +219,3 @@ TESTING = {
     "rules_table": Call(testing.rules_table, dict),
     "with_rules_table": Call(testing.with_rules_table, lambda: {"text": "<!-- rules --><!-- /rules -->"}),
 }
-
-CALLS = {"functional_jd.plotting": PLOTTING, "functional_jd.testing": TESTING}

@@ -4,16 +4,27 @@ import importlib
 import inspect
 import pkgutil
 
-import fuzz_calls
 import fuzz_tools
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz import GARBAGE, outcome
+from fuzz_distributed import DISTRIBUTED
+from fuzz_losses import ENGINES, OBJECTIVES, TRAINING
+from fuzz_optimizers import OPTIMIZERS
+from fuzz_precision import PRECISION
+from fuzz_random import RANDOM
+from fuzz_rules import AGGREGATION, RULES
+from garbage import GARBAGE, Call, outcome
 
 import functional_jd
 
-CALLS = fuzz_calls.CALLS | fuzz_tools.CALLS
+CALLS: dict[str, dict[str, Call]] = {
+    "functional_jd": {**RULES, **AGGREGATION, **OPTIMIZERS, **PRECISION, **OBJECTIVES, **ENGINES, **TRAINING},
+    "functional_jd.random": RANDOM,
+    "functional_jd.distributed": DISTRIBUTED,
+    "functional_jd.plotting": fuzz_tools.PLOTTING,
+    "functional_jd.testing": fuzz_tools.TESTING,
+}
 
 RECORDS = "a record, whose fields the functions that take it check"
 EXCLUDED = {
@@ -110,7 +121,6 @@ def test_no_argument_is_forgotten(home, name):
 
 def test_garbage_is_judged():
     """The judge tells our errors from those of torch, of Python and of the user."""
-    from fuzz import Call
 
     def raising(error):
         def f(x):

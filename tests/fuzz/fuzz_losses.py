@@ -1,0 +1,238 @@
+"""Valid calls of what is given losses: objectives, engines, and steps; and what those losses return."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from fuzz_values import (
+    BATCHES,
+    EMPTY,
+    OPTION,
+    SWITCH,
+    TREE,
+    kinds,
+    loss_of_one,
+    losses,
+    method,
+    params,
+    state,
+    x,
+)
+from garbage import CALLABLE, EVERYTHING, Call
+
+import functional_jd as jd
+
+
+def _module() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(2, 1)
+
+
+def _apply(module, params, buffers, x):
+    return jd.functional(module)(params, buffers, x)
+
+
+def _split():
+    return jd.partition(params(), lambda name, _: name == "w")
+
+
+OBJECTIVES = {
+    "functional": Call(
+        _apply,
+        lambda: {"module": _module(), "params": dict(_module().named_parameters()), "buffers": {}, "x": x()},
+        {"buffers": kinds({"dict"}), "module": kinds({"module"}), "x": EVERYTHING},
+        kinds({"x"}),
+    ),
+    "partition": Call(
+        jd.partition,
+        lambda: {"tree": params(), "predicate": lambda name, _: name == "w"},
+        {"tree": TREE | EMPTY},
+        kinds({"predicate"}),
+    ),
+    "merge": Call(
+        jd.merge,
+        lambda: {"chosen": _split()[0], "rest": _split()[1]},
+        dict.fromkeys(("chosen", "rest"), kinds({"dict"})),
+    ),
+    "per_example": Call(
+        lambda loss, in_dims, params, x: jd.per_example(loss, in_dims)(params, x),
+        lambda: {"loss": loss_of_one, "in_dims": 0, "params": params(), "x": torch.ones(3, 2)},
+        {"in_dims": kinds({"zero"}), "x": EVERYTHING},
+        kinds({"loss"}),
+    ),
+    "multitask": Call(
+        lambda features, heads, params, x: jd.multitask(features, heads)(params, x),
+        lambda: {
+            "features": lambda shared, x: shared["w"] * x,
+            "heads": lambda own, features, x: features.sum() + own["b"],
+            "params": {"shared": params(), "heads": params()},
+            "x": x(),
+        },
+        {"x": EVERYTHING},
+        kinds({"features", "heads"}),
+    ),
+}
+
+
+USUAL = object()
+"""Stands for what losses usually return. Garbage in its place is what they return too."""
+
+CONSTANTS = kinds({"wrong_shape", "scalar", "nans", "meta", "nested", "record"})
+
+
+def _returning(returned: Any, losses: Any) -> Any:
+    return losses if returned is USUAL else lambda params, x: returned
+
+
+def _jacobian(losses, returned, params, x, **options):
+    return jd.jacobian_fn(_returning(returned, losses), **options)(params, x)
+
+
+def _gramian(losses, returned, params, x, weights, **options):
+    found, _, pullback = jd.gramian_fn(_returning(returned, losses), **options)(params, x)
+    return pullback(weights if returned is USUAL else torch.ones(len(found)))
+
+
+def _squared_norms(losses, returned, params, x, weights, **options):
+    found, _, pullback = jd.squared_norms_fn(_returning(returned, losses), **options)(params, x)
+    return pullback(weights if returned is USUAL else torch.ones(len(found)))
+
+
+def _cross(losses, returned, params, batch_a, batch_b, scale):
+    return jd.cross_gramian_fn(_returning(returned, losses), scale=scale)(params, batch_a, batch_b)
+
+
+def _weighted(losses, returned, params, x, weights, last, **options):
+    values, pullback = jd.weighted_fn(_returning(returned, losses), **options)(params, x)
+    m = len(jd.objective_names(values))
+    return pullback(weights if returned is USUAL else torch.ones(m), last=last)
+
+
+_OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
+_LOSSES = kinds({"losses"})
+
+
+def _argument() -> dict[str, Any]:
+    return {
+        "losses": losses,
+        "returned": USUAL,
+        "params": params(),
+        "x": x(),
+        "has_aux": False,
+        "scale": jd.scale_state(),
+    }
+
+
+ENGINES = {
+    "jacobian_fn": Call(
+        _jacobian,
+        lambda: {**_argument(), "argnums": 0, "mode": "loop", "chunk_size": 2},
+        _OF_TWO | {"chunk_size": OPTION, "argnums": kinds({"zero", "minus_one"})},
+        _LOSSES,
+    ),
+    "gramian_fn": Call(
+        _gramian,
+        lambda: {**_argument(), "argnums": 0, "weights": torch.ones(2)},
+        _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
+        _LOSSES,
+    ),
+    "squared_norms_fn": Call(
+        _squared_norms,
+        lambda: {**_argument(), "argnums": 0, "weights": torch.ones(2)},
+        _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
+        _LOSSES,
+    ),
+    "cross_gramian_fn": Call(
+        _cross,
+        lambda: {
+            "losses": losses,
+            "returned": USUAL,
+            "params": params(),
+            "batch_a": (x(),),
+            "batch_b": (x(),),
+            "scale": jd.scale_state(),
+        },
+        {"scale": OPTION | {"scalar"}, "returned": CONSTANTS},
+        _LOSSES,
+    ),
+    "weighted_fn": Call(
+        _weighted,
+        lambda: {**_argument(), "weights": torch.ones(2), "last": False},
+        _OF_TWO | {"weights": kinds({"nans", "meta"}), "last": SWITCH},
+        _LOSSES,
+    ),
+    "jacobian_engine": Call(jd.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}),
+    "gramian_engine": Call(jd.gramian_engine, dict),
+    "weighted_engine": Call(jd.weighted_engine, dict),
+    "features_engine": Call(jd.features_engine, dict),
+}
+
+
+def _train_state(params, x, losses, returned, **others):
+    return jd.train_state(params, x, losses=_returning(returned, losses), **others)
+
+
+def _step(state, x, losses, returned, **others):
+    return jd.step(state, x, losses=_returning(returned, losses), **others)
+
+
+def _chosen(losses, state, x, aggregator):
+    return jd.chosen_engine(losses, state, x, aggregator=aggregator)
+
+
+def _keep(info: Any) -> None:
+    pass
+
+
+TRAINING = {
+    "train_state": Call(
+        _train_state,
+        lambda: {
+            "params": params(),
+            "x": x(),
+            **method(),
+            "returned": USUAL,
+            "scale": jd.scale_state(),
+            "buffers": (),
+            "engine": "auto",
+            "has_aux": False,
+        },
+        {"x": EVERYTHING, "scale": OPTION},
+        _LOSSES,
+    ),
+    "step": Call(
+        _step,
+        lambda: {"state": state(), "x": x(), **method(), "returned": USUAL, "engine": "auto", "has_aux": False},
+        {"x": EVERYTHING, "returned": CONSTANTS},
+        _LOSSES,
+    ),
+    "steps": Call(
+        lambda **given: list(jd.steps(**given)),
+        lambda: {"step": partial(jd.step, **method()), "state": state(), "batches": [x()], "patience": 5},
+        {"patience": OPTION, "batches": BATCHES},
+        kinds({"step"}),
+        ("step",),
+    ),
+    "fit": Call(
+        jd.fit,
+        lambda: {
+            "step": partial(jd.step, **method()),
+            "state": state(),
+            "batches": [x()],
+            "on_step": _keep,
+            "progress": False,
+            "patience": 5,
+        },
+        {"patience": OPTION, "on_step": OPTION | {"class"}, "batches": BATCHES, "progress": SWITCH},
+        kinds({"step", "on_step"}),
+        ("step",),
+    ),
+    "chosen_engine": Call(
+        _chosen,
+        lambda: {"losses": losses, "state": state(), "x": x(), "aggregator": jd.upgrad()},
+        {"x": EVERYTHING, "losses": CALLABLE},
+        _LOSSES,
+    ),
+    "to_checkpoint": Call(jd.to_checkpoint, lambda: {"state": state()}, {"state": TREE | EMPTY}),
+    "from_checkpoint": Call(jd.from_checkpoint, lambda: {"checkpoint": jd.to_checkpoint(state()), "like": state()}),
+}

@@ -1,0 +1,70 @@
+"""Valid calls of precision and of loss scales."""
+
+from typing import Any
+
+import torch
+from fuzz_values import EMPTY, OF_TWO, OPTION, kinds, params, rows, values, x
+from garbage import CALLABLE, Call
+
+import functional_jd as jd
+
+
+def _scaled(**entries: Any) -> dict[str, Any]:
+    return jd.scale_state_to_dict(jd.scale_state(shape=(2,))) | entries
+
+
+class _Double(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: 2 * x)
+    backward = staticmethod(lambda ctx, g: 2 * g)
+
+
+PRECISION = {
+    "autocast": Call(
+        lambda f, dtype: jd.autocast(f, dtype)(x()),
+        lambda: {"f": torch.sum, "dtype": torch.bfloat16},
+        {"f": CALLABLE},
+        kinds({"f"}),
+    ),
+    "custom": Call(
+        lambda function, cast_inputs: jd.custom(function, cast_inputs=cast_inputs),
+        lambda: {"function": _Double, "cast_inputs": torch.float32},
+        {"function": OPTION, "cast_inputs": OPTION},
+    ),
+    "float32_island": Call(
+        lambda f: jd.float32_island(f)(x()), lambda: {"f": torch.sum}, {"f": CALLABLE}, kinds({"f"})
+    ),
+    "policy": Call(lambda description: jd.policy(description), lambda: {"description": "compute=float16"}),
+    "scale": Call(
+        jd.scale,
+        lambda: {"state": jd.scale_state(shape=2), "tree": values()},
+        {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
+    ),
+    "unscale": Call(
+        jd.unscale,
+        lambda: {"state": jd.scale_state(shape=2), "tree": rows()},
+        {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
+    ),
+    "update_scale": Call(
+        jd.update_scale,
+        lambda: {"state": jd.scale_state(), "finite": torch.tensor(True), "losses_finite": torch.tensor(True)},
+        {"losses_finite": OPTION},
+    ),
+    "select": Call(jd.select, lambda: {"finite": torch.tensor(True), "new": params(), "old": params()}),
+    "scale_state": Call(
+        jd.scale_state,
+        lambda: {
+            "init_scale": 2.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 5,
+            "shape": 2,
+            "device": "cpu",
+        },
+        {"growth_interval": kinds({"minus_one", "zero"}), "shape": kinds({"list"}), "device": OPTION},
+    ),
+    "no_scale": Call(jd.no_scale, lambda: {"device": "cpu"}, {"device": OPTION}),
+    "scale_state_to_dict": Call(jd.scale_state_to_dict, lambda: {"state": jd.scale_state()}),
+    "scale_state_from_dict": Call(
+        jd.scale_state_from_dict, lambda: {"entries": _scaled(), "device": "cpu"}, {"device": OPTION}
+    ),
+}
