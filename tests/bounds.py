@@ -4,8 +4,12 @@ A CPU adds up in an order of its own, by the width of its registers. So no test 
 added up: bounds are the epsilon of the dtype times the sum of the absolute terms, times what the problem makes of it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 # What a solver counts as zero, a few hundred roundings: it may leave that much of a wrong sign.
 _SOLVER = 512
@@ -71,6 +75,54 @@ def gramian_bound(rows: Tensor, size: float | Tensor = 1.0) -> Tensor:
 def half_the_digits(size: float | Tensor = 1.0) -> float:
     """What is left of a length that is known by its square only, or of the angle of nearly parallel rows."""
     return eps() ** 0.5 * float(size)
+
+
+def moved(inputs: Any, seed: int, by: float) -> Any:
+    """A pytree whose floating-point numbers are moved by a fraction of themselves, up or down."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x * (1 + by * (2 * torch.randint(2, x.shape, generator=draw) - 1).to(x.dtype))
+
+    return tree_map(move, inputs)
+
+
+def check_stable(found: Any, f: Callable[..., Any], *inputs: Any, roundings: int = 256) -> None:
+    """What was found is `f(*inputs)`, up to what some roundings of the inputs and of the result do to it.
+
+    The condition of the problem is measured: two stable ways of computing the same agree as far as it allows.
+
+    Args:
+        found: pytree of tensors.
+        f: another way to compute it. Pytrees are compared leaf by leaf, each to the size of its largest entry.
+        inputs: pytrees; their float64 tensors are moved.
+        roundings: by how many epsilons.
+    """
+    by = roundings * eps()
+    expected, *others = [tree_leaves(f(*at)) for at in (inputs, *[moved(inputs, seed, by) for seed in (1, 2, 3)])]
+    leaves = tree_leaves(found)
+    assert len(leaves) == len(expected)
+    for k, (x, y) in enumerate(zip(leaves, expected, strict=True)):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if not y.is_floating_point() or not y.numel():
+            assert torch.equal(x, y)
+            continue
+        check_within(x, y, by * y.abs().max() + max((other[k] - y).abs().max() for other in others))
+
+
+def check_products(found: Tensor, rows: Tensor, others: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    """Inner products of rows of models, whose entries are a few hundred roundings of their row's length off.
+
+    Args:
+        found: `[m, k]`.
+        rows: `[m, n]`, computed in another way.
+        others: `[k, n]`, the same.
+        dtype: the least precise one in which the rows were computed.
+    """
+    lengths = rows.double().norm(dim=1)[:, None] * others.double().norm(dim=1)
+    check_within(found, rows.double() @ others.double().mT, 2**10 * eps(dtype) * lengths)
 
 
 def check_within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
