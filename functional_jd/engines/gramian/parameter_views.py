@@ -62,7 +62,7 @@ def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
         return MATRIX, _padded(ahead // base.stride(0), base.shape[0] - view.shape[0])
     if view.is_contiguous() and base.is_contiguous():
         pad = _padded(ahead, base.numel() - view.numel())
-        return FLAT, lambda rows: pad(rows.flatten(1)).reshape(len(rows), *base.shape)
+        return FLAT, lambda rows: pad(rows.reshape(len(rows), -1)).reshape(len(rows), *base.shape)
     return FLAT, None
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import check_products, check_within, sum_bound
 from gramian_by_hand import (
     STEPS,
     STRANGE,
@@ -174,6 +175,15 @@ def test_uses_that_no_tap_may_take_alone_count(predict, kind, lean, monkeypatch)
     case = KINDS[kind](model_of(predict))
     expected = expectation_by_finite_differences(case) if predict is tangent else expectation(case)
     agree(found(case), expected, 1e-6, 1e-6)
+
+
+@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
+def test_single_entries_of_a_leaf_are_no_reason_to_form_the_rows():
+    w, x = numbers(3), numbers(4, seed=1)
+    gramian, _, pullback = gramian_fn(per_example(lambda w, x: w[1] * x + w[2]))(w, x)
+    rows = torch.stack([torch.zeros_like(x), x, torch.ones_like(x)], 1)
+    check_products(gramian, rows, rows)
+    check_within(pullback(WEIGHTS), WEIGHTS @ rows, sum_bound(WEIGHTS[:, None] * rows))
 
 
 def test_frequencies_and_renormed_tables_are_left_to_autograd():
