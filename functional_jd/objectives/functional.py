@@ -1,10 +1,10 @@
 """Modules as pure functions of their parameters and buffers."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -55,18 +55,25 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional: expected an nn.Module, found {type(module).__name__}. Pass the module itself.")
-    params_of = {id(p): name for name, p in module.named_parameters()}
-    buffers_of = {id(b): name for name, b in module.named_buffers()}
+    param_names = [name for name, _ in module.named_parameters()]
+    buffer_names = [name for name, _ in module.named_buffers()]
+    parts, places, ids = list(module.modules()), _places(module), {id(p) for p in module.parameters()}
 
     def apply(params: State, buffers: State, *args: Any, **kwargs: Any) -> tuple[Any, State]:
-        _check_names("params", params, params_of.values(), "named_parameters")
-        _check_names("buffers", buffers, buffers_of.values(), "named_buffers")
+        _check_names("params", params, param_names, "named_parameters")
+        _check_names("buffers", buffers, buffer_names, "named_buffers")
         # Losses may change buffers in place; a module that runs again in the backward pass changes them once more.
-        own = {name: buffers[name].detach().clone() for name in buffers_of.values()}
-        tensors = {key: params[name] for key, name in params_of.items()}
-        tensors |= {key: own[name] for key, name in buffers_of.items()}
-        copies: dict[int, nn.Module] = {}
-        copy = _copy(module, tensors, copies)
+        own = {name: buffers[name].detach().clone() for name in buffer_names}
+        given = {name: params[name] for name in param_names} | own
+        tensors = {place: given[name] for place, name in places.items()}
+        pairs = [
+            (x, tensors[id(part), name])
+            for part in parts
+            for kind in _KINDS
+            for name, x in part.__dict__[kind].items()
+            if (id(part), name) in tensors
+        ]
+        copy = _copy(module, _Copying(tensors, pairs, ids, {}))
         output = copy(*args, **kwargs)
         moved = {name: b.detach().clone() for name, b in copy.named_buffers() if name in own}
         return output, moved
@@ -74,24 +81,57 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     return apply
 
 
-def _copy(module: nn.Module, tensors: dict[int, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+_KINDS = ("_parameters", "_buffers")
+
+
+class _Copying(NamedTuple):
+    """A tree of modules that is being copied.
+
+    Attributes:
+        tensors: those of the copy, by the id of the module that they stand in, and their name there.
+        pairs: each tensor of the tree with that of the copy.
+        ids: those of the parameters of the tree.
+        copies: the modules copied so far, by id.
+    """
+
+    tensors: dict[tuple[int, str], Tensor]
+    pairs: list[tuple[Tensor, Tensor]]
+    ids: Set[int]
+    copies: dict[int, nn.Module]
+
+
+def _places(module: nn.Module) -> dict[tuple[int, str], str]:
+    """The dotted name of every tensor of a tree, by the id of the module that it stands in, and its name there. The
+    tensor itself may become another one: conversions and assignments replace buffers.
+    """
+    named = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        (id(part), name): named[id(x)]
+        for part in module.modules()
+        for tensors in module_tensors(part)
+        for name, x in tensors.items()
+        if x is not None
+    }
+
+
+def _copy(module: nn.Module, copying: _Copying) -> nn.Module:
     """A shallow copy of a tree of modules, with other tensors in the place of its parameters and buffers."""
-    if id(module) in copies:
-        return copies[id(module)]
-    copy = copies[id(module)] = module.__class__.__new__(module.__class__)
+    if id(module) in copying.copies:
+        return copying.copies[id(module)]
+    copy = copying.copies[id(module)] = module.__class__.__new__(module.__class__)
     state = copy.__dict__
     state.update(module.__dict__)
-    for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: None if x is None else tensors[id(x)] for name, x in module.__dict__[kind].items()}
+    for kind in _KINDS:
+        tensors = module.__dict__[kind].items()
+        state[kind] = {name: None if x is None else _replaced_at(module, name, x, copying) for name, x in tensors}
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-        state["_parameters"]["weight"] = tensors[id(module.weight)].clone()  # rows are shortened in place
+        state["_parameters"]["weight"] = state["_parameters"]["weight"].clone()  # rows are shortened in place
     state["_modules"] = {
-        name: None if child is None else _copy(child, tensors, copies)
-        for name, child in module.__dict__["_modules"].items()
+        name: None if child is None else _copy(child, copying) for name, child in module.__dict__["_modules"].items()
     }
     for name, value in module.__dict__.items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            state[name] = _replaced(value, tensors, copies)
+        if name not in (*_KINDS, "_modules"):
+            state[name] = _replaced(value, copying)
     if converts_as_usual(module) and not torch.compiler.is_compiling():
         state["_apply"] = partial(_convert, ref(copy))
     return copy
@@ -107,28 +147,34 @@ def _convert(copy: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) ->
     return module
 
 
-def _replaced(value: Any, tensors: dict[int, Tensor], copies: dict[int, nn.Module]) -> Any:
+def _replaced_at(module: nn.Module, name: str, x: Tensor, copying: _Copying) -> Tensor:
+    place = (id(module), name)
+    return copying.tensors[place] if place in copying.tensors else _replaced(x, copying)
+
+
+def _replaced(value: Any, copying: _Copying) -> Any:
     """What refers to the module's own tensors, or to modules of the tree, refers to those of the copy."""
     if isinstance(value, Tensor):
-        return tensors.get(id(value), value)
+        # Not by id: torch.compile guards on ids, and a module may set a new tensor on itself whenever it runs.
+        return next((new for old, new in copying.pairs if old is value), value)
     if isinstance(value, nn.Module):
-        return _copy(value, tensors, copies) if all(id(p) in tensors for p in value.parameters()) else value
+        return _copy(value, copying) if all(id(p) in copying.ids for p in value.parameters()) else value
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-        return partial(value.__func__, _replaced(value.__self__, tensors, copies))
+        return partial(value.__func__, _replaced(value.__self__, copying))
     if isinstance(value, partial):
         return partial(
-            _replaced(value.func, tensors, copies),
-            *(_replaced(x, tensors, copies) for x in value.args),
-            **{name: _replaced(x, tensors, copies) for name, x in value.keywords.items()},
+            _replaced(value.func, copying),
+            *(_replaced(x, copying) for x in value.args),
+            **{name: _replaced(x, copying) for name, x in value.keywords.items()},
         )
     if type(value) in (list, tuple):  # such as the flat weights of recurrent layers
         elements: Any = cast(Any, value)
-        return type(elements)([_replaced(x, tensors, copies) for x in elements])
+        return type(elements)([_replaced(x, copying) for x in elements])
     if type(value) in _MUTABLE:  # such as hooks, which a module may add when it first runs
         container: Any = cast(Any, value)
         own = container.copy()
         if isinstance(own, dict):
-            own.update({name: _replaced(x, tensors, copies) for name, x in container.items()})
+            own.update({name: _replaced(x, copying) for name, x in container.items()})
         return own
     return value
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
@@ -286,6 +287,31 @@ def test_composes_with_grad_jvp_and_compile(name):
     output, moved = compiled(params, buffers, X)
     torch.testing.assert_close(output, apply(params, buffers, X)[0])
     same(moved, apply(params, buffers, X)[1])
+
+
+def test_what_a_module_left_on_itself_elsewhere_is_no_reason_to_compile_again():
+    module = made("counting")
+    params, buffers = parts(module)
+    apply, graphs = fj.functional(module), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda p, b, x: apply(p, b, x), backend=graphs, fullgraph=True)
+    compiled(params, buffers, X)
+    module(X - 1)  # there was nothing before this, and there is a tensor from now on
+    output, _ = compiled(params, buffers, X)
+    before = graphs.frame_count
+    for k in range(3):
+        module(X + k)
+        assert torch.equal(compiled(params, buffers, X)[0], output)
+    assert graphs.frame_count == before
+
+
+def test_a_module_that_is_converted_afterwards_takes_the_same_names():
+    module = made("counting")
+    apply = fj.functional(module)
+    params, buffers = parts(module.double())  # which puts other buffers in the place of those before
+    found, moved = apply(params, buffers, X.double())
+    same({"output": found}, {"output": module(X.double())})
+    same(moved, dict(module.named_buffers()))
 
 
 @pytest.mark.parametrize(
