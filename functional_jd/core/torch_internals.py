@@ -125,6 +125,13 @@ def function_name(func: Any) -> str:
     return getattr(getattr(func, "__wrapped__", func), "__name__", "")
 
 
+def traceable(func: Any) -> Any:
+    """The form of a function in which torch.compile traces it inside the handler of a mode: it cannot trace a method
+    of `torch.Tensor` that calls `super()`, and this is the only one that stands for an op.
+    """
+    return torch.unflatten if func is Tensor.unflatten else func
+
+
 def in_custom_function() -> bool:
     """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
     if torch.compiler.is_compiling():  # torch.compile traces no frames

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.torch_internals import untraced, weight_norm
+from functional_jd.core.torch_internals import traceable, untraced, weight_norm
 
 
 class SeparateNormAffine(RecomputedMode):
@@ -21,6 +21,7 @@ class SeparateNormAffine(RecomputedMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_checkpoints()
+        func = traceable(func)
         norm = _NORMS.get(func)
         return (func if norm is None else norm)(*args, **(kwargs or {}))
 

@@ -16,7 +16,7 @@ from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_o
 from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
-from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, untraced
+from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, traceable, untraced
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -174,7 +174,7 @@ class _OpTables(RecomputedMode):
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = traceable(func), kwargs or {}
         self.note_checkpoints()
         if self.journal is not None and changes_in_place(func, args, kwargs):
             self.journal.note(func, args, kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.torch_internals import function_name
+from functional_jd.core.torch_internals import function_name, traceable
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import LOSS_FUNCTIONS, NORM_LAYERS
@@ -157,7 +157,7 @@ class _Float32NormsAndLosses(RecomputedMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_checkpoints()
-        kwargs = kwargs or {}
+        func, kwargs = traceable(func), kwargs or {}
         name = function_name(func)
         if name not in NORM_LAYERS and name not in LOSS_FUNCTIONS:
             return func(*args, **kwargs)

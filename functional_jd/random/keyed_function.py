@@ -18,6 +18,7 @@ from functional_jd.core.torch_internals import (
     ignoring_modes,
     in_reentrant_checkpoint,
     show_to_compiled_modes,
+    traceable,
     untraced,
     vmaps_inside,
 )
@@ -121,8 +122,7 @@ class _Keyed(RecomputedMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.note_checkpoints()
-        if func is Tensor.unflatten:  # torch.compile cannot trace the method below a mode
-            func = torch.unflatten
+        func = traceable(func)
         if func in _EMPTY:
             return self.batched(func(*args, **kwargs))
         if func not in _DRAWING:

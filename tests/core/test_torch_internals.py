@@ -402,6 +402,26 @@ def test_torch_compile_shows_every_function_to_a_mode_that_is_asked_for():
         assert torch.equal(y, torch.full((2,), 7.0))
 
 
+def test_torch_compile_traces_one_form_of_unflatten_in_a_handler():
+    class Through(TorchFunctionMode):
+        def __init__(self, form):
+            super().__init__()
+            self.form = form
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return self.form(func)(*args, **(kwargs or {}))
+
+    def f(x, form):
+        with Through(form):
+            return x.unflatten(0, (2, 3)).sum(0)
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(f, backend="eager", fullgraph=True), torch.arange(6.0)
+    assert torch.equal(compiled(x, internals.traceable), x[:3] + x[3:])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="unflatten"):
+        compiled(x, lambda func: func)
+
+
 def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
     with Seen() as seen:
         internals.ignoring_modes(nn.functional.dropout)(torch.ones(2), 0.5)

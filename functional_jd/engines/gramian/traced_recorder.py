@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.slow_path import IN_PLACE_NAMES
-from functional_jd.core.torch_internals import function_name, traced_grad, transform_level, untraced, varies_in_vmap
+from functional_jd.core.torch_internals import (
+    function_name,
+    traceable,
+    traced_grad,
+    transform_level,
+    untraced,
+    varies_in_vmap,
+)
 from functional_jd.engines.gramian.layers import Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
 from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
@@ -65,8 +72,7 @@ class TracedRecorder(LayerRecorder):
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.unflatten:  # torch.compile cannot trace the method below a mode
-            func = torch.unflatten
+        func = traceable(func)
         if self.copies and (_is_in_place(func, kwargs) or (func not in KNOWN and self.receives_view(args, kwargs))):
             for x in self.copies:  # any of them, or a view of it, may have been changed
                 self.known.pop(id(x), None)
