@@ -140,6 +140,22 @@ class Reference:
         params, *rest = self.given
         return {name: p.clone().requires_grad_(differentiable) for name, p in params.items()}, *rest
 
+    def check_compiled_gramian(self) -> list[Found]:
+        def run(*args: Any) -> Any:
+            gramian, aux, pullback = fj.gramian_fn(self.losses, has_aux=True)(*args)
+            return gramian, aux, pullback(WEIGHTS)
+
+        torch._dynamo.reset()
+        take = torch.compile(run, backend="aot_eager", fullgraph=True)
+        gramian, (values, buffers), direction = take(*self.given)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            take(*self.given[:2], fj.random.split(self.key, 2)[1], self.x.flip(0))
+        return [
+            gramian_apart("compiled gramian", gramian, self.rows, self.row_bounds),
+            sum_apart("compiled pullback", direction, self.rows, self.row_bounds),
+            *self.others("compiled gramian", values, buffers),
+        ]
+
     def check_weighted(self) -> list[Found]:
         (values, buffers), pullback = fj.weighted_fn(self.losses, has_aux=True)(*self.given)
         direction, finite = pullback(WEIGHTS)
@@ -185,18 +201,27 @@ class Reference:
         """The loss of one example; all examples have the same draws."""
         return self.family.loss(partial(fj.random.keyed(call), self.key) if self.family.draws else call, x)
 
-    def check_step(self) -> list[Found]:
-        """A step by UPGrad's direction of the ordinary loop's rows."""
-        method = {"losses": self.losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(RATE)}
-        state = fj.train_state(self.params, self.key, self.x, buffers=self.buffers, **method)
-        state, info = fj.step(state, self.key, self.x, **method)
+    def check_step(self, compiled: bool = False) -> list[Found]:
+        """A step beside the rows of the ordinary loop: by UPGrad, or compiled, where it takes long, by their mean."""
+        rule, engine = (fj.mean(), "jacobian") if compiled else (fj.upgrad(), "auto")
+        method = {"losses": self.losses, "aggregator": rule, "optimizer": fj.sgd(RATE)}
+        state = fj.train_state(self.params, self.key, self.x, buffers=self.buffers, engine=engine, **method)
+        take = partial(fj.step, engine=engine, **method)
+        if compiled:
+            torch._dynamo.reset()
+            take = torch.compile(take, backend="aot_eager", fullgraph=True)
+        state, info = take(state, self.key, self.x)
         assert bool(info.moved)
+        if compiled:  # another batch, and what the first step returned, are the same program
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                take(state, fj.random.split(self.key, 2)[1], self.x.flip(0))
         start = flat({name: p[None] for name, p in self.params.items()})[0]
-        ends = [start - RATE * fj.aggregate(fj.upgrad(), rows).direction for rows, _, _ in self.moved]
+        ends = [start - RATE * fj.aggregate(rule, rows).direction for rows, _, _ in self.moved]
         params = flat({name: p[None] for name, p in state.params.items()})[0]
+        name = "compiled step" if compiled else "step"
         return [
-            Found("step", float((params - ends[0]).norm()), float(self.spread(ends))),
-            *self.others("step", info.losses, state.buffers),
+            Found(name, float((params - ends[0]).norm()), float(self.spread(ends))),
+            *self.others(name, info.losses, state.buffers),
         ]
 
     def check_multitask(self) -> list[Found]:

@@ -20,9 +20,30 @@ REFUSED_BY_TORCH = (
     "from the 'SparseCPU' backend",  # gradients of sparse embeddings under vmap
 )
 
+# torch.compile takes seconds for each: one model of a kind.
+COMPILED = [
+    "cells",
+    "wavenet",
+    "graph",
+    "sets",
+    "grouped",
+    "tied",
+    "fourier",
+    "renormed",
+    "autoencoder",
+    "hyper",
+    "experts",
+    "old_norms",
+    "energy",
+    "adapted",
+    "bilinear",
+]
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of ops without a rule
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),  # packed sequences
+    # torch.compile hides this by `showwarning`, too late for warnings that are errors: weights that old norms leave.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
@@ -88,3 +109,13 @@ def test_bfloat16_is_as_close_as_native_autocast(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_step(family):
     check(reference(family).check_step)
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_step(family):
+    check(lambda: reference(family).check_step(compiled=True))
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_gramian(family):
+    check(reference(family).check_compiled_gramian)
