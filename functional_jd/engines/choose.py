@@ -35,13 +35,35 @@ class EngineChoice(NamedTuple):
 
 # Engine
 
-# Elements of a Jacobian from which its size costs more than the fixed price of recording layers: at 2^20 they leave the
-# caches. Above, the Gramian engine takes from a hundredth (examples, linear layers) to 1.1 times (convolutions, two
-# tasks) of the Jacobian engine; below, both take milliseconds.
-MANY_ELEMENTS = 1 << 20
+# Time of a whole step with the Gramian engine, by that with the Jacobian engine, eager; P positions (of a linear layer:
+# examples times the length of a sequence) and n parameters with rows. Recording layers has a price, and inner products
+# of all pairs of positions cost the less beside rows, the larger the layers.
+# - m tasks on an MLP. P = 16: 1.04, 0.85 at n = 2^17 and m = 2, 8; 0.85, 0.61 at 2^19. P = 64: 1.23, 1.20, 1.23 at 2^15
+#   and m = 2, 8, 32; 1.14, 1.04, 0.96 at 2^17; 0.95, 0.67, 0.58 at 2^19; 0.78, 0.37, 0.34 at 2^21. P = 128: 1.11 at
+#   2^16.6 and m = 8. P = 256: 1.17, 1.20 at 2^19 and m = 2, 8; 1.11, 0.88 at 2^21.
+# - m tasks on a transformer. P = 64: 1.04 at n = 2^18 and m = 4, 0.86 at 2^20, 0.67 at 2^22. P = 256: 1.18, 1.06 at
+#   2^18 and m = 2, 8; 1.15, 0.95 at 2^20.
+# - m tasks on convolutions: 1.21, 1.13 at n = 2^12 and m = 2, 8; 1.12, 1.15 at 2^16; 1.05, 1.48 at 2^18; 0.94, 0.89 at
+#   2^20.
+# - m examples, P for each. MLP, P = 1: 1.06 at m n = 2^13, 1.03 at 2^15, 0.96 at 2^17, 0.82 at 2^19, 0.43 at 2^22, 0.26
+#   at 2^23. Transformer, P = 16: 1.17 at 2^16, 1.08 at 2^20, 0.99 at 2^22, 1.01 at 2^24. Convolutions: 1.05 at 2^16,
+#   1.06 at 2^20, 1.02 at 2^22, 0.77 at 2^24.
+_RECORDED_FROM = 1 << 17
+# So many parameters for each position of all tasks; so many elements of rows for each position of one example.
+_BY_TASK, _BY_EXAMPLE = 6_000, 1 << 17
+# Rows of so many elements, 32 MB, make the difference in memory larger than that in time.
+MANY_ELEMENTS = 1 << 23
 
 
-def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scale: Tensor) -> EngineChoice:
+def choose_engine(
+    aggregator: Aggregator,
+    m: int,
+    leaves: Sequence[Tensor],
+    scale: Tensor,
+    *,
+    positions: int = 1,
+    examples: bool = False,
+) -> EngineChoice:
     """The engine of a step.
 
     Args:
@@ -49,6 +71,9 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
         m: the number of objectives, or an estimate.
         leaves: the parameters that have rows.
         scale: the loss scale, `[]` or `[m]`: one backward pass has one scale.
+        positions: at how many positions a linear layer is applied in all: the examples of a batch, times the length of
+            a sequence.
+        examples: whether every example is an objective, which has its share of the positions.
     """
     if needs_no_rows(aggregator) and not scale.ndim:
         return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
@@ -62,12 +87,13 @@ def choose_engine(aggregator: Aggregator, m: int, leaves: Sequence[Tensor], scal
     if aggregator.view is gramian_and_losses:
         # Residuals, whose number the parameters do not tell: there are many, and their rows are what takes memory.
         return EngineChoice("gramian", "the rule solves in the space of the losses, of which there are many")
-    elements = m * sum(leaf.numel() for leaf in leaves)
-    # A traced size has no digits.
-    size = "m n" if torch.compiler.is_compiling() else f"m n = {elements:,}"
-    if elements < MANY_ELEMENTS:
-        return EngineChoice("jacobian", f"{size} is below 2^20: the rows fit the caches")
-    return EngineChoice("gramian", f"{size} is at least 2^20: the rows would leave the caches")
+    n = sum(leaf.numel() for leaf in leaves)
+    if m * n >= MANY_ELEMENTS:
+        return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
+    few = m * n < _BY_EXAMPLE * max(1, positions // m) if examples else n < max(_RECORDED_FROM, _BY_TASK * positions)
+    if few:
+        return EngineChoice("jacobian", "parameters are few for so many positions: rows cost less than recorded layers")
+    return EngineChoice("gramian", "parameters are many for so few positions: recorded layers cost less than rows")
 
 
 def choose_replica_engine(aggregator: Aggregator, scale: Tensor, engine: str) -> EngineChoice:

@@ -2,6 +2,8 @@
 
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import tree_leaves
@@ -40,9 +42,26 @@ def chosen_engine(losses: LossFunction, state: TrainState, *batch: Any, aggregat
     check_state("chosen_engine", state)
     check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
+    return _choice(losses, state, batch, aggregator)
+
+
+def _choice(losses: LossFunction, state: TrainState, batch: tuple[Any, ...], aggregator: Aggregator) -> EngineChoice:
+    """`chosen_engine` of arguments that were checked."""
     kind, scale = kind_of(losses), state.scale.scale
     m = len(scale) if scale.ndim else kind.objectives(losses, state.params, batch)
-    return choose_engine(aggregator, m, tree_leaves(kind.row_params(losses, state.params)), scale)
+    leaves = tree_leaves(kind.row_params(losses, state.params))
+    positions, examples = _positions(batch), kind.rows_are_examples
+    return choose_engine(aggregator, m, leaves, scale, positions=positions, examples=examples)
+
+
+def _positions(batch: tuple[Any, ...]) -> int:
+    """At how many positions a linear layer would be applied to the first tensor of the batch, mostly the input: as many
+    as it has elements, but for the last dimension of features.
+    """
+    first = next((x for argument in batch for x in tree_leaves(argument) if isinstance(x, Tensor)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if first is None:
+        return 1
+    return first.shape[:-1].numel() if first.ndim > 1 and first.is_floating_point() else first.numel()
 
 
 def find_engine(
@@ -50,7 +69,7 @@ def find_engine(
 ) -> Engine:
     """The engine that the user named or made, if it gives the rule what it needs."""
     if isinstance(engine, str) and engine == "auto":
-        return ENGINES[chosen_engine(losses, state, *batch, aggregator=problem.aggregator).engine]
+        return ENGINES[_choice(losses, state, batch, problem.aggregator).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
         refuse_engine(where, engine)

@@ -1,0 +1,71 @@
+"""Which engine is taken, by shapes alone: the one that was measured to be faster, named here by hand."""
+
+import pytest
+import torch
+
+import functional_jd as fj
+from functional_jd.engines.choose import choose_engine
+
+TINY = [(32, 16), (32,), (16, 32), (16,)]
+MLP = [(200, 96), (200,), (160, 200), (160,)]
+WIDE = [(256, 128), (256,), (256, 256), (256,)]
+LARGE = [(2048, 1024), (2048,), (2048, 2048), (2048,), (2048, 2048), (2048,), (512, 2048), (512,)]
+CONV = [(16, 3, 3, 3), *[(16,)] * 3, (32, 16, 3, 3), *[(32,)] * 3]
+LAYER = [(192, 64), (192,), (64, 64), (64,), (128, 64), (128,), (64, 128), *[(64,)] * 5]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch", "tasks", "engine"),
+    [
+        (TINY, (16, 16), 2, "jacobian"),
+        *[(MLP, (64, 96), m, "jacobian") for m in (2, 8, 32)],
+        (WIDE, (128, 128), 8, "jacobian"),
+        *[(LARGE, (128, 1024), m, "gramian") for m in (2, 8)],
+        *[([(512, 512)] * 2, (64, 512), m, "gramian") for m in (2, 8, 32)],
+        *[([(256, 256)] * 2, (16, 256), m, "gramian") for m in (2, 8)],
+        *[([(512, 512)] * 2, (256, 512), m, "jacobian") for m in (2, 8)],
+        *[(CONV, (16, 3, 32, 32), m, "jacobian") for m in (2, 8)],
+        *[(LAYER * 2, (16, 16, 64), m, "jacobian") for m in (2, 8, 32)],
+    ],
+)
+def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tasks, engine):
+    losses = fj.multitask(lambda shared, x, y: x, lambda heads, h, x, y: [])
+    heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
+    params = {"shared": {str(i): torch.empty(shape) for i, shape in enumerate(shapes)}, "heads": heads}
+    state = fj.TrainState(params, (), (), (), fj.no_scale())
+    given = torch.empty(batch), torch.empty(tasks, batch[0], 1)
+    assert fj.chosen_engine(losses, state, *given, aggregator=fj.upgrad()).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("shapes", "example", "engine"),
+    [
+        ([(16, 16)] * 2, (16,), "jacobian"),
+        (MLP, (96,), "gramian"),
+        (CONV, (3, 32, 32), "jacobian"),
+        (LAYER * 2, (16, 64), "gramian"),  # as fast as rows, which take more memory
+    ],
+)
+def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example, engine):
+    losses = fj.per_example(lambda params, x, y: y)
+    params = [torch.empty(shape) for shape in (*shapes, (10, shapes[-1][0]), (10,))]
+    state = fj.TrainState(params, (), (), (), fj.no_scale())
+    batch = torch.empty(64, *example), torch.empty(64, dtype=torch.int64)
+    assert fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine == engine
+
+
+def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
+    leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
+    state = fj.TrainState(leaves, (), (), (), fj.no_scale())
+    name = lambda *batch: fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine
+    assert [name(), name(torch.zeros(5, 10, dtype=torch.int64)), name(torch.zeros(5, 11, dtype=torch.int64))] == [
+        "gramian",
+        "gramian",
+        "jacobian",
+    ]
+
+
+def test_rows_that_take_much_memory_are_not_formed():
+    leaf, one = torch.empty(1 << 20, device="meta"), torch.ones(())
+    names = [choose_engine(fj.upgrad(), m, [leaf], one, positions=1 << 20).engine for m in (7, 8)]
+    assert names == ["jacobian", "gramian"]
