@@ -19,7 +19,8 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
 | `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
 | `_fused_adamw_` | `adamw`, eager | loudly |
-| `Node._input_metadata` | the choice of row groups | loudly |
+| `Node._input_metadata` | the choice of row groups, losses that were stacked | loudly |
+| `Node.name` of `torch.stack`, `Tensor._backward_hooks` | losses that were stacked | time; hooks left out |
 | `_weight_norm` | second derivatives of `weight_norm` | loudly |
 | `Tensor._version`, `Tensor._is_view` | the layer recorder | loudly |
 | `ops.aten._unsafe_view` | the layer recorder | loudly |
@@ -49,7 +50,7 @@ from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -334,6 +335,19 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
                 found[following] = None
                 order.append(following)
     return order
+
+
+def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
+    """Pairs of a value and what `torch.autograd.grad` takes as its output: of scalars that `torch.stack` joined, each
+    by itself; of all else, the tensor.
+    """
+    node: Any = y.grad_fn
+    stacked = node is not None and node.name() == "StackBackward0" and y.ndim == 1 and not y._backward_hooks
+    edges = node.next_functions if stacked else ()
+    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it.
+    if not edges or any(part is None or part._input_metadata[index].dtype != y.dtype for part, index in edges):
+        return [(y, y)]
+    return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
 
 
 def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:

@@ -73,10 +73,19 @@ def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | 
     for owner, (y, own) in enumerate(
         zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
     ):
-        for group in _groups(y.numel(), max(1, _COTANGENTS // max(1, y.numel()))):
-            block = _diagonal(own, group).to(y.dtype)
-            for cotangent in block.reshape(len(block), *y.shape).unbind():
-                yield point.pullback([cotangent if k == owner else None for k in range(len(point.outputs))])
+        given: list[Tensor | None] = [None] * len(point.outputs)
+        for given[owner] in _one_by_one(y, own):
+            yield point.pullback(given)
+
+
+def _one_by_one(y: Tensor, factors: Tensor) -> Iterator[Tensor]:
+    """The cotangents of the elements of an output."""
+    if y.numel() == 1:  # most losses are: no diagonal is needed
+        yield factors.reshape(y.shape).to(y.dtype)
+        return
+    for group in _groups(y.numel(), max(1, _COTANGENTS // max(1, y.numel()))):
+        block = _diagonal(factors, group).to(y.dtype)
+        yield from block.reshape(len(block), *y.shape).unbind()
 
 
 def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:

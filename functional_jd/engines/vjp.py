@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.torch_internals import scalars_of_stack, under_transform
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.engines.evaluate import detach_tree
 from functional_jd.engines.norm_workaround import SeparateNormAffine
@@ -34,17 +34,25 @@ class Vjp(NamedTuple):
     inputs: tuple[Tensor, ...] = ()
 
 
-def vjp(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], *, differentiable: bool) -> Vjp:
+def vjp(
+    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]],
+    inputs: list[Tensor],
+    *,
+    differentiable: bool,
+    scalars: bool = False,
+) -> Vjp:
     """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
 
     Args:
         f: a function of a list of tensors.
         inputs: floating-point tensors.
         differentiable: whether the gradients may be differentiated: an input requires grad, or a transform is active.
+        scalars: whether scalars that `torch.stack` joined become outputs of their own, where plain autograd records
+            them: the cotangent of one then walks its graph only, and not those of the others.
     """
     if under_transform():
         return _by_func(f, inputs, differentiable)
-    return _by_autograd(f, inputs, differentiable)
+    return _by_autograd(f, inputs, differentiable, scalars and not differentiable)
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -77,18 +85,21 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
 
 
 def _by_autograd(
-    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool
+    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool, scalars: bool
 ) -> Vjp:
     # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         with SeparateNormAffine() if differentiable else nullcontext():
             outputs, extra = f(points)
+    separate = [pair for y in outputs for pair in (scalars_of_stack(y) if scalars else [(y, y)])]
+    outputs = [value for value, _ in separate]
+    sources = [source if source is not y or y.requires_grad else None for y, source in separate]
     # One tensor for each device is enough to tell whether autocast is on there.
     devices = list({x.device: x for x in inputs}.values())
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
-        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
+        pairs = [(y, c) for y, c in zip(sources, cotangent, strict=True) if c is not None and y is not None]
         wanted = points[among]
         if not pairs or not wanted:
             return [None] * len(wanted)

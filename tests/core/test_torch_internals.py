@@ -188,6 +188,21 @@ def test_the_graph_tells_its_nodes_and_the_shapes_of_their_gradients():
     assert internals.largest_gradient(internals.graph_nodes([y]), (w,)) == 6
 
 
+def test_scalars_are_told_apart_in_their_stack_unless_something_comes_between():
+    a, b = (torch.tensor(x, requires_grad=True) for x in (1.0, 2.0))
+    stacked = lambda: torch.stack([a * b, b])
+    pairs = internals.scalars_of_stack(stacked())
+    assert [value.item() for value, _ in pairs] == [2.0, 2.0]
+    gradients = [torch.autograd.grad([y], [a, b], [torch.ones(())], allow_unused=True) for _, y in pairs]
+    assert gradients == [(torch.tensor(2.0), torch.tensor(1.0)), (None, torch.tensor(1.0))]
+    hooked = stacked()
+    hooked.register_hook(lambda g: 2 * g)
+    others = [hooked, stacked() + 1, torch.stack([a, torch.ones(())]), torch.stack([a, b.double()]), a]
+    for y in [*others, torch.stack([a[None], b[None]]), stacked().detach()]:
+        ((value, source),) = internals.scalars_of_stack(y)
+        assert value is source is y
+
+
 def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     layer = nn.MultiheadAttention(4, 2)
     x = torch.randn(3, 1, 4)

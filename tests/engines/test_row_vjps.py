@@ -12,9 +12,11 @@ from functional_jd.core.torch_internals import graph_nodes, largest_gradient
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
+from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
+from functional_jd.objectives import multitask
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
     "images": [(70_000, 2), (2, 2), (2, 2)],
@@ -131,3 +133,29 @@ def test_each_row_is_freed_before_the_next_one_is_differentiated():
     (rows,) = stack_rows((row(float(i)) for i in range(3)), 3)
     assert len(made) == 3
     assert torch.equal(rows, torch.arange(3.0)[:, None].expand(3, 1 << 15))
+
+
+def test_losses_of_tasks_that_are_stacked_walk_one_head_each():
+    walked = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            walked.append(gradient)
+            return gradient
+
+    def heads(own, h, joined):
+        found = [Seen.apply((h * v).square().sum()) for v in own]
+        return torch.stack(found) if joined else found
+
+    params = {"shared": numbers(3), "heads": [numbers(3, seed=i) for i in range(4)]}
+    losses = multitask(lambda shared, joined: torch.tanh(shared), heads)
+    for engine in (jacobian_fn, gramian_fn):
+        apart, joined = (engine(losses)(params, joined)[0] for joined in (False, True))
+        assert len(walked) == 8
+        walked.clear()
+        torch.testing.assert_close(joined, apart, rtol=0, atol=0)

@@ -203,7 +203,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
         return outputs, extra
 
-    above = vjp(top, own + below.outputs, differentiable=options.differentiable)
+    looped = options.mode in ("auto", "loop")
+    above = vjp(top, own + below.outputs, differentiable=options.differentiable, scalars=looped)
     return _Point(below, above, (shared, shared_structure), (own, own_structure))
 
 
