@@ -12,7 +12,15 @@ from functional_jd.core.arguments import described
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32, in_range
-from functional_jd.core.tree import leaves_like, row_count, tree_difference, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.tree import (
+    leaves_like,
+    row_count,
+    tree_difference,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -210,7 +218,8 @@ def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Di
 
 
 def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
-    m = row_count(jacobian, where)
+    leaves, structure = tree_flatten(jacobian)
+    m = row_count(jacobian, where, leaves)
     with autocast_disabled(jacobian):
         if isinstance(weights, Tensor) and weights.ndim < 2:
             if weights.shape != (m,) or weights.is_complex():
@@ -219,7 +228,7 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
                     f"{where}: expected one weight per row, [{m}], found {found}. "
                     "Check the number of objectives of the rule and of its preference."
                 )
-            return tree_map(lambda leaf: _weighted_sum(leaf, weights), jacobian)
+            return tree_unflatten(structure, [_weighted_sum(leaf, weights) for leaf in leaves])
         if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(
                 f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "

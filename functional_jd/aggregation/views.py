@@ -70,9 +70,15 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
     Raises:
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
-    row_count(rows_of(jacobian), "gramian")
-    with autocast_disabled(jacobian):
-        matrices = joined([as_matrix(leaf) for leaf in tree_leaves(rows_of(jacobian))])
+    leaves = tree_leaves(rows_of(jacobian))
+    row_count(rows_of(jacobian), "gramian", leaves)
+    return gramian_of_leaves(leaves)
+
+
+def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
+    """`gramian` of the leaves of rows, which all have m rows."""
+    with autocast_disabled(leaves):
+        matrices = joined([as_matrix(leaf) for leaf in leaves])
         return reduce(torch.add, [inner_products(matrix) for matrix in matrices])
 
 

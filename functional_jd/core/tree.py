@@ -102,15 +102,15 @@ def all_finite(tree: Tree) -> Tensor:
     return (torch.stack(extrema).abs() < torch.inf).all() if extrema else torch.ones((), dtype=torch.bool)
 
 
-def row_count(jacobian: Tree, where: str) -> int:
-    """Return m, the number of rows of all leaves `[m, *p]`.
+def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) -> int:
+    """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, where they are known.
 
     Raises:
         TypeError: a leaf is not a floating-point tensor.
         ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
     """
     rows: list[int] = []
-    leaves = tree_leaves(jacobian)
+    leaves = tree_leaves(jacobian) if leaves is None else leaves
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(

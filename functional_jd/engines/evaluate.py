@@ -148,6 +148,8 @@ def select_arguments(
     argnums: int | Sequence[int], args: tuple[Any, ...], where: str
 ) -> tuple[Tree, Callable[[Tree], tuple[Any, ...]]]:
     """The arguments to differentiate, and a function that puts others in their place."""
+    if argnums == 0 and args:  # as nearly always
+        return args[0], lambda chosen: (chosen, *args[1:])
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     known = all(-len(args) <= position < len(args) for position in positions)
     if not positions or not known or len({position % len(args) for position in positions}) < len(positions):

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_integer, check_option
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Jacobian, LossFunction
-from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, detach_tree, select_arguments
+from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
 from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
@@ -113,8 +113,6 @@ def jacobian_for(
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options(where, has_aux, factor, differentiable, chosen, chunk_size)
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options)
-        result = jacobian, (values, aux) if has_aux else values
-        # Parameters that only a closure captures may require grad.
-        return result if differentiable else detach_tree(result)
+        return jacobian, (values, aux) if has_aux else values
 
     return jacobian_and_losses

@@ -19,6 +19,7 @@ from functional_jd.aggregation.aggregate import (
 from functional_jd.aggregation.views import gramian as look_at_gramian
 from functional_jd.aggregation.views import (
     gramian_in,
+    gramian_of_leaves,
     inner_products_suffice,
     needs_no_rows,
     norms,
@@ -26,7 +27,7 @@ from functional_jd.aggregation.views import (
     view_of_products,
 )
 from functional_jd.aggregation.views import losses as look_at_losses
-from functional_jd.core.multitask import direction_of_rows, split_heads, with_heads
+from functional_jd.core.multitask import direction_of_rows, rows_of, split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
@@ -131,8 +132,10 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
 
     def differentiate(problem: Problem) -> EngineResult:
         jacobian, values, carried = rows(problem)
-        if inner_products_suffice(problem.aggregator) and _products_are_safe(jacobian):
-            return _by_products(problem, values, carried, *_products_of_rows(problem, jacobian))
+        if inner_products_suffice(problem.aggregator):
+            leaves = tree_leaves(rows_of(jacobian))
+            if all(leaf.dtype.itemsize <= 4 for leaf in leaves):  # the squares of finite numbers are finite in float64
+                return _by_products(problem, values, carried, *_products_of_rows(problem, jacobian, leaves))
         jacobian, finite = unscale(problem.scale, jacobian)
         weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
         direction = combined(problem.where, jacobian, weights)
@@ -285,7 +288,9 @@ def _by_products(
         weights, memory = updated(problem.aggregator, view, problem.memory, problem.where)
     direction, seen = pullback(weights), gramian_in(problem.aggregator, view)
     finite = rows if problem.scale.scale.ndim else rows.all()
-    return EngineResult(direction, weights, memory, values, finite, all_finite(direction), carried, seen)
+    # Where the heads' gradient is not finite, no row is.
+    weighted = direction["shared"] if isinstance(problem.losses, Multitask) else direction
+    return EngineResult(direction, weights, memory, values, finite, all_finite(weighted), carried, seen)
 
 
 def _without_overflow(problem: Problem, products: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,14 +302,16 @@ def _without_overflow(problem: Problem, products: Tensor) -> tuple[Tensor, Tenso
     return torch.where(rows if products.ndim == 1 else rows[:, None] & rows, products, 0), rows
 
 
-def _products_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Tensor, Callable[[Tensor], Direction]]:
+def _products_of_rows(
+    problem: Problem, jacobian: Jacobian, leaves: list[Tensor]
+) -> tuple[Tensor, Callable[[Tensor], Direction]]:
     """The unscaled Gramian of scaled rows, or its diagonal, and their pullback. The scale goes into products and
-    weights: no pass over the rows.
+    weights: no pass over the rows, whose leaves these are.
     """
     rows, heads = split_heads(jacobian)
-    if any(leaf.dtype.itemsize < 4 for leaf in tree_leaves(rows)):
-        rows = tree_map(at_least_float32, rows)
-    products = norms(rows).square() if norms_suffice(problem.aggregator) else look_at_gramian(rows)
+    if any(leaf.dtype.itemsize < 4 for leaf in leaves):
+        rows, leaves = tree_map(at_least_float32, rows), [at_least_float32(leaf) for leaf in leaves]
+    products = norms(rows).square() if norms_suffice(problem.aggregator) else gramian_of_leaves(leaves)
     if heads:  # an overflow there belongs to no row
         products = torch.where(all_finite(heads), products, torch.nan)
     whole = with_heads(rows, heads)
@@ -314,11 +321,6 @@ def _products_of_rows(problem: Problem, jacobian: Jacobian) -> tuple[Tensor, Cal
     pullback = pullback_of_scaled(problem.where, whole)
     factors = inverse if products.ndim == 1 else inverse[:, None]
     return products * factors * inverse, lambda weights: pullback(weights.double() * inverse)
-
-
-def _products_are_safe(jacobian: Jacobian) -> bool:
-    """Whether the squares of finite rows are finite in float64."""
-    return all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(jacobian))
 
 
 def _sees_gramian(aggregator: Aggregator) -> bool:

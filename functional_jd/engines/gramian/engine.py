@@ -22,7 +22,6 @@ from functional_jd.engines.evaluate import (
     any_requires_grad,
     check_losses,
     check_weights,
-    detach_tree,
     select_arguments,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError
@@ -181,8 +180,6 @@ def found_products(
 
     def by_rows() -> FoundGramian:
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))
-        jacobian = jacobian if options.differentiable else detach_tree(jacobian)
-        values, aux = (values, aux) if options.differentiable else detach_tree((values, aux))
         jacobian = jacobian if options.scale is None else tree_map(at_least_float32, jacobian)
         where = options.where
         pull = partial(combined, where, jacobian) if options.scale is None else pullback_of_scaled(where, jacobian)

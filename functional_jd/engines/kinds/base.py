@@ -28,7 +28,8 @@ class Kind(NamedTuple):
     """A kind of objectives, such as one loss per example: how each engine differentiates it. One file a kind.
 
     Attributes:
-        jacobian: `jacobian(losses, args, argnums, options) -> FoundJacobian`.
+        jacobian: `jacobian(losses, args, argnums, options) -> FoundJacobian`, detached unless it is to be
+            differentiable.
         gramian: `gramian(losses, args, argnums, options) -> FoundGramian`, without rows where that costs less. May
             raise where it cannot do without; the engine then forms the rows.
         weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass.

@@ -111,9 +111,9 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     inner = point.outputs if options.differentiable else detach_tree(point.outputs)
     tasks = Multitask(lambda x, *_: x, top)
     found = jacobian(tasks, ({"shared": inner, "heads": heads}, *batch), argnums, options._replace(mode="auto"))
-    for values, differentiated in evaluated:  # outside the modes, which would see every look at the graph
-        _refuse_other_ways(values, differentiated, inside, options)
-    (between, gradient), values, aux = found if options.differentiable else detach_tree(found)
+    (between, gradient), values, aux = found
+    for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
+        _refuse_other_ways(seen, differentiated, inside, options)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
     direct = shaped(pullback, structure, options)

@@ -64,7 +64,9 @@ def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], optio
         results = [one(leaves, factors[i], *example) for i, example in enumerate(losses.examples(tuple(batch)))]
         return stacked(results)
 
-    rows, values, aux = by_mode(options.mode, together, one_by_one, options)
+    found = by_mode(options.mode, together, one_by_one, options)
+    # Parameters that only a closure captures may require grad.
+    rows, values, aux = found if options.differentiable else detach_tree(found)
     return tree_unflatten(structure, rows), values, aux
 
 

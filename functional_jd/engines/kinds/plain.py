@@ -112,7 +112,8 @@ def _forward(
     for index, leaf in enumerate(leaves):
         scaled = columns(index).mT * factors[:, None] if leaf.numel() else None
         rows.append(None if scaled is None else scaled.reshape(m, *leaf.shape).to(leaf.dtype))
-    return rows, extra
+    # Parameters that only a closure captures may require grad.
+    return (rows, extra) if options.differentiable else detach_tree((rows, extra))
 
 
 def _without_hooks(
