@@ -12,6 +12,7 @@ if _missing := [name for name in ("hypothesis", "pytest", "scipy") if find_spec(
         'Install them: pip install "functional_jd[test]".'
     )
 
+from functional_jd.testing.black_box import black_box
 from functional_jd.testing.conformance import Counterexample, Findings, laws_of, obeys
 from functional_jd.testing.derivatives import hyper_parameters_are_values
 from functional_jd.testing.laws import (
@@ -46,6 +47,7 @@ __all__ = [
     "Layer",
     "Range",
     "batched",
+    "black_box",
     "compiled",
     "finite",
     "gramians",

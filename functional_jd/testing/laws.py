@@ -26,6 +26,7 @@ from functional_jd.testing.measures import (
     checked,
     element,
     flat,
+    has_rest,
     matrix,
     reach_of,
     reordered,
@@ -263,12 +264,16 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
 def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """Weights are on the simplex, for every entry if they are entrywise: `weights >= 0`, `sum_i weights_i = 1`.
 
-    To 2^-20, as weights may be float32.
+    To 2^-20, as weights may be float32. Of a rule whose weights are not known (`black_box`), the direction is a convex
+    combination of the rows, to 2^-20 of the largest entry; such weights are found by non-negative least squares.
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012: the convex hull of the gradients.
     """
-    weights = aggregate(rule, jacobian, None, *others, losses=losses).weights
-    for leaf in tree_leaves(weights):
+    result = aggregate(rule, jacobian, None, *others, losses=losses)
+    if has_rest(jacobian, result.weights):
+        assert _is_convex_combination(matrix(jacobian), flat(result.direction)), "not a convex combination of the rows"
+        return
+    for leaf in tree_leaves(result.weights):
         assert (leaf >= -(2.0**-20)).all(), f"negative weights: {leaf.tolist()}"
         assert ((leaf.sum(0) - 1).abs() <= 2.0**-20).all(), f"weights do not add up to one: {leaf.tolist()}"
 
@@ -341,6 +346,16 @@ BY_CLAIM: tuple[Law, ...] = (
     rotation_blind,
 )
 """The laws that a rule obeys if its paper claims so."""
+
+
+def _is_convex_combination(J: Tensor, direction: Tensor) -> bool:
+    largest = J.abs().max()
+    J, direction = (x / largest if largest > 0 else x for x in (J, direction))
+    if not direction.isfinite().all():
+        return False
+    ones = torch.ones(1, len(J), dtype=torch.float64)
+    _, residual = nnls(torch.cat([J.mT, ones]).numpy(), torch.cat([direction, ones[0, :1]]).numpy())
+    return bool(residual <= 2.0**-20)
 
 
 def _weights_of_rows(weight: Tensor | AffineWeights) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, check_rule, combine
 from functional_jd.aggregation.views import loss_count
-from functional_jd.core.tree import row_count, tree_difference, tree_flatten, tree_leaves, tree_map
-from functional_jd.core.types import Jacobian, Losses, Tree
+from functional_jd.core.tree import leaves_like, row_count, tree_difference, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 
 TOLERANCE = 2.0**-26
 
@@ -59,8 +59,28 @@ def matrix(jacobian: Jacobian) -> Tensor:
 
 
 def reach_of(jacobian: Jacobian, weights: Tree) -> Tensor:
-    """`sum_i |weights_i J_i|`, for every entry of the direction."""
-    return flat(combine(tree_map(lambda leaf: leaf.double().abs(), jacobian), tree_map(torch.abs, weights)))
+    """`sum_i |weights_i J_i|`, for every entry of the direction. Weights of zero beside a `rest` count as 1/m."""
+    sizes = weights.abs() if is_per_row(weights) else tree_map(lambda _, weight: _size(weight), jacobian, weights)
+    return flat(combine(tree_map(lambda leaf: leaf.double().abs(), jacobian), sizes))
+
+
+def _size(weight: Tensor | AffineWeights) -> Tensor | AffineWeights:
+    if isinstance(weight, Tensor):
+        return weight.abs()
+    known = weight.weights.abs()
+    return AffineWeights(torch.where(known > 0, known, 1 / len(known)), weight.rest.abs())
+
+
+def is_per_row(weights: Tree) -> bool:
+    """Whether weights are one tensor `[m]`, and not a pytree like the Jacobian."""
+    return isinstance(weights, Tensor) and weights.ndim == 1
+
+
+def has_rest(jacobian: Jacobian, weights: Tree) -> bool:
+    """Whether the direction is more than a weighted sum of the rows: a leaf of the weights is `AffineWeights`."""
+    if is_per_row(weights):
+        return False
+    return any(isinstance(weight, AffineWeights) for weight in leaves_like(tree_flatten(jacobian)[1], weights))
 
 
 def check_close(
