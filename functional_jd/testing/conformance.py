@@ -1,6 +1,8 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -125,9 +127,10 @@ def obeys(
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
+        __tracebackhide__ = True  # pytest shows the message alone: the example is in it
         example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None), hyper)
         if example is not None:
-            raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from example.error
+            raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from None
 
     return test
 
@@ -175,13 +178,31 @@ def counterexample(
     """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
     strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
     if law is compiled:
-        return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
+        with _without_logs():
+            return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
     try:
         drawn = find(strategy, lambda drawn: _counterexample(rule, law, *drawn) is not None, settings=settings)
     except NoSuchExample:
         return None
     example = _counterexample(rule, law, *drawn)
     return None if example is None else _shrunk(rule, law, example)
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Keep records from the root logger: pytest would print the log of the compiler below a counterexample."""
+    handlers = list(logging.root.handlers)
+    for handler in handlers:
+        handler.addFilter(_refuse_record)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_refuse_record)
+
+
+def _refuse_record(_: logging.LogRecord) -> bool:
+    return False
 
 
 def _check_search(where: str, laws: Any, jacobians: Any, settings: Any) -> None:

@@ -1,8 +1,9 @@
 """One line tests a rule; what it finds can be pasted into a notebook."""
 
+import contextlib
 import importlib.util
-import subprocess
-import sys
+import io
+import re
 from typing import Any
 
 import pytest
@@ -180,21 +181,38 @@ def test_what_is_no_rule_is_refused(ask):
         ask(upgrad)
 
 
-def test_pytest_names_the_cases_after_the_laws(tmp_path):
-    path = tmp_path / "test_mine.py"
+def test_pytest_names_the_cases_after_the_laws_and_prints_little_more_than_the_counterexample(tmp_path):
+    path = tmp_path / "test_of_mine.py"
     path.write_text(
-        "from functional_jd import mean\nfrom functional_jd.testing import non_conflicting, obeys, pure\n"
+        "from functional_jd import gramian, mean, stateless\n"
+        "from functional_jd.testing import compiled, non_conflicting, obeys, pure\n"
         "test_mean = obeys(mean(), pure, non_conflicting)\n"
+        "test_branch = obeys(stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0]), compiled)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(path)]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert "PASSED test_mine.py::test_mean[pure]" in out
-    assert "FAILED test_mine.py::test_mean[non_conflicting]" in out
-    printed = [line.removeprefix("E").strip() for line in out.splitlines() if line.startswith("E   ")]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        pytest.main(["-q", "-rA", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(path)])
+    out = printed.getvalue()
+    outcomes = dict(reversed(line) for line in re.findall(r"^(PASSED|FAILED) \S*::(\S+)", out, flags=re.MULTILINE))
+    assert outcomes == {
+        "test_mean[pure]": "PASSED",
+        "test_mean[non_conflicting]": "FAILED",
+        "test_branch[compiled]": "FAILED",
+    }
+    failures = out.partition("= FAILURES =")[2].partition("= PASSES =")[0]
+    _, first, second = re.split(r"\n_+ test_.* _+\n", failures)
+    assert max(len(part.splitlines()) for part in (first, second)) <= 15
     shown: dict[str, Any] = {"rule": mean()}
     with pytest.raises(AssertionError, match="rows are conflicted with"):
-        exec("\n".join(printed[printed.index("import torch") :]), shown)
+        exec(code_of(first), shown)
     assert shown["J"].shape[1] == 1  # in one column rows can be opposite already
+    exec(code_of(second), {"rule": mean()})  # it fails because of the rule
+
+
+def code_of(failure):
+    """The code to paste, without what pytest adds."""
+    lines = [line.removeprefix("E").strip() for line in failure.splitlines()]
+    last = next(i for i, line in enumerate(lines) if line.endswith("# rule: the one that was tested"))
+    return "\n".join(lines[lines.index("import torch") : last + 1])
 
 
 @pytest.mark.parametrize("missing", ["hypothesis", "pytest", "scipy"])
