@@ -83,7 +83,7 @@ from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
 from functional_jd.training.steps import steps
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
 # state of the next rule.
