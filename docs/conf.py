@@ -55,7 +55,7 @@ CONTENTS = {
     "Guides": [
         f"docs/guides/{page}" for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "diagnose", "own_rule")
     ],
-    "Coming from": ["docs/coming_from"],
+    "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
     "Notebooks": ["notebooks/*"],
     "Reference": ["docs/reference/index"],
     "Project": ["CHANGELOG", "docs/contributing"],

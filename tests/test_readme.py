@@ -23,7 +23,7 @@ PAGES = {
         ROOT / "README.md",
         *(
             ROOT / f"docs/{page}.md"
-            for page in [*GUIDES, "coming_from", "rules", "benchmarks", "limits", "contributing"]
+            for page in [*GUIDES, "coming_from", "laws_of_torchjd", "rules", "benchmarks", "limits", "contributing"]
         ),
     ]
 }

@@ -1,0 +1,104 @@
+"""`python tests/evidence/laws_of_torchjd.py [NAME ...]`: which laws TorchJD's aggregators keep.
+
+Tests the aggregators named, or all, in a few minutes; keeps what is found in `laws_of_torchjd.json` beside this file;
+and writes the table and the counterexamples from it into `docs/laws_of_torchjd.md`, between its marks.
+"""
+
+import importlib.metadata
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import torch
+from torchjd import aggregation as peer
+
+from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, black_box, laws_of
+
+STORED = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parents[2] / "docs" / "laws_of_torchjd.md"
+LAWS = (*ALWAYS, *BY_CLAIM)
+BEGIN, END = "<!-- begin: made by tests/evidence/laws_of_torchjd.py -->", "<!-- end -->"
+SETTINGS = hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
+
+# Fresh in every call where an aggregator has a state; with its defaults, or the values of its tests.
+AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "AlignedMTL": lambda J: peer.AlignedMTL()(J),
+    "CAGrad(0.5)": lambda J: peer.CAGrad(0.5)(J),
+    "ConFIG": lambda J: peer.ConFIG()(J),
+    "Constant(1, 2, ...)": lambda J: peer.Constant(torch.arange(1, len(J) + 1, dtype=J.dtype))(J),
+    "DualProj": lambda J: peer.DualProj()(J),
+    "ExcessMTL": lambda J: peer.ExcessMTL()(J),
+    "FairGrad(1)": lambda J: peer.FairGrad(1.0)(J),
+    "GradDrop": lambda J: peer.GradDrop()(J),
+    "GradVac": lambda J: peer.GradVac()(J),
+    "IMTLG": lambda J: peer.IMTLG()(J),
+    "Mean": lambda J: peer.Mean()(J),
+    "MGDA": lambda J: peer.MGDA()(J),
+    "NashMTL": lambda J: peer.NashMTL(len(J))(J),
+    "PCD": lambda J: peer.PCD()(J),
+    "PCGrad": lambda J: peer.PCGrad()(J),
+    "Random": lambda J: peer.Random()(J),
+    "Sum": lambda J: peer.Sum()(J),
+    "UPGrad": lambda J: peer.UPGrad()(J),
+}
+
+
+def broken(name: str) -> dict[str, dict[str, Any]]:
+    """By law that is broken, the smallest matrix and the error."""
+    torch.manual_seed(0)
+    found = laws_of(black_box(AGGREGATORS[name]), *LAWS, settings=SETTINGS)
+    return {law: shown(example) for law, example in found.items() if isinstance(example, Counterexample)}
+
+
+def shown(example: Counterexample) -> dict[str, Any]:
+    """The matrix and the first line of the error, with its type if it is no `AssertionError`."""
+    line = (str(example.error).strip().splitlines() or [""])[0]
+    kind = "" if isinstance(example.error, AssertionError) else f"{type(example.error).__name__}: "
+    return {"matrix": example.jacobian.tolist(), "error": kind + line}
+
+
+def table(stored: dict[str, Any]) -> list[str]:
+    """Rows are laws, in the order of `ALWAYS` and `BY_CLAIM`; columns are aggregators."""
+    names = [name for name in AGGREGATORS if name in stored]
+    lines = ["| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for law in LAWS:
+        cells = ("**no**" if law.__name__ in stored[name] else "yes" for name in names)
+        lines.append(f"| `{law.__name__}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def counterexamples(stored: dict[str, Any]) -> list[str]:
+    """For every broken law, the smallest matrix and the error."""
+    lines = []
+    for name in AGGREGATORS:
+        if stored.get(name):
+            lines += ["", f"### {name}", ""]
+            lines += [f"- `{law}`: `{one['matrix']}`. {escaped(one['error'])}" for law, one in stored[name].items()]
+    return lines
+
+
+def escaped(error: str) -> str:
+    """An error on a page: short, as code."""
+    return "`" + error.replace("`", "'")[:120] + "`"
+
+
+def main(names: list[str]) -> None:
+    """Test the aggregators named, or all, and write the page."""
+    warnings.simplefilter("ignore")
+    stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    for name in names or AGGREGATORS:
+        stored[name] = broken(name)
+        print(name, *stored[name], file=sys.stderr, flush=True)
+        STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    versions = f"torch {torch.__version__.partition('+')[0]}, torchjd {importlib.metadata.version('torchjd')}"
+    made = [f"Measured with {versions}.", "", *table(stored), "", "## Counterexamples", *counterexamples(stored), ""]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + "\n".join([BEGIN, "", *made]) + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
