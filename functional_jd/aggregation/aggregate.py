@@ -228,6 +228,8 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
                     f"{where}: expected one weight per row, [{m}], found {found}. "
                     "Check the number of objectives of the rule and of its preference."
                 )
+            if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
+                weights = weights.float()  # once, and not for every leaf
             return tree_unflatten(structure, [_weighted_sum(leaf, weights) for leaf in leaves])
         if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(

@@ -248,7 +248,6 @@ def features_engine() -> Engine:
         direction, passed = pullback(torch.where(weights_finite, weights, 0))
         # A row that overflowed is to blame for what comes after it.
         finite = rows & (passed | ~rows.all())
-        finite = finite if problem.scale.scale.ndim else finite.all()
         return EngineResult(direction, weights, memory, values, finite, weights_finite, carried, products)
 
     def begin(problem: Problem) -> Tree:
@@ -287,18 +286,22 @@ def _by_products(
         view = view_of_products(problem.aggregator, products, values)
         weights, memory = updated(problem.aggregator, view, problem.memory, problem.where)
     direction, seen = pullback(weights), gramian_in(problem.aggregator, view)
-    finite = rows if problem.scale.scale.ndim else rows.all()
     # Where the heads' gradient is not finite, no row is.
     weighted = direction["shared"] if isinstance(problem.losses, Multitask) else direction
-    return EngineResult(direction, weights, memory, values, finite, all_finite(weighted), carried, seen)
+    return EngineResult(direction, weights, memory, values, rows, all_finite(weighted), carried, seen)
 
 
 def _without_overflow(problem: Problem, products: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gramian or its diagonal with zeros for rows that overflowed, and flags of the rows that did not."""
-    rows = (products if products.ndim == 1 else products.diagonal()).isfinite()
+    """The Gramian or its diagonal with zeros for rows that overflowed, and flags of the rows that did not, `[m]` or `[]`
+    as the scale is.
+    """
+    # Half the ops of `isfinite`, which is not one of its own.
+    rows = (products if products.ndim == 1 else products.diagonal()).abs() < torch.inf
     # As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the
     # direction does.
-    rows = rows if problem.scale.scale.ndim else rows.all().expand_as(rows)
+    if not problem.scale.scale.ndim:
+        finite = rows.all()
+        return torch.where(finite, products, 0), finite
     return torch.where(rows if products.ndim == 1 else rows[:, None] & rows, products, 0), rows
 
 

@@ -117,5 +117,5 @@ def _finished(
 
 def _finite_losses(values: Losses, scale: Tensor) -> Tensor:
     """Which losses are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
-    finite = torch.cat([leaf.detach().reshape(-1).isfinite() for leaf in tree_leaves(values)])
+    finite = torch.cat([leaf.detach().reshape(-1) for leaf in tree_leaves(values)]).isfinite()
     return finite.reshape(-1, *scale.shape).all(0)
