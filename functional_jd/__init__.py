@@ -65,6 +65,7 @@ from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.by_label import by_label
 from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.line_search import line_search
 from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
@@ -159,6 +160,7 @@ __all__ = [
     "jacobian_fn",
     "krum",
     "levenberg_marquardt",
+    "line_search",
     "losses",
     "mean",
     "merge",

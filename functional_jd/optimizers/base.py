@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_scalar, described, is_too_large
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import floating_leaves, tree_map
-from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.types import Direction, Losses, Params, Tree
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 """A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""
@@ -26,11 +26,15 @@ class Optimizer(NamedTuple):
         guarded_update: `guarded_update(moving, direction, state, params) -> (params, state)`, or None: the update where
             `moving`, bool `[]`, is true; else params and state as they were, whatever the direction. A step then need
             not choose afterwards, which reads and writes everything once more.
+        search: `search(losses_at, direction, state, params) -> (params, state)`, or None: the update of an optimizer
+            that compares losses, such as `line_search`. `losses_at(params) -> losses` are those of the step, on its
+            batch and its buffers. A step calls it in the place of `update`.
     """
 
     init: Callable[[Params], Tree]
     update: Callable[[Direction, Tree, Params], tuple[Params, Tree]]
     guarded_update: Callable[[Tensor, Direction, Tree, Params], tuple[Params, Tree]] | None = None
+    search: Callable[[Callable[[Params], Losses], Direction, Tree, Params], tuple[Params, Tree]] | None = None
 
 
 def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: Any) -> None:

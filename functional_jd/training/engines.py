@@ -93,6 +93,10 @@ class EngineResult(NamedTuple):
     gramian: Gramian | tuple[()] = ()
 
 
+def _unchanged(tree: Tree) -> Tree:
+    return tree
+
+
 @displayed_as(outline)
 class Engine(NamedTuple):
     """How a step differentiates. `jacobian_engine`, `gramian_engine` and `weighted_engine` make one.
@@ -107,7 +111,12 @@ class Engine(NamedTuple):
     check: Callable[[str, Problem], None]
     start: Callable[[Problem], Tree]
     differentiate: Callable[[Problem], EngineResult]
-    replicate: Callable[[Tree], Tree] = lambda tree: tree
+    replicate: Callable[[Tree], Tree] = _unchanged
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several replicas differentiate, each with a batch of its own."""
+        return self.replicate is not _unchanged
 
 
 def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine:

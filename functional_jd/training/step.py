@@ -1,5 +1,7 @@
 """The training step: the composition, in the order of the picture."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +10,11 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Losses, LossFunction, Tree
+from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.precision.autocast import with_op_tables
 from functional_jd.precision.loss_scale import select, update_scale
 from functional_jd.training.choice import find_engine
 from functional_jd.training.engines import Engine, EngineResult, Problem
@@ -78,8 +81,26 @@ def step(
     form = Form("step", state.buffers, has_aux)
     threaded = kind_of(losses).thread(losses, batch, form)
     problem = Problem(threaded.losses, (state.params, *threaded.args), aggregator, state.aggregator, state.scale)
-    found = find_engine(engine, "step", problem, state, losses, batch).differentiate(problem)
+    chosen = find_engine(engine, "step", problem, state, losses, batch)
+    if optimizer.search is not None:
+        optimizer = _with_losses(optimizer.search, optimizer, problem, chosen)
+    found = chosen.differentiate(problem)
     return _finished(state, optimizer, found, threaded.next_buffers(found.carried[0]))
+
+
+def _with_losses(search: Callable[..., Any], optimizer: Optimizer, problem: Problem, engine: Engine) -> Optimizer:
+    """The optimizer that compares the losses of this step, as one that needs none."""
+    if engine.is_replicated:
+        raise ValueError(
+            "step: expected an optimizer that needs no losses, since replicas have different batches and would move "
+            "apart, found one that compares losses (line_search). Pass the optimizer inside it."
+        )
+    evaluate = with_op_tables(problem.losses, where="step")
+
+    def losses_at(params: Params) -> Losses:
+        return evaluate(params, *problem.args[1:])[0]
+
+    return Optimizer(optimizer.init, partial(search, losses_at))
 
 
 def _finished(

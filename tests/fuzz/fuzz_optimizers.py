@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from fuzz_values import FLOATS, NOT_NEGATIVE, SWITCH, kinds, params
+from fuzz_values import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, kinds, params
 from garbage import Call
 
 import functional_jd as jd
@@ -18,6 +18,11 @@ def _optimizer(build, fine: dict[str, Any], valid, functions: frozenset[str] = k
         optimizer.update(params(), optimizer.init(params()), params())
 
     return Call(use, valid, fine, functions)
+
+
+def _searched(**hyper: Any) -> None:
+    optimizer = jd.line_search(**hyper)
+    optimizer.search(lambda found: found["w"], params(), optimizer.init(params()), params())
 
 
 def _by_name(name: str, leaf: Any) -> str:
@@ -57,6 +62,12 @@ OPTIMIZERS = {
             "max_norm": 1.0,
             "batch_size": 4.0,
         },
+    ),
+    "line_search": Call(
+        _searched,
+        lambda: {"optimizer": jd.sgd(0.1), "rates": [1.0, 0.0], "merit": torch.sum},
+        {"merit": OPTION, "rates": kinds({"nans"})},
+        kinds({"merit"}),
     ),
     "global_norm": Call(
         jd.global_norm,

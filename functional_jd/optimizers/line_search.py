@@ -1,0 +1,185 @@
+"""The best of several learning rates in every step, as an optimizer around another."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.arguments import check_function, check_number, refuse
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
+from functional_jd.core.types import Direction, Losses, Params, Tree
+from functional_jd.optimizers.base import Optimizer, in_dtype_of
+
+
+@displayed_as(outline)
+class LineSearchState(NamedTuple):
+    """The state of `line_search`.
+
+    Attributes:
+        rate: float64 `[]`, the rate of the last step; 0 before the first.
+        inner: the state of the optimizer inside.
+    """
+
+    rate: Tensor
+    inner: Tree
+
+
+def line_search(
+    optimizer: Optimizer,
+    rates: Sequence[float] | Tensor,
+    *,
+    merit: Callable[[Losses], Tensor] | None = None,
+) -> Optimizer:
+    """Take the step of an optimizer with the one of several rates that leaves the losses smallest.
+
+    With `params'` the parameters after a step of the optimizer inside, the next ones are
+    `params + rate (params' - params)`, for the rate of least `merit(losses(params + rate (params' - params)))`.
+
+    Args:
+        optimizer: proposes the step, once: rates are multiples of its own. With `sgd(1.0)` they are learning rates.
+        rates: not negative, `[k]`: a tensor, or a list or tuple of numbers. With 0 among them, a step that helps
+            nowhere is not taken.
+        merit: `merit(losses) -> []`, what is to become small, of the losses as the step's losses return them. By
+            default half the sum of their squares, which is right for residuals (`natural_gradient`) and for losses that
+            are not negative. For losses of any sign that are to be small themselves: `torch.sum`.
+
+    Returns:
+        An `Optimizer` with the state `LineSearchState(rate, inner)`. Its function `search` receives the losses on the
+        batch, which `step` passes to it; its `update`, which does not, raises.
+
+    Raises:
+        TypeError: `optimizer` is not an `Optimizer`; `rates` are no numbers; `merit` is not callable.
+        ValueError: no rates, or a negative one; an optimizer that itself compares losses; `merit` returns no scalar. In
+            `step`: replicas, which would choose by different batches and move apart; an optimizer around this one that
+            has no losses to give (`noised`, `by_label`): put this one around that.
+
+    Laws:
+        The first of the best rates is taken; a merit that is not finite is never best, and where none is finite the
+        parameters stay. The losses are evaluated at all rates by one vmap, at the price of k forward passes and the
+        memory of k sets of parameters; buffers and keys are those of the step, and nothing of it is left in them. Rate
+        1 gives the step of the optimizer inside. Composes with vmap, grad, jvp and compile; derivatives are those of
+        the step with the chosen rate.
+
+    Differs:
+        From searches that stop at the first rate that is good enough: those ask for values, which synchronizes. The
+        batch is the one that gave the direction, and in private training it would be looked at without noise.
+
+    Example:
+        >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
+        >>> residuals = per_example(lambda params, x, y: torch.exp(x @ params["w"]) - 2 * y)
+        >>> optimizer = line_search(sgd(1.0), [1.0, 0.5, 0.25, 0.0])
+        >>> method = {"losses": residuals, "aggregator": natural_gradient(1e-6), "optimizer": optimizer}
+        >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
+        >>> float(state.optimizer.rate)
+        0.5
+    """
+    at = _checked(optimizer, rates)
+    if merit is not None:
+        check_function("line_search", "merit", merit, "Pass merit(losses) -> scalar.")
+
+    def init(params: Params) -> LineSearchState:
+        leaves, _ = floating_leaves(params, "line_search")
+        return LineSearchState(torch.zeros((), dtype=torch.float64, device=leaves[0].device), optimizer.init(params))
+
+    def update(direction: Direction, state: LineSearchState, params: Params) -> Any:  # noqa: ARG001
+        raise ValueError(
+            "line_search: expected the losses, to compare rates, found none. Take functional_jd.step with this "
+            "optimizer outermost, or by hand optimizer.search(losses_at, direction, state, params), with "
+            "losses_at(params) -> losses."
+        )
+
+    def search(
+        losses_at: Callable[[Params], Losses], direction: Direction, state: LineSearchState, params: Params
+    ) -> tuple[Params, LineSearchState]:
+        proposed, inner = optimizer.update(direction, state.inner, params)
+        here, there = (tree_map(Tensor.detach, tree) for tree in (params, proposed))
+        own = at.to(state.rate.device)
+        merits = _at_all(lambda rate: _merit_of(merit, losses_at(_between(here, there, rate))), own.detach())
+        merits = torch.where(merits.isfinite(), merits, torch.inf)
+        best = own.gather(0, merits.argmin(dim=0, keepdim=True)).squeeze(0)  # an index would be read by torch.compile
+        rate = torch.where(merits.isfinite().any(), best, 0)
+        return _between(params, proposed, rate), LineSearchState(rate, inner)
+
+    return Optimizer(init, update, search=search)
+
+
+def _between(params: Params, proposed: Params, rate: Tensor) -> Params:
+    """`params + rate (proposed - params)`, exact for the rates 0 and 1."""
+
+    def leaf(p: Tensor, q: Tensor) -> Tensor:
+        wide = at_least_float32(p)
+        return torch.lerp(wide, at_least_float32(q), in_dtype_of(rate, wide)).to(p.dtype)
+
+    return tree_map(leaf, params, proposed)
+
+
+def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
+    """The merit at every rate, `[k]`, without a trace in generators, or in what the losses change in place."""
+    if torch.compiler.is_compiling():
+        return torch.vmap(merit_at, randomness="same")(rates)
+    journal, draws = StateJournal(), random_state()
+
+    def watched(rate: Tensor) -> Tensor:
+        with journal.watch():
+            return merit_at(rate)
+
+    def together() -> Tensor:
+        return torch.vmap(watched, randomness="same")(rates)
+
+    def one_by_one() -> Tensor:
+        found: list[Tensor] = []
+        for rate in rates.unbind():
+            set_random_state(draws)
+            found.append(watched(rate))
+        return torch.stack(found)
+
+    instead = "evaluates the losses at one rate after the other"
+    merits = attempt(together, one_by_one, where="line_search", instead=instead, journal=journal)
+    journal.undo()
+    set_random_state(draws)
+    return merits
+
+
+def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tensor:
+    if merit is None:
+        halves = [at_least_float32(leaf).square().sum().double() / 2 for leaf in tree_leaves(values)]
+        return torch.stack(halves).sum()
+    found: Any = merit(values)
+    if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
+        refuse(
+            "line_search", "merit", "a function that returns one real number", found, "Reduce it: .sum().", ValueError
+        )
+    return found
+
+
+def _checked(optimizer: Any, rates: Any) -> Tensor:
+    """The rates as a tensor."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"line_search: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its "
+            "builder: line_search(sgd(1.0), rates)."
+        )
+    if optimizer.search is not None:
+        raise ValueError(
+            "line_search: expected an optimizer that needs no losses, found one that itself compares losses. Pass all "
+            "rates to one line_search."
+        )
+    expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.0]."
+    if isinstance(rates, Tensor):
+        if rates.ndim != 1 or not rates.numel() or not rates.is_floating_point() or rates.layout != torch.strided:
+            refuse("line_search", "rates", expected, rates, cure, ValueError)
+        return rates.double()
+    if not isinstance(rates, list | tuple):
+        refuse("line_search", "rates", expected, rates, cure)
+    given: Sequence[Any] = rates
+    if not given:
+        raise ValueError(f"line_search: rates must be {expected}, found none. {cure}")
+    for rate in given:
+        check_number("line_search", "rates", rate, 0, cure)
+        if rate == float("inf"):
+            refuse("line_search", "rates", "finite", rate, cure, ValueError)
+    return torch.tensor([float(rate) for rate in given], dtype=torch.float64)

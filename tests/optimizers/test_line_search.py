@@ -1,0 +1,202 @@
+"""Line searches against brute force over the rates, in steps and by hand, under transforms, and their mistakes."""
+
+import warnings
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from bounds import eps
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+from functional_jd.optimizers.line_search import LineSearchState, line_search
+
+RATES = [4.0, 1.0, 0.3, 0.1, 1e-2, 1e-3, 1e-4, 0.0]
+START = {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)}
+
+
+def rosenbrock(params):
+    """As residuals: `f = |r|^2 / 2`."""
+    x, y = params["x"].unbind()
+    return torch.stack([10 * (y - x * x), 1 - x]) * 2**0.5
+
+
+def half_squares(values):
+    return values.square().sum() / 2
+
+
+def method(rates=RATES, rule=None, inner=None, losses=rosenbrock, **how):
+    optimizer = line_search(inner or fj.sgd(1.0), rates, **how)
+    return {"losses": losses, "aggregator": rule or fj.natural_gradient(1e-6), "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    "inner", [fj.sgd(1.0), fj.sgd(0.5, momentum=0.9), fj.adamw(0.3)], ids=["sgd", "momentum", "adamw"]
+)
+def test_every_step_is_the_best_of_a_loop_over_the_rates(inner):
+    how = method(inner=inner)
+    state = fj.train_state(START, **how)
+    params, memory = START, inner.init(START)
+    for _ in range(8):
+        state, _ = fj.step(state, **how)
+        direction = fj.aggregate(how["aggregator"], *fj.jacobian_fn(rosenbrock)(params)[:1], losses=rosenbrock(params))
+        proposed, memory = inner.update(direction.direction, memory, params)
+        tried = [{"x": params["x"] + rate * (proposed["x"] - params["x"])} for rate in RATES]
+        best = min(range(len(RATES)), key=lambda i: half_squares(rosenbrock(tried[i])))
+        assert state.optimizer.rate == RATES[best]
+        size = max(p["x"].abs().max() for p in (params, proposed)) * max(RATES)
+        torch.testing.assert_close(state.params["x"], tried[best]["x"], rtol=0, atol=float(8 * eps() * size))
+        params = state.params
+        torch.testing.assert_close(state.optimizer.inner, memory)
+
+
+def test_newton_with_a_search_solves_rosenbrock_where_full_steps_climb():
+    how = method([2.0**-i for i in range(12)])
+    state, values = fj.train_state(START, **how), []
+    for _ in range(20):
+        state, info = fj.step(state, **how)
+        values.append(float(half_squares(info.losses)))
+    assert all(after <= before for before, after in pairwise(values))
+    torch.testing.assert_close(state.params["x"], torch.ones(2, dtype=torch.float64))
+    plain = {**how, "optimizer": fj.sgd(1.0)}
+    full, first = fj.step(fj.train_state(START, **plain), **plain)
+    assert half_squares(rosenbrock(full.params)) > half_squares(first.losses)
+
+
+@given(st.lists(st.floats(0, 4), min_size=1, max_size=6), st.integers(0, 99))
+def test_the_merit_of_a_step_is_the_least_among_the_rates(rates, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    A, x = (torch.randn(3, 3, generator=numbers, dtype=torch.float64) for _ in range(2))
+    optimizer = line_search(fj.sgd(1.0), rates, merit=torch.sum)
+    f = lambda p: (A @ p).square()
+    moved, state = optimizer.search(f, A.mT @ (A @ x), optimizer.init(x), x)
+    values = [float(f(x - rate * (A.mT @ (A @ x))).sum()) for rate in rates]
+    bound = 64 * eps() * float((A.abs() @ (x.abs() + max(rates) * (A.mT @ (A @ x)).abs())).square().sum())
+    assert float(f(moved).sum()) <= min(values) + bound
+    assert float(state.rate) in rates
+
+
+def test_what_is_not_finite_is_never_best_and_where_nothing_is_finite_nothing_moves():
+    walls = lambda p: torch.where(p.abs() > 1.5, torch.nan, -p)
+    x, direction = torch.ones(()), torch.tensor(-1.0)
+    found = {}
+    for name, rates in {"some": [4.0, 0.25, 0.125], "none": [4.0, 2.0]}.items():
+        optimizer = line_search(fj.sgd(1.0), rates, merit=torch.sum)
+        found[name] = optimizer.search(walls, direction, optimizer.init(x), x)
+    assert found["some"][0] == 1.25
+    assert found["some"][1].rate == 0.25
+    assert found["none"][0] == 1
+    assert found["none"][1].rate == 0
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap"])
+def test_steps_under_transforms(transform):
+    points = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    losses = lambda p, b, x: (torch.exp(p["a"] * x) + p["b"] * x - 2 + b["count"] * 0.1 * x, {"count": b["count"] + 1})
+    params = {"a": torch.tensor(0.3, dtype=torch.float64), "b": torch.tensor(2.0, dtype=torch.float64)}
+    how = method(rule=fj.mean(), losses=fj.per_example(losses))
+    state = fj.train_state(params, points, buffers={"count": torch.tensor(1.0)}, **how)
+    expected, info = fj.step(state, points, **how)
+    assert info.moved
+    assert expected.buffers["count"] == 2
+    if transform == "compile":
+        torch.compiler.reset()
+        found, _ = torch.compile(partial(fj.step, **how), backend="eager", fullgraph=True)(state, points)
+    else:
+        two = tree_map(lambda x: torch.stack([x, x]), state)
+        found, _ = torch.vmap(partial(fj.step, **how), in_dims=(0, None))(two, points)
+        found = tree_map(lambda x: x[1], found)
+    assert found.optimizer.rate == expected.optimizer.rate
+    torch.testing.assert_close(found.params, expected.params)
+
+
+def test_derivatives_are_those_of_the_step_with_the_chosen_rate():
+    rates = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    x, direction = torch.tensor([3.0, -2.0], dtype=torch.float64), torch.tensor([4.0, -3.0], dtype=torch.float64)
+
+    def moved(x, direction, rates):
+        optimizer = line_search(fj.sgd(1.0), rates, merit=lambda y: y.square().sum())
+        return optimizer.search(lambda p: p, direction, optimizer.init(x), x)[0]
+
+    torch.testing.assert_close(moved(x, direction, rates), x - direction)
+    expected = (torch.eye(2), -torch.eye(2), torch.stack([-direction, torch.zeros(2)]).mT)
+    for derivative in (torch.func.jacrev, torch.func.jacfwd):
+        slopes = derivative(moved, argnums=(0, 1, 2))(x, direction, rates)
+        torch.testing.assert_close(slopes, tuple(e.double() for e in expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_keep_their_dtype_and_rates_are_not_rounded_to_it(dtype):
+    x = torch.tensor([1.0, -0.5], dtype=dtype)
+    optimizer = line_search(fj.sgd(1.0), [0.3], merit=torch.sum)
+    found, _ = optimizer.search(lambda p: p.float(), 16 * x, optimizer.init(x), x)
+    assert found.dtype == dtype
+    assert torch.equal(found, (x.double() - 0.3 * 16 * x.double()).to(dtype))
+
+
+def test_losses_that_vmap_refuses_are_compared_one_by_one_and_leave_no_trace():
+    count = torch.zeros(())
+
+    def losses(params):
+        count.add_(1)
+        noise = torch.rand(2)
+        return rosenbrock(params) + 0 * noise + 0 * params["x"].sum().item()
+
+    optimizer = line_search(fj.sgd(1.0), [1.0, 0.0])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.warns(fj.SlowPathWarning, match="line_search: evaluates the losses at one rate after the other"):
+        optimizer.search(losses, {"x": torch.zeros(2, dtype=torch.float64)}, optimizer.init(START), START)
+    assert count == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_skipped_step_keeps_the_rate_and_a_checkpoint_goes_on():
+    how = method(losses=lambda p, x: rosenbrock(p) * x)
+    one = torch.ones(2, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = fj.step(fj.train_state(START, one, **how), one, **how)
+    skipped, info = fj.step(state, one * torch.inf, **how)
+    assert not info.moved
+    assert torch.equal(skipped.optimizer.rate, state.optimizer.rate)
+    back = fj.from_checkpoint(fj.to_checkpoint(state), like=state)
+    assert isinstance(back.optimizer, LineSearchState)
+    ours, theirs = (fj.step(each, one, **how)[0] for each in (state, back))
+    assert torch.equal(ours.params["x"], theirs.params["x"])
+
+
+def test_mistakes_are_named_with_their_cure():
+    one, search = fj.sgd(1.0), line_search(fj.sgd(1.0), [1.0])
+    with pytest.raises(TypeError, match=r"line_search: optimizer must be a pair .*found function.*Call its builder"):
+        line_search(fj.sgd, [1.0])
+    with pytest.raises(ValueError, match="itself compares losses"):
+        line_search(search, [1.0])
+    for rates, kind, found in (
+        (0.1, TypeError, "found 0.1"),
+        ([], ValueError, "found none"),
+        ([1.0, -1.0], ValueError, "found -1"),
+        ([float("inf")], ValueError, "found inf"),
+        (["1"], TypeError, "found '1'"),
+        (torch.ones(2, 2), ValueError, r"found torch.float32 \[2, 2\]"),
+    ):
+        with pytest.raises(kind, match=f"line_search: rates must be .*{found}.*Pass for instance rates="):
+            line_search(one, rates)
+    with pytest.raises(TypeError, match="line_search: merit must be a function, found str"):
+        line_search(one, [1.0], merit="sum")
+    how = method(merit=lambda values: values)
+    with pytest.raises(ValueError, match=r"line_search: merit must be .*one real number, found torch.float64 \[2\]"):
+        fj.step(fj.train_state(START, **how), **how)
+    for around in (
+        fj.noised(search, fj.random.key(0), 0.0, 1.0, 1),
+        fj.by_label({"all": search}, lambda name, leaf: "all"),
+    ):
+        how = {"losses": rosenbrock, "aggregator": fj.mean(), "optimizer": around}
+        with pytest.raises(ValueError, match=r"line_search: expected the losses.*with this optimizer outermost"):
+            fj.step(fj.train_state(START, **how), **how)
+    replicas = fj.jacobian_engine()._replace(replicate=lambda tree: tree)
+    with pytest.raises(ValueError, match=r"replicas have different batches.*found one that compares"):
+        fj.step(fj.train_state(START, **method()), engine=replicas, **method())
