@@ -74,6 +74,7 @@ from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_sta
 from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
 from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
+from functional_jd.precision.scaled_grad import scaled_grad
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.choice import chosen_engine
 from functional_jd.training.engines import Engine, features_engine, gramian_engine, jacobian_engine, weighted_engine
@@ -188,6 +189,7 @@ __all__ = [
     "scale_state",
     "scale_state_from_dict",
     "scale_state_to_dict",
+    "scaled_grad",
     "sdmgrad",
     "select",
     "sgd",

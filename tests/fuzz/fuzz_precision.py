@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from fuzz_values import EMPTY, OF_TWO, OPTION, kinds, params, rows, values, x
+from fuzz_values import EMPTY, OF_TWO, OPTION, POSITIVE, kinds, params, rows, values, x
 from garbage import CALLABLE, Call
 
 import functional_jd as jd
@@ -32,6 +32,12 @@ PRECISION = {
     ),
     "float32_island": Call(
         lambda f: jd.float32_island(f)(x()), lambda: {"f": torch.sum}, {"f": CALLABLE}, kinds({"f"})
+    ),
+    "scaled_grad": Call(
+        lambda f, factor, argnums, has_aux: jd.scaled_grad(f, factor, argnums, has_aux=has_aux)(x()),
+        lambda: {"f": torch.sum, "factor": 2.0, "argnums": 0, "has_aux": False},
+        {"factor": POSITIVE, "argnums": kinds({"zero", "minus_one"})},
+        kinds({"f"}),
     ),
     "policy": Call(lambda description: jd.policy(description), lambda: {"description": "compute=float16"}),
     "scale": Call(

@@ -1,0 +1,95 @@
+"""A loss scale for derivatives inside losses, such as the forces of a potential."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.arguments import check_flag, check_function, check_number, check_scalar, refuse
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.tree import tree_map
+
+
+def scaled_grad(
+    f: Callable[..., Any], factor: float | Tensor, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`torch.func.grad` for losses that contain it, in half precision: with a scale of its own.
+
+    `grad(factor f) / factor`, divided in at least float32. A loss scale multiplies the gradients of the losses, but not
+    a gradient inside them: forces of an energy in units of 1e-7 are below what float16 holds (6e-8), and are lost
+    before any loss is computed.
+
+    Args:
+        f: a function that returns a scalar, an energy for instance; with `has_aux`, `(scalar, aux)`.
+        factor: about 1 / the size of the gradients of the scalar with respect to what is computed in half precision,
+            mostly 1 / the unit of the scalar; positive. A power of two rounds nothing. A number or a tensor `[]`.
+        argnums: which arguments to differentiate, as for `torch.func.grad`.
+        has_aux: whether `f` returns `(scalar, aux)`.
+
+    Returns:
+        A function of the arguments of `f`: the gradient, in at least float32; with `has_aux`, `(gradient, aux)`.
+
+    Raises:
+        TypeError: `f` is not callable; `factor` is not a number or a tensor; `argnums` names no arguments.
+        ValueError: `factor` is not positive and finite, or not a scalar; when called, `f` returns no scalar.
+
+    Laws:
+        The gradient does not depend on the factor but for rounding, and equals that of `torch.func.grad` wherever
+        nothing underflows. Linear in `f`. What overflows inside is not finite in the result: the loss that uses it is
+        not finite, and `step` is skipped. Composes with grad, jvp, vmap and compile, as `torch.func.grad` does.
+
+    Differs:
+        From a loss scale, which backs off when rows overflow: this factor cannot, since the losses do not receive the
+        state, and a loss that is itself not finite leaves every scale as it is, which would not mend it. A factor that
+        overflows at the start overflows in every step: take a smaller one. float16 leaves a factor of 2^15 above 1, and
+        2^14 below before digits are lost. Where `f` returns float16, the factor itself must be below 65504: multiply by
+        the unit in float32.
+
+    Example:
+        >>> energy = autocast(lambda x, w: 1e-7 * (x @ w).square().float().sum())
+        >>> x, w = torch.ones(2, 3), torch.ones(3, 4)
+        >>> torch.func.grad(energy)(x, w)[0], scaled_grad(energy, 2.0**20)(x, w)[0]
+        (tensor([2.3842e-06, 2.3842e-06, 2.3842e-06]), tensor([2.3991e-06, 2.3991e-06, 2.3991e-06]))
+    """
+    check_function("scaled_grad", "f", f, "Pass the function, not its value: scaled_grad(energy, 2.0**14).")
+    check_flag("scaled_grad", "has_aux", has_aux)
+    cure = "A power of two, such as 2.0**14."
+    if isinstance(factor, Tensor):
+        check_scalar("scaled_grad", "factor", factor, cure)
+    else:
+        check_number("scaled_grad", "factor", factor, 0, cure)
+        if not 0 < factor < float("inf"):
+            refuse("scaled_grad", "factor", "positive and finite", factor, cure, ValueError)
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not positions or any(isinstance(at, bool) or not isinstance(at, int) for at in positions):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("scaled_grad", "argnums", "a position, or several in a tuple", argnums, "Count from 0.")
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        found = f(*args, **kwargs)
+        if not has_aux:
+            return _scalar(found) * factor
+        if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) != 2:
+            refuse("scaled_grad", "f", "a function that returns (scalar, aux)", found, "Or leave has_aux out.")
+        return _scalar(found[0]) * factor, found[1]
+
+    gradient = torch.func.grad(scaled, argnums=argnums, has_aux=has_aux)
+
+    @wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not all(-len(args) <= at < len(args) for at in positions):
+            expected = f"positions among the {len(args)} arguments"
+            refuse("scaled_grad", "argnums", expected, argnums, "Pass by position what is differentiated.", ValueError)
+        found = gradient(*args, **kwargs)
+        large, *aux = found if has_aux else (found,)
+        small = tree_map(lambda g: at_least_float32(g) / factor, large)
+        return (small, *aux) if has_aux else small
+
+    return run
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        refuse("scaled_grad", "f", "a function that returns one real number", value, "Sum it up.", ValueError)
+    return at_least_float32(value)
