@@ -1,0 +1,227 @@
+"""Losses that contain derivatives, written in every style and run in every precision, against closed forms in float64.
+
+All weights, points and data are positive, and the network `v exp(W x + b)` has positive derivatives of all orders: the
+sum of the absolute terms of every row is the row of the same losses with all differences turned into sums.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within, eps
+from torch.func import grad, hessian, jvp, vmap
+
+import functional_jd as fj
+
+# Roundings on the way to a row: ten by each of the three passes (values, two derivatives), and as many backwards.
+ROUNDINGS = 64
+# Terms of very different size, and scales that bring their derivatives into the range of float16.
+WEIGHTS = torch.tensor([2.0**10, 2.0**-20])
+SCALES = torch.tensor([2.0**-12, 2.0**22])
+VISCOSITY, WAVES = 0.1, 2.0
+
+
+def positive(*shape, seed):
+    return 0.1 + 0.8 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights(d, width=6):
+    return {"w": positive(width, d, seed=1), "b": positive(width, seed=2), "v": positive(1, width, seed=3)}
+
+
+def network(p, x):
+    hidden = torch.exp(torch.nn.functional.linear(x, p["w"], p["b"]))
+    return torch.nn.functional.linear(hidden, p["v"]).squeeze(-1)
+
+
+# Each returns the first and the second derivatives along the axes, `[points, d]`.
+
+
+def by_jvp(u, x):
+    def along(f, axis):
+        tangent = torch.zeros_like(x)
+        tangent[:, axis] = 1
+        return lambda x: jvp(f, (x,), (tangent,))[1]
+
+    axes = range(x.shape[1])
+    first, second = [along(u, i) for i in axes], [along(along(u, i), i) for i in axes]
+    return tuple(torch.stack([f(x) for f in each], dim=1) for each in (first, second))
+
+
+def by_grad(u, x):
+    slope = grad(lambda x: u(x).sum())
+    seconds = [grad(lambda x, i=i: slope(x)[:, i].sum())(x)[:, i] for i in range(x.shape[1])]
+    return slope(x), torch.stack(seconds, dim=1)
+
+
+def by_hessian(u, x):
+    slope = grad(lambda x: u(x).sum())
+    return slope(x), vmap(hessian(u))(x).diagonal(dim1=-2, dim2=-1)
+
+
+def by_autograd(u, x):
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(u(x).sum(), x, create_graph=True)
+    axes = range(x.shape[1])
+    seconds = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in axes]
+    return slope, torch.stack(seconds, dim=1)
+
+
+def in_closed_form(p, x):
+    terms = torch.exp(x @ p["w"].mT + p["b"]) * p["v"]
+    return terms @ p["w"], terms @ p["w"].square()
+
+
+STYLES = {"jvp": by_jvp, "grad": by_grad, "hessian": by_hessian, "autograd": by_autograd}
+
+
+def burgers(u, first, second, x, sign):
+    return first[:, 0] + u * first[:, 1] + sign * VISCOSITY * second[:, 1]
+
+
+def helmholtz(u, first, second, x, sign):
+    return second.sum(1) + WAVES**2 * u + sign * x.prod(1)
+
+
+def poisson(u, first, second, x, sign):
+    return second.sum(1) + sign * x.sum(1)
+
+
+PROBLEMS = {"burgers": (burgers, 2), "helmholtz": (helmholtz, 2), "poisson": (poisson, 5)}
+
+
+def two_terms(inside, edge):
+    return (torch.stack([inside.square().mean(), edge.square().mean()]) * WEIGHTS.to(inside)).unbind()
+
+
+def losses_of(equation, derivatives, sign=-1):
+    """Of `derivatives(p, x) -> (first, second)`: what is left of the equation inside, and of the values at the edge."""
+
+    def losses(p, x, edge):
+        first, second = derivatives(p, x)
+        inside = equation(network(p, x), first, second, x, sign)
+        return two_terms(inside, network(p, edge) + sign * edge.sum(1))
+
+    return losses
+
+
+def styled(style):
+    return lambda p, x: STYLES[style](lambda x: network(p, x), x)
+
+
+def plain_rows(losses, params, *batch):
+    """By ordinary autograd, one loss after the other."""
+    points = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    rows = [torch.autograd.grad(loss, list(points.values()), retain_graph=True) for loss in losses(points, *batch)]
+    return {name: torch.stack(parts) for name, parts in zip(points, zip(*rows, strict=True), strict=True)}
+
+
+def check_rows(losses, expected, terms, params, batch, dtype):
+    """The scaled rows of losses in a precision, against rows and the sums of their absolute terms."""
+    run = losses if dtype == torch.float32 else fj.autocast(losses, dtype)
+    inputs = [{name: leaf.float() for name, leaf in params.items()}, *(x.float() for x in batch)]
+    rows, _ = fj.jacobian_fn(run, scale=SCALES)(*inputs)
+    for name in params:
+        factors = SCALES.double().reshape(-1, *[1] * params[name].ndim)
+        check_within(rows[name] / factors, expected[name], ROUNDINGS * eps(dtype) / 2 * terms[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_rows_of_equations_in_every_style(problem, dtype):
+    equation, d = PROBLEMS[problem]
+    params, batch = weights(d), (positive(6, d, seed=4), positive(4, d, seed=5))
+    expected = plain_rows(losses_of(equation, in_closed_form), params, *batch)
+    terms = plain_rows(losses_of(equation, in_closed_form, sign=1), params, *batch)
+    for style in STYLES:
+        check_rows(losses_of(equation, styled(style)), expected, terms, params, batch, dtype)
+
+
+# Energy and forces of a cluster
+
+
+def pairs(x):
+    """The differences of all pairs, each once, and the inverse squares of their distances."""
+    i, j = torch.triu_indices(len(x), len(x), offset=1)
+    gaps = x[i] - x[j]
+    return i, j, gaps, 1 / gaps.square().sum(1)
+
+
+def potential(p, x):
+    return network(p, pairs(x)[-1].unsqueeze(1)).sum()
+
+
+def lennard_jones(x):
+    i, j, gaps, q = pairs(x)
+    push = (12 * q**7 - 6 * q**4).unsqueeze(1) * gaps
+    return (q**6 - q**3).sum(), torch.zeros_like(x).index_add(0, i, push).index_add(0, j, -push)
+
+
+def forces_in_closed_form(p, x, sign):
+    """With `sign` 1, the sums of the absolute values of what the pairs add to a force."""
+    i, j, gaps, q = pairs(x)
+    push = (in_closed_form(p, q.unsqueeze(1))[0] * 2 * q.square().unsqueeze(1)) * (gaps if sign < 0 else gaps.abs())
+    return torch.zeros_like(x).index_add(0, i, push).index_add(0, j, sign * push)
+
+
+def forces_by_grad(p, x):
+    return -grad(potential, argnums=1)(p, x)
+
+
+def forces_by_autograd(p, x):
+    x = x.detach().requires_grad_()
+    return -torch.autograd.grad(potential(p, x), x, create_graph=True)[0]
+
+
+def forces_by_jvp(p, x):
+    return -torch.func.jacfwd(potential, argnums=1)(p, x)
+
+
+def potential_losses(forces, sign=-1):
+    def losses(p, x, energy, reference):
+        return two_terms(potential(p, x) + sign * energy, forces(p, x) + sign * reference)
+
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_energies_and_forces_in_every_style(dtype):
+    corners = torch.tensor([[0, 0, 0], [1.1, 0, 0], [0, 1.2, 0], [0, 0, 1.3]], dtype=torch.float64)
+    x, params = corners + 0.1 * positive(4, 3, seed=6), weights(1)
+    reference = lennard_jones(x)
+    data = (x, *reference)
+    expected = plain_rows(potential_losses(partial(forces_in_closed_form, sign=-1)), params, *data)
+    sizes = (x, *(value.abs() for value in reference))
+    terms = plain_rows(potential_losses(partial(forces_in_closed_form, sign=1), sign=1), params, *sizes)
+    for forces in (forces_by_grad, forces_by_autograd, forces_by_jvp):
+        check_rows(potential_losses(forces), expected, terms, params, data, dtype)
+
+
+def test_whole_steps_compile_to_one_graph():
+    """With `grad` twice: on derivatives of `hessian`, torch.compile fails in torch itself."""
+    equation, d = PROBLEMS["helmholtz"]
+    params = {name: leaf.float() for name, leaf in weights(d).items()}
+    batch = (positive(6, d, seed=4).float(), positive(4, d, seed=5).float())
+    half = fj.autocast(losses_of(equation, styled("grad")), torch.bfloat16)
+    how = {"losses": half, "aggregator": fj.mean(), "optimizer": fj.sgd(1e-6)}
+    state = fj.train_state(params, *batch, scale=fj.scale_state(1.0, shape=(2,)), **how)
+    expected, _ = fj.step(state, *batch, **how)
+    torch.compiler.reset()
+    found, info = torch.compile(partial(fj.step, **how), backend="eager", fullgraph=True)(state, *batch)
+    assert info.moved
+    torch.testing.assert_close(found.params, expected.params)
+
+
+@pytest.mark.parametrize("style", ["grad", "hessian", "autograd"])
+def test_residuals_one_per_point_are_the_rows_of_a_loop(style):
+    """With `torch.autograd.grad` inside, which vmap refuses, they come out of a loop, and a warning says so."""
+    equation, d = PROBLEMS["helmholtz"]
+    params, x = weights(d), positive(6, d, seed=4)
+    residual = lambda p, x: equation(network(p, x[None]), *styled(style)(p, x[None]), x[None], -1)[0]
+    says = pytest.warns(fj.SlowPathWarning, match="jacobian_fn") if style == "autograd" else nullcontext()
+    with says:
+        rows, _ = fj.jacobian_fn(fj.per_example(residual))(params, x)
+    expected = plain_rows(lambda p: equation(network(p, x), *in_closed_form(p, x), x, -1).unbind(), params)
+    for name in params:
+        torch.testing.assert_close(rows[name], expected[name])
