@@ -411,27 +411,16 @@ def test_any_composition_has_the_same_dtypes_on_every_road(names, dtype):
     assert all(dtypes == seen["alone"] for dtypes in seen.values())
 
 
-class Shaped(nn.Module):
-    """Unflatten, which the compiler does not trace."""
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, *self.shape)
-
-
 NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(6),
     "GroupNorm": lambda: nn.GroupNorm(2, 6),
     "BatchNorm1d": lambda: nn.BatchNorm1d(6, track_running_stats=False),
     "BatchNorm1d eval": lambda: nn.BatchNorm1d(6).eval(),
-    "BatchNorm2d": lambda: nn.Sequential(Shaped(3, 2, 1), nn.BatchNorm2d(3, track_running_stats=False)),
-    "InstanceNorm1d": lambda: nn.Sequential(Shaped(2, 3), nn.InstanceNorm1d(2, affine=True)),
-    "InstanceNorm2d": lambda: nn.Sequential(Shaped(1, 3, 2), nn.InstanceNorm2d(1, affine=True)),
+    "BatchNorm2d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.BatchNorm2d(3, track_running_stats=False)),
+    "InstanceNorm1d": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True)),
+    "InstanceNorm2d": lambda: nn.Sequential(nn.Unflatten(1, (1, 3, 2)), nn.InstanceNorm2d(1, affine=True)),
     "RMSNorm": lambda: nn.RMSNorm(6),
-    "LocalResponseNorm": lambda: nn.Sequential(Shaped(6, 1), nn.LocalResponseNorm(2)),
+    "LocalResponseNorm": lambda: nn.Sequential(nn.Unflatten(1, (6, 1)), nn.LocalResponseNorm(2)),
 }
 
 
