@@ -25,6 +25,7 @@ from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import jacobian_for
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.weighted import weighted_for
+from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.loss_scale import unscale
 from functional_jd.training.engines import ENGINES, Engine, EngineResult, Problem, loss_rows, start_without_rows
@@ -149,6 +150,11 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
 
 def _check(engine: str, where: str, problem: Problem) -> None:
+    if isinstance(problem.losses, ExampleSets):
+        raise ValueError(
+            f"{where}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
+            "name. Return the mean over each set of examples."
+        )
     blind = needs_no_rows(problem.aggregator)
     if engine == "weighted" and (not blind or problem.scale.scale.ndim):
         raise ValueError(

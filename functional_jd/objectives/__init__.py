@@ -2,6 +2,25 @@
 
 from functional_jd.objectives.functional import functional
 from functional_jd.objectives.partition import merge, partition
-from functional_jd.objectives.structured import Dims, Multitask, PerExample, multitask, per_example, stacked
+from functional_jd.objectives.structured import (
+    Dims,
+    ExampleSets,
+    Multitask,
+    PerExample,
+    multitask,
+    per_example,
+    stacked,
+)
 
-__all__ = ["Dims", "Multitask", "PerExample", "functional", "merge", "multitask", "partition", "per_example", "stacked"]
+__all__ = [
+    "Dims",
+    "ExampleSets",
+    "Multitask",
+    "PerExample",
+    "functional",
+    "merge",
+    "multitask",
+    "partition",
+    "per_example",
+    "stacked",
+]

@@ -1,13 +1,13 @@
 """Losses with a declared structure: one objective per example, or several tasks on a shared trunk."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, refuse
+from functional_jd.core.arguments import check_function, check_mapping, refuse
 from functional_jd.core.declared import Declared
 from functional_jd.core.slow_path import StateJournal, attempt
 from functional_jd.core.tree import tree_leaves, tree_map
@@ -123,18 +123,74 @@ class Multitask(Declared):
         return params["shared"], params["heads"]
 
 
-def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
+def _join(found: dict[str, Any]) -> Any:
+    """The losses by name; beside them aux by name, where the losses return it."""
+    if all(isinstance(result, tuple) for result in found.values()):
+        values, aux = ({name: result[at] for name, result in found.items()} for at in (0, 1))
+        return values, aux
+    return found
+
+
+@dataclass(frozen=True)
+class ExampleSets(Declared):
+    """The function that `per_example` returns for losses by name: several sets of examples, each with its own loss.
+
+    Attributes:
+        parts: the losses of each set, by name.
+        join: makes what the losses return of what those of the sets return, by name.
+    """
+
+    parts: Mapping[str, PerExample]
+    join: Callable[[dict[str, Any]], Any] = _join
+
+    def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        return replace(self, parts={name: part.each(wrap) for name, part in self.parts.items()})
+
+    def __call__(self, params: Params, *batch: Tree) -> Losses:
+        own = self.batches(batch)
+        return self.join({name: self.parts[name](params, *own[name]) for name in own})
+
+    def batches(self, batch: tuple[Tree, ...]) -> dict[str, tuple[Tree, ...]]:
+        """Return the arguments of each set, in the order of the rows."""
+        names = sorted(self.parts)
+        for argument in batch:
+            check_mapping(
+                "per_example", "arguments", argument, "With losses by name, each is a dict by the same names."
+            )
+        given = {name for argument in batch for name in argument}
+        if given != set(names):
+            raise ValueError(
+                f"per_example: expected examples for each of the losses {names}, found {sorted(given)}. Pass dicts by "
+                "these names; a name may be missing in those arguments that its loss does not take."
+            )
+        return {name: tuple(argument[name] for argument in batch if name in argument) for name in names}
+
+    def counts(self, batch: tuple[Tree, ...]) -> dict[str, int]:
+        """Return the number of examples in each set."""
+        return {name: self.parts[name].count(own) for name, own in self.batches(batch).items()}
+
+
+@overload
+def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample: ...
+@overload
+def per_example(loss: Mapping[str, Callable[..., Any]], in_dims: Dims = 0) -> ExampleSets: ...
+def per_example(
+    loss: Callable[..., Any] | Mapping[str, Callable[..., Any]], in_dims: Dims = 0
+) -> PerExample | ExampleSets:
     """Make every example of a batch a separate objective.
 
     `losses_i = loss(params, *example_i)`
 
     Args:
-        loss: `loss(params, *example) -> scalar`, for one example without the batch dimension.
+        loss: `loss(params, *example) -> scalar`, for one example without the batch dimension. Or a dict of such losses
+            by name, for sets of examples of different sizes, such as points inside and at the boundary.
         in_dims: the dimension of the examples: one for all arguments after `params`, or one per argument; `None` marks
-            an argument that all examples share.
+            an argument that all examples share. For losses by name, one for all.
 
     Returns:
-        A function `(params, *batch) -> losses [batch]`. Random layers draw separately for every example.
+        A function `(params, *batch) -> losses [batch]`. Random layers draw separately for every example. For losses by
+        name, every argument of the batch is a dict by name, and the losses are a dict `{name: [examples]}`; a name that
+        is missing in an argument is that of a loss that does not take it.
 
     Raises:
         TypeError: `loss` is not callable, or `in_dims` names no dimensions.
@@ -145,6 +201,8 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
         The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:
         m small backward passes at the cost of one, not m passes through the batch. If vmap refuses the loss, it is
         evaluated again, example by example, with a `SlowPathWarning`; buffers are then updated once, as without vmap.
+        Losses by name give the rows of each set, one set after the other in the order of the sorted names, each
+        differentiated as if it were alone; they take no buffers.
 
     Example:
         >>> losses = per_example(lambda params, x, y: (x @ params["w"] - y).square())
@@ -153,6 +211,8 @@ def per_example(loss: Callable[..., Any], in_dims: Dims = 0) -> PerExample:
         >>> values, jacobian["w"].diagonal()
         (tensor([1., 4., 9.]), tensor([-2., -4., -6.]))
     """
+    if isinstance(loss, Mapping):
+        return _by_name(loss, in_dims)
     check_function("per_example", "loss", loss, "Pass the function itself.")
     for dim in in_dims if isinstance(in_dims, list | tuple) else [in_dims]:
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -203,6 +263,17 @@ def stacked(trees: Sequence[Tree]) -> Tree:
     """Stack pytrees of the same structure, one per row, leaf by leaf."""
     with autocast_disabled(trees[0]):  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
+
+
+def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> ExampleSets:
+    check_mapping("per_example", "loss", losses, 'Pass for instance {"inside": residual, "edge": value}.')
+    if not losses:
+        raise ValueError("per_example: expected at least one loss, found an empty dict. Pass a function, or a dict.")
+    if isinstance(in_dims, Sequence):
+        refuse(
+            "per_example", "in_dims", "one dimension, as the losses have names", in_dims, "Close over what is shared."
+        )
+    return ExampleSets({name: per_example(loss, in_dims) for name, loss in losses.items()})
 
 
 def _check_tensors(result: Any) -> None:

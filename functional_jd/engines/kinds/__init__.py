@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_jd.engines.kinds.base import Kind
+from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.multitask import MULTITASK
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.objectives import Multitask, PerExample
+from functional_jd.objectives import ExampleSets, Multitask, PerExample
 
-KINDS: dict[type, Kind] = {PerExample: PER_EXAMPLE, Multitask: MULTITASK}
+KINDS: dict[type, Kind] = {PerExample: PER_EXAMPLE, ExampleSets: EXAMPLE_SETS, Multitask: MULTITASK}
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:

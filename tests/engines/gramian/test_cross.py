@@ -11,8 +11,9 @@ from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
 from functional_jd.core.slow_path import SlowPathWarning
-from functional_jd.engines.gramian import cross, factors
-from functional_jd.engines.gramian.cross import cross_gramian_fn, crossed_leaf
+from functional_jd.engines.gramian import crossed_leaves, factors
+from functional_jd.engines.gramian.cross import cross_gramian_fn
+from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.objectives import Multitask, per_example
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 def priced(patch, lean):
-    patch.setattr(cross, "crossed_factors_are_cheaper", lambda *_: lean)
+    patch.setattr(crossed_leaves, "crossed_factors_are_cheaper", lambda *_: lean)
 
 
 def multiplied_out(part, shape, m):

@@ -1,0 +1,159 @@
+"""Several sets of examples, each with its own loss: the rows of all, one set after the other."""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.tree import floating_leaves, tree_map
+from functional_jd.core.types import Direction, Losses, Params, Tree
+from functional_jd.engines.evaluate import Options, check_weights, row_scales
+from functional_jd.engines.gramian.assemble import RowsNeededError
+from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
+from functional_jd.engines.gramian.products import products_of_leaves
+from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.per_example import PER_EXAMPLE
+from functional_jd.objectives import ExampleSets
+from functional_jd.objectives.buffers import Carried, Form, Threaded, next_as_found
+from functional_jd.precision.autocast import autocast_disabled
+
+# As names, since torch.compile evaluates what annotates a function inside a function.
+_ByName: TypeAlias = dict[str, Any]
+_Joined: TypeAlias = tuple[Losses, Carried]
+
+
+def jacobian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    """The rows of each set, one set after the other."""
+    given = _by_set(losses, args, options)
+    found = {name: PER_EXAMPLE.jacobian(losses.parts[name], own, argnums, one) for name, (own, one) in given.items()}
+    rows = [jacobian for jacobian, _, _ in found.values()]
+    with autocast_disabled(rows):
+        joined = tree_map(lambda *leaves: torch.cat(leaves), rows[0], *rows[1:])
+    return joined, *_joined(losses, found, options)
+
+
+def gramian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
+    """The blocks of each set, and those of all pairs of sets, layer by layer."""
+    if options.products == "factors":
+        raise RowsNeededError("sets of examples have factors of different forms")
+    given = _by_set(losses, args, options._replace(products="factors"))
+    found = {name: PER_EXAMPLE.gramian(losses.parts[name], own, argnums, one) for name, (own, one) in given.items()}
+    counts = losses.counts(args[1:])
+    parts: dict[str, Any] = {name: result[0] for name, result in found.items()}
+    leaves, _ = floating_leaves(args[0], options.where)
+
+    def across(a: str, b: str) -> Tensor:
+        pairs = zip(parts[a], parts[b], leaves, strict=True)
+        return reduce(torch.add, [crossed_leaf(*pair, counts[a], counts[b]) for pair in pairs])
+
+    norms_only = options.products == "norms"
+    with autocast_disabled(leaves):
+        own = {name: products_of_leaves(parts[name], leaves, m, norms_only=norms_only)[0] for name, m in counts.items()}
+        if norms_only:
+            products = torch.cat(list(own.values()))
+        else:
+            products = _assembled(own, {pair: across(*pair) for pair in combinations(counts, 2)})
+
+    def pullback(weights: Tensor) -> Direction:
+        pieces = weights.split(list(counts.values()))
+        return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
+
+    return products, *_joined(losses, found, options), pullback
+
+
+def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:
+    """The Gramian from its blocks; those on the diagonal are symmetric but for rounding."""
+
+    def block(a: str, b: str) -> Tensor:
+        if a == b:
+            return (own[a] + own[a].mT) / 2
+        return across[a, b] if (a, b) in across else across[b, a].mT
+
+    return torch.cat([torch.cat([block(a, b) for b in own], dim=1) for a in own])
+
+
+def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted:
+    """One backward pass through each set."""
+    given = _by_set(losses, args, options)
+    found = {name: PER_EXAMPLE.weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
+    counts = list(losses.counts(args[1:]).values())
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        check_weights(options.where, weights, sum(counts))
+        pieces = zip(found.values(), weights.split(counts), strict=True)
+        results = [pull(piece, last=last) for (*_, pull), piece in pieces]
+        flags = [finite for _, finite in results]
+        return _added([direction for direction, _ in results]), torch.cat(flags) if flags[0].ndim else _all(flags)
+
+    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, options), pullback
+
+
+def _by_set(losses: ExampleSets, args: Args, options: Options) -> dict[str, tuple[Args, Options]]:
+    """The arguments of each set, and the options with its scales, in the order of the rows."""
+    params, *batch = args
+    counts, scale = losses.counts(tuple(batch)), options.scale
+    scales = [scale] * len(counts)
+    if scale is not None and scale.ndim:
+        leaves, _ = floating_leaves(params, options.where)
+        scales = list(row_scales(scale, sum(counts.values()), leaves[0], options.where).split(list(counts.values())))
+    own = losses.batches(tuple(batch))
+    return {
+        name: ((params, *own[name]), options._replace(scale=mine)) for name, mine in zip(counts, scales, strict=True)
+    }
+
+
+def _joined(losses: ExampleSets, found: Mapping[str, Sequence[Any]], options: Options) -> tuple[Losses, Any]:
+    """The losses and aux of all sets, from `(..., losses, aux)` of each."""
+    if not options.has_aux:
+        return {name: result[1] for name, result in found.items()}, ()
+    values, aux = losses.join({name: (result[1], result[2]) for name, result in found.items()})
+    return values, aux
+
+
+def _added(directions: Sequence[Direction]) -> Direction:
+    return tree_map(lambda *leaves: reduce(torch.add, leaves), directions[0], *directions[1:])
+
+
+def _all(flags: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.logical_and, flags)
+
+
+def _row_params(losses: ExampleSets, params: Params) -> Tree:  # noqa: ARG001
+    return params
+
+
+def _objectives(losses: ExampleSets, params: Params, batch: Args) -> int:  # noqa: ARG001
+    return sum(losses.counts(batch).values())
+
+
+def _thread(losses: ExampleSets, batch: Args, form: Form) -> Threaded:
+    if form.takes_buffers:
+        raise ValueError(
+            f"{form.where}: expected per_example losses of one kind, since those by name take no buffers, found "
+            f"buffers with losses {sorted(losses.parts)}. Pass them as constants, or one loss for all examples."
+        )
+    given = losses.batches(batch)
+    parts: Any = {name: PER_EXAMPLE.thread(part, given[name], form).losses for name, part in losses.parts.items()}
+
+    def join(found: _ByName) -> _Joined:
+        aux = {name: carried[1] for name, (_, carried) in found.items()} if form.has_aux else ()
+        return {name: value for name, (value, _) in found.items()}, ((), aux)
+
+    return Threaded(ExampleSets(parts, join), batch, next_as_found(form))
+
+
+def _sample(losses: ExampleSets, args: Args) -> tuple[Any, Args]:
+    """The first example of each set."""
+    params, *batch = args
+    own = {name: losses.parts[name].examples(given)[0] for name, given in losses.batches(tuple(batch)).items()}
+
+    def first(params: Params, own: dict[str, Args]) -> Any:
+        return losses.join({name: losses.parts[name].of_one(params, *example) for name, example in own.items()})
+
+    return first, (params, own)
+
+
+EXAMPLE_SETS = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample, rows_are_examples=True)

@@ -1,0 +1,157 @@
+"""Losses by name on sets of examples of different sizes: every engine against loops over all examples of all sets."""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within, product_bound
+from torch.utils._pytree import tree_map
+from zoo import numbers
+
+import functional_jd as fj
+from functional_jd.distributed import replicated
+
+
+def value(p, x):
+    hidden = torch.tanh(torch.nn.functional.linear(x, p["w"], p["b"]))
+    return torch.nn.functional.linear(hidden, p["v"])[0]
+
+
+def residual(p, x):
+    slope = torch.func.grad(lambda x: value(p, x))(x)
+    return slope.sum() - value(p, x)
+
+
+def at_edge(p, x, target):
+    return value(p, x) - target
+
+
+PARAMS = {"w": numbers(5, 2), "b": numbers(5, seed=1), "v": numbers(1, 5, seed=2)}
+LOSSES = {"inside": residual, "edge": at_edge}
+SETS = fj.per_example(LOSSES)
+
+
+def batch(inside=4, edge=3):
+    return {"inside": numbers(inside, 2, seed=3), "edge": numbers(edge, 2, seed=4)}, {"edge": numbers(edge, seed=5)}
+
+
+def one_by_one(p, points, targets):
+    """The edge first, as the names are sorted."""
+    edge = [at_edge(p, x, y) for x, y in zip(points["edge"], targets["edge"], strict=True)]
+    return torch.stack([*edge, *(residual(p, x) for x in points["inside"])])
+
+
+@pytest.mark.parametrize(("inside", "edge", "scaled"), [(1, 1, True), (4, 3, False), (4, 3, True), (2, 5, True)])
+def test_rows_products_and_pullbacks_are_those_of_a_loop_over_all_examples(inside, edge, scaled):
+    given_sets, m = batch(inside, edge), inside + edge
+    rows, plain = torch.func.jacrev(one_by_one)(PARAMS, *given_sets), one_by_one(PARAMS, *given_sets)
+    expected = {"edge": plain[:edge], "inside": plain[edge:]}
+    scale = 2.0 ** torch.arange(m) if scaled else None
+    jacobian, values = fj.jacobian_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    torch.testing.assert_close(values, expected)
+    torch.testing.assert_close(SETS(PARAMS, *given_sets), expected)
+    joined = torch.cat([leaf.flatten(1) for leaf in rows.values()], 1)
+    for name, leaf in jacobian.items():
+        factors = 1 if scale is None else scale.reshape(-1, *[1] * PARAMS[name].ndim)
+        torch.testing.assert_close(leaf, rows[name] * factors)
+    products, _, pullback = fj.gramian_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    # Rows are known to a thousand roundings, and products of factors add other terms than rows.
+    bound = 2**10 * product_bound(joined.norm(dim=1)[:, None], joined.norm(dim=1)[None])
+    check_within(products, joined @ joined.mT, bound)
+    squares, _, _ = fj.squared_norms_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    check_within(squares, joined.square().sum(1), bound.diagonal())
+    weights = numbers(m, seed=6)
+    direction = {name: torch.tensordot(weights, leaf, 1) for name, leaf in rows.items()}
+    _, weigh = fj.weighted_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    for found in (pullback(weights), weigh(weights)[0]):
+        torch.testing.assert_close(found, direction)
+
+
+@pytest.mark.parametrize("rule", [fj.natural_gradient(1e-3), fj.clipped(1.0), fj.upgrad(), fj.mean()], ids=lambda _: "")
+def test_steps_are_those_of_one_loss_after_the_other(rule):
+    given_sets = batch()
+    states = []
+    for losses in (SETS, one_by_one):
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(PARAMS, *given_sets, scale=fj.scale_state(shape=(7,)), **how)
+        for _ in range(3):
+            state, info = fj.step(state, *given_sets, **how)
+        assert info.moved
+        states.append(state.params)
+    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-9)
+
+
+def test_the_engine_of_inner_products_is_chosen_by_all_examples_and_aux_comes_by_name():
+    losses = fj.per_example({name: lambda p, *x, f=f: (f(p, *x), x[0].sum()) for name, f in LOSSES.items()})
+    given_sets = batch()
+    how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(0.1), "has_aux": True}
+    state = fj.train_state(PARAMS, *given_sets, **how)
+    assert fj.chosen_engine(losses, state, *given_sets, aggregator=how["aggregator"]).engine == "gramian"
+    for engine in ("gramian", "jacobian"):
+        _, info = fj.step(state, *given_sets, engine=engine, **how)
+        torch.testing.assert_close(info.aux, {name: x.sum(1) for name, x in given_sets[0].items()})
+    (values, aux), _ = fj.weighted_fn(losses, has_aux=True)(PARAMS, *given_sets)
+    torch.testing.assert_close(values, SETS(PARAMS, *given_sets))
+    torch.testing.assert_close(aux, info.aux)
+
+
+def test_only_the_scale_of_an_example_that_overflows_backs_off():
+    points, targets = tree_map(lambda x: x.float(), batch())
+    points["inside"] = points["inside"].index_fill(0, torch.tensor([1]), 1e30)
+    params = {**tree_map(lambda x: x.float(), PARAMS)}
+    squares = fj.per_example({"edge": at_edge, "inside": lambda p, x: (x @ p["w"].mT).sum()})
+    how = {"losses": squares, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(params, points, targets, scale=fj.scale_state(2.0**50, shape=(7,)), **how)
+    after, info = fj.step(state, points, targets, **how)
+    assert info.finite.tolist() == [True, True, True, True, False, True, True]
+    assert (after.scale.scale < state.scale.scale).tolist() == (~info.finite).tolist()
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap", "grad"])
+def test_steps_under_transforms(transform):
+    given_sets = batch()
+    how = {"losses": SETS, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(PARAMS, *given_sets, **how)
+    expected, _ = fj.step(state, *given_sets, **how)
+    if transform == "compile":  # without derivatives inside, which would take most of the time
+        torch.compiler.reset()
+        products = fj.gramian_fn(fj.per_example({"inside": value, "edge": at_edge}))
+        compiled = torch.compile(lambda *batch: products(PARAMS, *batch)[0], backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given_sets), products(PARAMS, *given_sets)[0])
+    elif transform == "vmap":
+        two = tree_map(lambda x: torch.stack([x, x]), state)
+        found, _ = torch.vmap(partial(fj.step, **how), in_dims=(0, None, None))(two, *given_sets)
+        torch.testing.assert_close(tree_map(lambda x: x[1], found.params), expected.params)
+    else:
+        size = lambda v, losses: fj.gramian_fn(losses)({**PARAMS, "v": v}, *given_sets)[0].square().sum()
+        slopes = [torch.func.grad(size)(PARAMS["v"], losses) for losses in (SETS, one_by_one)]
+        torch.testing.assert_close(*slopes)
+
+
+def test_autocast_keeps_the_sets_apart():
+    halved = fj.autocast(SETS, torch.bfloat16)
+    given_sets = tree_map(lambda x: x.float(), batch())
+    seen, _ = fj.jacobian_fn(halved)(tree_map(lambda x: x.float(), PARAMS), *given_sets)
+    plain, _ = fj.jacobian_fn(SETS)(PARAMS, *batch())
+    assert type(halved) is type(SETS)
+    assert not torch.equal(seen["w"].double(), plain["w"])
+    torch.testing.assert_close(seen["w"].double(), plain["w"], rtol=0.1, atol=0.1 * float(plain["w"].abs().max()))
+
+
+def test_mistakes_are_named_with_their_cure():
+    points, targets = batch()
+    with pytest.raises(TypeError, match=r"per_example: arguments must be a dict by names, found torch.float64"):
+        SETS(PARAMS, points["edge"])
+    with pytest.raises(ValueError, match=r"each of the losses \['edge', 'inside'\], found \['edge'\]"):
+        SETS(PARAMS, {"edge": points["edge"]}, targets)
+    with pytest.raises(ValueError, match="per_example: expected at least one loss"):
+        fj.per_example({})
+    with pytest.raises(TypeError, match="per_example: loss must be a function, found int"):
+        fj.per_example({"edge": 3})
+    with pytest.raises(TypeError, match="per_example: in_dims must be one dimension, as the losses have names"):
+        fj.per_example(LOSSES, in_dims=(0, 0))
+    how = {"losses": SETS, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    with pytest.raises(ValueError, match=r"train_state: .*those by name take no buffers"):
+        fj.train_state(PARAMS, points, targets, buffers={"count": torch.zeros(())}, **how)
+    with pytest.raises(ValueError, match=r"replicated\(\) orders rows by replica.*found losses by name"):
+        fj.step(fj.train_state(PARAMS, points, targets, **how), points, targets, engine=replicated(), **how)
