@@ -16,7 +16,10 @@ from functional_jd.testing import RULES
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # In the order in which they are read: the guides go on with what the README defines.
-GUIDES = [f"guides/{page}" for page in ("by_hand", "objectives", "diagnose", "own_rule", "recipes", "cheaper_rules")]
+GUIDES = [
+    f"guides/{page}"
+    for page in ("by_hand", "objectives", "diagnose", "own_rule", "recipes", "cheaper_rules", "physics")
+]
 PAGES = {
     path: path.read_text(encoding="utf-8")
     for path in [
