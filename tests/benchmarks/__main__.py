@@ -124,7 +124,7 @@ def _called(case: "Case | Race") -> tuple[str, str, str, str]:
 def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     import torch
     from as_run import as_run_races, compiled_races
-    from cases import example_races, growth_races, task_races
+    from cases import example_races, growth_races, private_races, task_races
     from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -132,7 +132,7 @@ def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     for device in devices:
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
         found += task_races(options.toy, device) + example_races(options.toy, device)
-        found += growth_races(options.toy, device)
+        found += private_races(options.toy, device) + growth_races(options.toy, device)
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     found += weight_cases(rows) + batch_cases(rows)
     return [case for case in found if case.quick or not options.quick]

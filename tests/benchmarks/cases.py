@@ -1,11 +1,11 @@
-"""The cases of `tasks`, `examples` and `growth`: a diagnosis, one aggregated direction by each engine, eager."""
+"""The cases of `tasks`, `examples`, `private` and `growth`: one aggregated direction by each engine, eager."""
 
 from collections.abc import Callable
 from functools import partial
 
 from models import TOYS, TRUNKS, Trunk, dense, examples, tasks, trunk_and_batch
 from races import Goal, Race, Side
-from sides import of_examples, of_tasks
+from sides import of_examples, of_private, of_tasks
 
 Sides = dict[str, Side]
 
@@ -23,6 +23,8 @@ _EXAMPLES: dict[str, dict[int, tuple[Goal, ...]]] = {
     "conv": {16: (), 64: (), 256: ()},
     "transformer": {16: (), 64: (), 256: ()},
 }
+# Of the clipped direction, against one forward and backward pass.
+_PRIVATE = {"MLP": 1.3, "conv": 1.6, "transformer": 1.3}
 _QUICK = {("tiny MLP", 2), ("MLP", 64)}
 
 # Two points make a slope.
@@ -46,6 +48,18 @@ def example_races(toy: bool = False, device: str = "cpu") -> list[Race]:
         Race("examples", name, f"m={m}", _of_examples(trunks, name, m, device), goals, device, (name, m) in _QUICK)
         for name, sizes in _EXAMPLES.items()
         for m, goals in sizes.items()
+    ]
+
+
+def private_races(toy: bool = False, device: str = "cpu") -> list[Race]:
+    """The sum of clipped gradients of examples, against one forward and backward pass and against `vmap(grad)`."""
+    trunks = TOYS if toy else TRUNKS
+    return [
+        Race("private", name, f"m={m}", partial(of_private, make), goals, device, (name, m) in _QUICK)
+        for name, at_most in _PRIVATE.items()
+        for goals in [(Goal("ours", "fb", at_most), Goal("ours", "fb", 1.1, "memory"))]
+        for m in (16, 64, 256)
+        for make in [partial(examples, trunks[name], m, device)]
     ]
 
 

@@ -17,6 +17,7 @@ TITLES = {
     "compiled": "the same, our step in one graph, TorchJD's loop eager; milliseconds, ratios beside their goals, MB",
     "tasks": "diagnosis: one direction of several tasks on a trunk; milliseconds, MB at the peak",
     "examples": "diagnosis: one direction of a batch, every example an objective; milliseconds, MB at the peak",
+    "private": "the sum of clipped gradients of a batch, judged against fb; milliseconds, MB at the peak",
     "growth": "diagnosis: one direction of 8 tasks on an MLP, one quantity varied; milliseconds, MB at the peak",
     "weights": "weights of a rule; microseconds",
     "batches": "weights of a rule, a batch of 64; microseconds",
@@ -25,6 +26,7 @@ TITLES = {
 SIDES = {
     "tasks": ("fb", "JD", "jacobian", "gramian", "auto"),
     "examples": ("fb", "JD", "Engine", "jacobian", "gramian", "auto"),
+    "private": ("fb", "vmap(grad)", "norms", "ours"),
     "growth": ("fb", "JD", "jacobian", "gramian", "auto"),
 }
 
@@ -44,6 +46,7 @@ TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled ag
 
 tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
 and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.
+private: ours, what `step` does with `clipped`, without an optimizer; norms, `squared_norms_fn` and nothing more.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
@@ -138,8 +141,8 @@ def _refused(row: Standing) -> str:
 
 
 def against_peer(row: dict[str, Any]) -> list[float] | None:
-    """The quartiles of the ratio of `auto` to the peer's Engine, or to its Jacobian."""
-    found = [row["ratios"].get(f"auto/{peer}") for peer in ("Engine", "JD")]
+    """The quartiles of the ratio of `auto` to the peer's Engine, or to its Jacobian; of private training, to fb."""
+    found = [row["ratios"].get(pair) for pair in ("auto/Engine", "auto/JD", "ours/fb")]
     return next((ratio for ratio in found if ratio is not None), None)
 
 

@@ -31,6 +31,7 @@ class Lean(Weighting[Tensor]):
 RULE = jd.stateless(jd.gramian, lean)
 PEER_RULE = GramianWeightedAggregator(Lean())
 # A step whose "parameters" are the direction: what `engine="auto"` takes, and the step around it, but no optimizer.
+_MAX_NORM = 0.1
 _NO_OPTIMIZER = jd.Optimizer(lambda params: (), lambda direction, state, params: (direction, state))
 
 
@@ -82,6 +83,27 @@ def ours(model: Tasks | Examples) -> dict[str, Side]:
         "gramian": Side(lambda: by_gramian(losses, params, *batch), flat),
         "auto": Side(lambda: jd.step(start, *batch, **how)[0].params, flat),
     }
+
+
+def of_private(make: Callable[[], Examples]) -> dict[str, Side]:
+    """The sum of gradients that are clipped one by one, and their norms: ours beside `vmap(grad)`."""
+    model = make()
+    losses, params, batch = model.losses(), model.tree(values), model.batch
+    how: dict[str, Any] = {"losses": losses, "aggregator": jd.clipped(_MAX_NORM), "optimizer": _NO_OPTIMIZER}
+    start = jd.train_state(params, *batch, **how)
+    return {
+        "fb": Side(partial(plain, model.modules, model.mean)),
+        "vmap(grad)": Side(lambda: _clipped_rows(losses.loss, params, *batch), flat),
+        "norms": Side(lambda: jd.squared_norms_fn(losses)(params, *batch)),
+        "ours": Side(lambda: jd.step(start, *batch, **how)[0].params, flat),
+    }
+
+
+def _clipped_rows(loss: Callable[..., Tensor], params: dict[str, Tensor], *batch: Tensor) -> dict[str, Tensor]:
+    rows = torch.vmap(torch.func.grad(loss), in_dims=(None, *[0] * len(batch)))(params, *batch)
+    norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()]).norm(dim=0)
+    weights = (_MAX_NORM / norms).clamp(max=1)
+    return {name: torch.tensordot(weights, row, 1) for name, row in rows.items()}
 
 
 def plain(modules: Any, loss: Callable[[], Any]) -> None:
