@@ -342,10 +342,11 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     by itself; of all else, the tensor.
     """
     node: Any = y.grad_fn
-    stacked = node is not None and node.name() == "StackBackward0" and y.ndim == 1 and not y._backward_hooks
-    edges = node.next_functions if stacked else ()
+    if node is None or node.name() != "StackBackward0" or y.ndim != 1 or y._backward_hooks:
+        return [(y, y)]
+    edges = node.next_functions
     # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it.
-    if not edges or any(part is None or part._input_metadata[index].dtype != y.dtype for part, index in edges):
+    if any(part is None or part._input_metadata[index].dtype != y.dtype for part, index in edges):
         return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
 

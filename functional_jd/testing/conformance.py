@@ -1,7 +1,7 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ def counterexample(
 
 
 @contextmanager
-def _without_logs() -> Iterator[None]:
+def _without_logs() -> Generator[None, None, None]:
     """Keep records from the root logger: pytest would print the log of the compiler below a counterexample."""
     handlers = list(logging.root.handlers)
     for handler in handlers:

@@ -350,11 +350,11 @@ BY_CLAIM: tuple[Law, ...] = (
 
 def _is_convex_combination(J: Tensor, direction: Tensor) -> bool:
     largest = J.abs().max()
-    J, direction = (x / largest if largest > 0 else x for x in (J, direction))
-    if not direction.isfinite().all():
+    rows, target = (x / largest if largest > 0 else x for x in (J, direction))
+    if not target.isfinite().all():
         return False
-    ones = torch.ones(1, len(J), dtype=torch.float64)
-    _, residual = nnls(torch.cat([J.mT, ones]).numpy(), torch.cat([direction, ones[0, :1]]).numpy())
+    ones = torch.ones(1, len(rows), dtype=torch.float64)
+    _, residual = nnls(torch.cat([rows.mT, ones]).numpy(), torch.cat([target, ones[0, :1]]).numpy())
     return bool(residual <= 2.0**-20)
 
 

@@ -301,8 +301,8 @@ def _by_products(
 
 
 def _without_overflow(problem: Problem, products: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gramian or its diagonal with zeros for rows that overflowed, and flags of the rows that did not, `[m]` or `[]`
-    as the scale is.
+    """The Gramian or its diagonal with zeros for rows that overflowed, and flags of the rows that did not, of the shape
+    of the scale.
     """
     # Half the ops of `isfinite`, which is not one of its own.
     rows = (products if products.ndim == 1 else products.diagonal()).abs() < torch.inf
