@@ -78,7 +78,7 @@ def test_a_bad_start_recovers(damping):
     # At (1, 1), residuals are off by the roundings of 10 (1 - 1) and of 1 - 1, parameters by the inverse times these.
     inverse = torch.tensor([[-20.0, 10.0], [-1.0, 0.0]], dtype=torch.float64).inverse()
     terms = torch.tensor([20.0, 2.0], dtype=torch.float64)
-    check_within(x, torch.ones(2, dtype=torch.float64), 16 * eps() * (inverse.abs() @ terms))
+    check_within(x, torch.ones(2, dtype=torch.float64), 32 * eps() * (inverse.abs() @ terms))
     if damping == 1e9:  # a fixed damping moves by J' r / damping in every step
         x, _ = trained(None, 100, rule=fj.natural_gradient(damping))
         J, r = torch.tensor([[24.0, 10.0], [-1.0, 0.0]]).double(), torch.tensor([-4.4, 2.2]).double()

@@ -82,7 +82,9 @@ def test_orthogonal_combinations_of_residuals_give_the_same_direction(seed, m, n
     values = torch.linalg.svdvals(J)
     condition = float(values.max() / values.min()) ** 2
     expected = direction(J, r, damping)
-    bound = 2**10 * (m + n) * eps() * condition * r.norm() / values.min()
+    # Residuals out of reach have weights of r / damping, which cancel in the direction.
+    cancelled = J.norm() * r.norm() / damping if damping and m > n else 0.0
+    bound = 2**10 * (m + n) * eps() * (condition * r.norm() / values.min() + cancelled)
     check_within(direction(Q @ J, Q @ r, damping), expected, bound)
 
 
