@@ -202,7 +202,7 @@ class Reference:
         return self.family.loss(partial(fj.random.keyed(call), self.key) if self.family.draws else call, x)
 
     def check_step(self, compiled: bool = False) -> list[Found]:
-        """A step beside the rows of the ordinary loop: by UPGrad, or compiled, where it takes long, by their mean."""
+        """A step from the ordinary loop's rows: by UPGrad; compiled, where UPGrad takes long, by the mean."""
         rule, engine = (fj.mean(), "jacobian") if compiled else (fj.upgrad(), "auto")
         method = {"losses": self.losses, "aggregator": rule, "optimizer": fj.sgd(RATE)}
         state = fj.train_state(self.params, self.key, self.x, buffers=self.buffers, engine=engine, **method)
