@@ -171,6 +171,10 @@ def _laws_of(rule, law, jacobians, hyper, settings):
     testing.laws_of(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
 
 
+def _black_box(f):
+    return jd.aggregate(testing.black_box(f), rows())
+
+
 def _subject() -> dict[str, Any]:
     return {
         "rule": jd.uw,
@@ -201,6 +205,7 @@ LAWS = (
 
 TESTING = {
     **{name: _law(name) for name in LAWS},
+    "black_box": Call(_black_box, lambda: {"f": lambda J: J.mean(0)}, functions=kinds({"f"})),
     "obeys": Call(_obeys, _subject, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}, kinds({"rule", "law"})),
     "laws_of": Call(_laws_of, _subject, {"law": CALLABLE - {"module"}, "jacobians": OPTION}, kinds({"rule", "law"})),
     "hyper_parameters_are_values": Call(
