@@ -1,5 +1,7 @@
 """Functions of a matrix as rules: what they return is the direction, and their laws are found like those of rules."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +93,16 @@ BROKEN = {
     "the global generator": (lambda J: J.mean(0) * torch.rand(()), pure),
     "an exception for what is not finite": (lambda J: torch.linalg.eigh(J @ J.T)[1][0] @ J, non_finite),
 }
+
+
+def test_a_state_of_its_own_is_found_however_rarely_it_shows():
+    calls = itertools.count()
+    assert not laws_of(black_box(lambda J: J[0] + (next(calls) % 7 == 3)), homogeneous, settings=FEW)["homogeneous"]
+
+
+def test_random_numbers_give_the_same_counterexample_again():
+    first, second = (str(laws_of(black_box(lambda J: J[0] * torch.rand(())), pure, settings=FEW)) for _ in range(2))
+    assert first == second
 
 
 @pytest.mark.parametrize("name", BROKEN)
