@@ -87,18 +87,23 @@ def line(law: str, matrix: str, error: str) -> str:
     return f"- `{law}`{where}: `{error[:120].replace('`', '')}`"
 
 
+def write(stored: dict[str, Any]) -> None:
+    """Keep what was found, and write it into the page."""
+    STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    versions = f"torch {torch.__version__.partition('+')[0]}, torchjd {importlib.metadata.version('torchjd')}"
+    made = [f"Measured with {versions}.", "", *table(stored), "", "## Counterexamples", *counterexamples(stored), ""]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + "\n".join([BEGIN, "", *made]) + END + rest.partition(END)[2], encoding="utf-8")
+
+
 def main(names: list[str]) -> None:
-    """Test the aggregators named, or all, and write the page."""
+    """Test the aggregators named, or all."""
     warnings.simplefilter("ignore")
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for name in names or AGGREGATORS:
         stored[name] = broken(name)
         print(name, *stored[name], file=sys.stderr, flush=True)
-        STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    versions = f"torch {torch.__version__.partition('+')[0]}, torchjd {importlib.metadata.version('torchjd')}"
-    made = [f"Measured with {versions}.", "", *table(stored), "", "## Counterexamples", *counterexamples(stored), ""]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + "\n".join([BEGIN, "", *made]) + END + rest.partition(END)[2], encoding="utf-8")
+        write(stored)
 
 
 if __name__ == "__main__":
