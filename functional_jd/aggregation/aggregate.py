@@ -12,13 +12,16 @@ from functional_jd.core.arguments import described
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32, in_range
+from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
     row_count,
+    shards_of,
     tree_difference,
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_sharded_as,
     tree_unflatten,
 )
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
@@ -213,8 +216,9 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
 def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Direction]:
     """`combine` of rows that were multiplied by a loss scale, for weights `[m]` that are divided by it."""
     rows, heads = split_heads(jacobian)
-    pullback = in_range(partial(_combined, where, rows))
-    return lambda weights: direction_with_heads(pullback(weights), heads)
+    row_count(rows, where)
+    pullback = in_range(partial(_combined, where, shards_of(rows)))
+    return lambda weights: direction_with_heads(tree_sharded_as(pullback(weights), rows, -1), heads)
 
 
 def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
@@ -230,13 +234,20 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
                 )
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
                 weights = weights.float()  # once, and not for every leaf
-            return tree_unflatten(structure, [_weighted_sum(leaf, weights) for leaf in leaves])
+            sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
+            return tree_unflatten(structure, sums)
         if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(
                 f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
                 f"Jacobian, found {_found(weights)}. Check what the rule returns."
             )
-        return tree_map(_entrywise_sum, jacobian, weights)
+        return tree_map(_entrywise, jacobian, weights)
+
+
+def _entrywise(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
+    if isinstance(weights, AffineWeights):
+        return _entrywise_sum(leaf, weights)
+    return sharded_as(_entrywise_sum(shard_of(leaf), shard_of(weights)), leaf, -1)
 
 
 def _are_entrywise(weights: Weights, jacobian: Tree) -> bool:

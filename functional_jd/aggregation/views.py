@@ -11,6 +11,7 @@ from functional_jd.core.arguments import described
 from functional_jd.core.multitask import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
+from functional_jd.core.sharding import any_sharded, shard_of, sum_over_shards
 from functional_jd.core.tree import row_count, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
@@ -78,6 +79,8 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
 def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
     """`gramian` of the leaves of rows, which all have m rows."""
     with autocast_disabled(leaves):
+        if any_sharded(leaves):
+            return sum_over_shards([inner_products(as_matrix(shard_of(leaf))) for leaf in leaves], leaves)
         matrices = joined([as_matrix(leaf) for leaf in leaves])
         return reduce(torch.add, [inner_products(matrix) for matrix in matrices])
 
@@ -97,6 +100,9 @@ def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tenso
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
     row_count(rows_of(jacobian), "norms")
+    if any_sharded(tree_leaves(rows_of(jacobian))):
+        squares = gramian(jacobian).diagonal()
+        return sqrt_or_zero(squares, squares == 0)
     with autocast_disabled(jacobian):
         return row_norms(rows_of(jacobian))
 
@@ -130,8 +136,10 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
             f"{others_shapes} for *p. Compute both with jacobian_fn of the same losses."
         )
     with autocast_disabled(jacobian):
-        pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
-        return reduce(torch.add, [cross_inner_products(as_matrix(left), as_matrix(right)) for left, right in pairs])
+        leaves = tree_leaves(left)
+        pairs = zip(leaves, tree_leaves(right), strict=True)
+        products = [cross_inner_products(*(as_matrix(shard_of(leaf)) for leaf in pair)) for pair in pairs]
+        return sum_over_shards(products, leaves)
 
 
 def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
@@ -146,10 +154,35 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
         The Jacobian; of a `MultitaskJacobian`, `shared`.
 
     Raises:
-        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
+        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m; the rows are sharded, so that no
+            rank holds them.
     """
     rows = rows_of(jacobian)
     row_count(rows, "full_jacobian")
+    if any_sharded(tree_leaves(rows)):
+        raise ValueError(
+            "aggregate: this rule needs whole rows, found rows that are sharded. Use a rule that needs the losses, the "
+            "Gramian or single entries, such as upgrad, graddrop or trimmed_mean."
+        )
+    return rows
+
+
+def jacobian_entries(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
+    """The view of a rule that looks at one entry of all rows at a time: the Jacobian, of which a rank may hold shards.
+
+    Args:
+        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
+        others: ignored.
+        losses: ignored.
+
+    Returns:
+        The Jacobian; of a `MultitaskJacobian`, `shared`.
+
+    Raises:
+        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
+    """
+    rows = rows_of(jacobian)
+    row_count(rows, "jacobian_entries")
     return rows
 
 

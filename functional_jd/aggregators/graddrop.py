@@ -1,17 +1,22 @@
 """GradDrop: draw a sign for every entry, and drop the rows of the other sign."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
-from functional_jd.aggregation.views import full_jacobian
+from functional_jd.aggregation.views import jacobian_entries
 from functional_jd.core.rows import per_row
 from functional_jd.core.safe import nonzero
+from functional_jd.core.sharding import any_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
 from functional_jd.random.keys import check_key
+from functional_jd.random.stream import draw_at
 
 _FRACTIONS = Domain(
     lambda leak: ((leak >= 0) & (leak <= 1)).all(),
@@ -32,9 +37,9 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
             to the tensor have no effect.
 
     Returns:
-        A rule that needs the full Jacobian. Weights: a pytree like the Jacobian, at least float32; their derivative
-        with respect to it is 0, which is correct where no sign changes; differentiable with respect to the leak. Its
-        state is the key of the next call, int64 `[2]`, on the Jacobian's device.
+        A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
+        derivative with respect to it is 0, which is correct where no sign changes; differentiable with respect to the
+        leak. Its state is the key of the next call, int64 `[2]`, on the Jacobian's device.
 
     Raises:
         TypeError: a leak that is not floating-point; or `key` is not a key.
@@ -61,13 +66,25 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         subkey, next_key = split(state)
         leaves, structure = tree_flatten(J)
         leaks = leak_of(leaves[0])
-        # One draw for all leaves, so that a tree and its flattened rows get the same numbers.
-        sizes = [leaf.shape[1:].numel() for leaf in leaves]
-        numbers = uniform(subkey, (sum(sizes),)).split(sizes)
-        weights = [_entrywise(leaf, number, leaks) for leaf, number in zip(leaves, numbers, strict=True)]
+        weights = [
+            sharded_as(_entrywise(shard_of(leaf), number, leaks), leaf)
+            for leaf, number in zip(leaves, _numbers(subkey, leaves), strict=True)
+        ]
         return tree_unflatten(structure, weights), next_key
 
-    return Aggregator(full_jacobian, lambda J: key.to(tree_leaves(J)[0].device), update)
+    return Aggregator(jacobian_entries, lambda J: key.to(tree_leaves(J)[0].device), update)
+
+
+def _numbers(key: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
+    """One number for every entry. One draw for all leaves, so that a tree and its flattened rows get the same; of
+    sharded leaves each rank draws the numbers of its entries.
+    """
+    sizes = [leaf.shape[1:].numel() for leaf in leaves]
+    if not any_sharded(leaves):
+        return uniform(key, (sum(sizes),)).split(sizes)
+    starts = accumulate(sizes, initial=0)
+    places = [positions(leaf, 1) + start for leaf, start in zip(leaves, starts, strict=False)]
+    return [draw_at(key, place, "uniform", torch.float32) for place in places]
 
 
 def _entrywise(leaf: Tensor, number: Tensor, leaks: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import full_jacobian
+from functional_jd.aggregation.views import jacobian_entries
+from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import tree_map
 
 
@@ -20,8 +21,8 @@ def trimmed_mean(trim: int) -> Aggregator:
         trim: number of rows to drop on either side, at least 0.
 
     Returns:
-        A rule that needs the full Jacobian. Weights: a pytree like the Jacobian, at least float32; their derivative is
-        0, which is correct where no two entries are equal.
+        A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
+        derivative is 0, which is correct where no two entries are equal.
 
     Raises:
         TypeError: `trim` is a tensor.
@@ -54,4 +55,4 @@ def trimmed_mean(trim: int) -> Aggregator:
         zeros = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
         return zeros.scatter(0, kept, 1 / n_kept)
 
-    return stateless(full_jacobian, lambda J: tree_map(weigh, J))
+    return stateless(jacobian_entries, lambda J: tree_map(lambda leaf: sharded_as(weigh(shard_of(leaf)), leaf), J))

@@ -25,6 +25,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `Tensor._version`, `Tensor._is_view` | the layer recorder | loudly |
 | `ops.aten._unsafe_view` | the layer recorder | loudly |
 | `ops._c10d_functional` | collectives | loudly |
+| `DTensor.__new__`, `DTensor._spec` | closing shards | loudly |
 | `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
 | `_C._autograd._top_saved_tensors_default_hooks` | modes where checkpoints run again | loudly |
 | `_C._autograd._push_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` | the same | loudly |
@@ -91,6 +92,11 @@ _CALL: Any = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage
 
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
+def sharded_like(shard: Tensor, like: Any) -> Any:
+    """A `DTensor` with the layout of another of its dtype: a tenth of the time of `DTensor.from_local`."""
+    return type(like)(shard, like._spec, requires_grad=False)
 
 
 def under_functorch() -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
+from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
-from functional_jd.core.torch_internals import collective_ops
+from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
@@ -59,56 +59,10 @@ def known_group(group: Group) -> tuple[str, int, int]:
 
 
 def collective(kind: str, value: Tensor, group: Group) -> Tensor:
+    if is_sharded(value):
+        raise ValueError(
+            "distributed: expected tensors that are whole on every replica, found a DTensor. For sharded parameters "
+            "use sharded(losses, mesh), without replicated()."
+        )
     with autocast_disabled(value):
-        result: Any = _Collective.apply(value, kind, *known_group(group)[:2])
-    return result
-
-
-_ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter"}
-
-
-class _Collective(Function):
-    """A functional collective with derivatives and a vmap rule.
-
-    `"sum"`, `"least"` and `"first"` keep the shape; `"scatter"` maps `[R, ...]` to `[...]`, `"gather"` the reverse.
-    """
-
-    @staticmethod
-    def forward(value: Tensor, kind: str, name: str, replicas: int) -> Tensor:
-        value = value.contiguous()
-        ops = collective_ops
-        try:
-            if kind == "sum" or kind == "least":
-                result = ops.all_reduce(value, "sum" if kind == "sum" else "min", name)
-            elif kind == "first":
-                result = ops.broadcast(value, 0, name)
-            elif kind == "scatter":
-                result = ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
-            else:
-                result = ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
-            return ops.wait_tensor(result)
-        except RuntimeError as error:
-            found = str(error).partition("\n")[0]
-            raise RuntimeError(
-                f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
-                "A replica stopped, fell out of step or hangs: see the first error of all processes, and restart from "
-                "the last checkpoint."
-            ) from error
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        _, *ctx.collective_args = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        kind, *group = ctx.collective_args
-        return _Collective.apply(cotangents[0], _ADJOINT[kind], *group), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Collective.apply(tangents[0], *ctx.collective_args)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # noqa: ARG004
-        value, *collective_args = args
-        return _Collective.apply(value.movedim(in_dims[0], -1), *collective_args), -1
+        return collective_of(kind, value, *known_group(group)[:2])

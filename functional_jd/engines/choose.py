@@ -14,6 +14,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, view_name
 from functional_jd.aggregation.views import gramian_and_losses, inner_products_suffice, needs_no_rows
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
@@ -81,6 +82,8 @@ def choose_engine(
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
     if not inner_products_suffice(aggregator):
         return EngineChoice("jacobian", f"the rule needs {view_name(aggregator)}, which only rows give")
+    if any_sharded(leaves):
+        return EngineChoice("jacobian", "sharded rows have the sum of the shards' Gramians: m^2 numbers travel")
     if any(leaf.dtype.itemsize < 4 for leaf in leaves):
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
@@ -126,6 +129,11 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     devices, rows go together.
     """
     mode, chunk_size = options.mode, options.chunk_size
+    if mode == "shards":
+        # Together, the gathered leaves and the reduced rows travel once for all rows. The sizes of shards differ from
+        # rank to rank, which must all do the same: they have no say.
+        few = m == 1 or (m <= _FEW_ROWS and all(x.is_cpu for x in point.inputs))
+        return "loop" if few else "auto", chunk_size
     if mode != "auto":
         return mode, chunk_size
     if m == 1 or (m <= _FEW_ROWS and not under_transform()):

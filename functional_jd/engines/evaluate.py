@@ -33,7 +33,8 @@ class Options(NamedTuple):
         has_aux: whether the losses return `(losses, aux)`.
         scale: float32 `[]` or `[m]`, what the cotangents are multiplied by; or None.
         differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
-        mode: how rows are differentiated, `"auto"`, `"vmap"`, `"loop"` or `"forward"`.
+        mode: how rows are differentiated: `"auto"`, `"vmap"`, `"loop"`, `"forward"`, or `"shards"`, which is
+            `"auto"` for ranks that hold shards.
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.

@@ -9,7 +9,7 @@ from functional_jd.core.arguments import check_integer, check_option
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Jacobian, LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
-from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 
@@ -105,14 +105,14 @@ def jacobian_for(
 ) -> Callable[..., tuple[Jacobian, Any]]:
     """`jacobian_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
-    kind = kind_of(losses, argnums)
     chosen = "loop" if chunk_size == 1 and mode in ("auto", "vmap") else mode
 
     def jacobian_and_losses(*args: Any) -> tuple[Jacobian, Any]:
-        select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
+        given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options(where, has_aux, factor, differentiable, chosen, chunk_size)
-        jacobian, values, aux = kind.jacobian(losses, args, argnums, options)
+        objectives = of_arguments(losses, given)
+        jacobian, values, aux = kind_of(objectives, argnums).jacobian(objectives, args, argnums, options)
         return jacobian, (values, aux) if has_aux else values
 
     return jacobian_and_losses

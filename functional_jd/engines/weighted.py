@@ -9,7 +9,7 @@ from functional_jd.core.arguments import check_flag
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
-from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 
@@ -64,13 +64,13 @@ def weighted_for(
 ) -> Callable[..., tuple[Any, Pullback]]:
     """`weighted_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
-    kind = kind_of(losses)
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
-        select_arguments(0, args, where)  # a mistake is named before anything is evaluated
+        given, _ = select_arguments(0, args, where)  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options(where, has_aux, factor, differentiable)
-        values, aux, unchecked = kind.weighted(losses, args, options)
+        objectives = of_arguments(losses, given)
+        values, aux, unchecked = kind_of(objectives).weighted(objectives, args, options)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
             check_flag(where, "last", last)

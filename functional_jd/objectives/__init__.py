@@ -2,6 +2,7 @@
 
 from functional_jd.objectives.functional import functional
 from functional_jd.objectives.partition import merge, partition
+from functional_jd.objectives.sharded import Sharded
 from functional_jd.objectives.structured import (
     Dims,
     ExampleSets,
@@ -17,6 +18,7 @@ __all__ = [
     "ExampleSets",
     "Multitask",
     "PerExample",
+    "Sharded",
     "functional",
     "merge",
     "multitask",

@@ -15,6 +15,7 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
+    by_shard,
     check_settings,
     copy_with_strides,
     current_rate,
@@ -127,7 +128,8 @@ def adamw(
         params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
-    return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)
+    guarded = by_shard(step, "adamw")
+    return Optimizer(init, lambda direction, state, params: guarded(None, direction, state, params), guarded)
 
 
 def _fused(

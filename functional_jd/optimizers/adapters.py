@@ -1,23 +1,32 @@
 """Adapters that turn optimizers of other libraries into an `Optimizer`: classes of `torch.optim`, optax-style pairs."""
 
 import inspect
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.sharding import any_sharded, shard_of, sharded_as
 from functional_jd.core.torch_internals import under_functorch
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     Optimizer,
+    by_shard,
     check_settings,
     copy_with_strides,
     current_rate,
     in_dtypes_of,
     no_steps,
 )
+
+_ENTRYWISE = {
+    getattr(torch.optim, name): None
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+}
+"""The classes of torch.optim that update every entry by itself, so that shards may be updated one by one."""
 
 
 @displayed_as(outline)
@@ -52,7 +61,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     Raises:
         TypeError: not a class of `torch.optim`, or arguments that it does not take; the class needs a closure (LBFGS),
             keeps state that is not a tensor, or changes its param groups.
-        ValueError: called under a `torch.func` transform; an `lr` that is negative, infinite or NaN.
+        ValueError: called under a `torch.func` transform, or with sharded parameters for a class that looks at whole
+            tensors, such as Adafactor; an `lr` that is negative, infinite or NaN.
 
     Laws:
         Pure. A skipped step does not advance the schedule. Refuses vmap, grad and jvp, because `torch.optim` works in
@@ -90,7 +100,13 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         hyper = hyper | {"lr": 1.0}  # the constructors compare the rate with zero, which would wait for the device
 
     def init(params: Params) -> TorchState:
-        leaves, _ = floating_leaves(params, "from_torch")
+        whole, _ = floating_leaves(params, "from_torch")
+        if any_sharded(whole) and cls not in _ENTRYWISE:
+            raise ValueError(
+                f"from_torch: expected a class that updates every entry by itself, for sharded parameters, found "
+                f"{name}. Use one of {', '.join(known.__name__ for known in _ENTRYWISE)}, or adamw and sgd."
+            )
+        leaves = list(map(shard_of, whole))
         steps, zeros = no_steps(params, "from_torch"), [torch.zeros_like(leaf) for leaf in leaves]
         rate = _rate(schedule, steps) if scheduled else None
         optimizer = _instance(cls, hyper, rate, leaves, zeros, [{} for _ in leaves])
@@ -105,7 +121,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
                 f"from_torch: the state of {name} must be one dict of tensors per parameter, found other values or "
                 f"changes in {sorted(unsupported) or 'its state'}. Use another class, or write init and update."
             )
-        return TorchState(steps, tuple(entries))
+        return TorchState(steps, tuple(starmap(_sharded_entry, zip(entries, whole, strict=True))))
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
         leaves, structure = floating_leaves(params, "from_torch")
@@ -123,7 +139,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         new_leaves, entries = tree_map(select, *results)
         return tree_unflatten(structure, new_leaves), TorchState(state.steps + 1, entries)
 
-    eager: Any = torch.compiler.disable(update, reason="torch.optim creates its state in its first step")
+    eager: Any = torch.compiler.disable(
+        by_shard(update, "from_torch"), reason="torch.optim creates its state in its first step"
+    )
     return Optimizer(init, eager)
 
 
@@ -189,6 +207,12 @@ def _instance(
         copy.grad = copy_with_strides(gradient.detach(), copy)
         optimizer.state[copy] = {key: copy_with_strides(value.detach(), copy) for key, value in entry.items()}
     return optimizer
+
+
+def _sharded_entry(entry: dict[str, Any], leaf: Tensor) -> dict[str, Any]:
+    """The state of one leaf: what has the shape of its shard is sharded as it is."""
+    shape = shard_of(leaf).shape
+    return {key: sharded_as(x, leaf) if x.shape == shape else x for key, x in entry.items()}
 
 
 def _entries(optimizer: Any) -> list[dict[str, Any]]:

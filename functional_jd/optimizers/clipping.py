@@ -5,6 +5,7 @@
 Clip between `aggregate` and the optimizer, where the direction is unscaled.
 """
 
+import math
 from functools import reduce
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_number, check_scalar
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import any_sharded, over_all_ranks, shard_of, sharded_as, sum_over_shards
 from functional_jd.core.tree import floating_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction
 
@@ -80,7 +82,11 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
     # Both operands are replaced in the branch that `where` discards: 0 / 0 or inf there would make derivatives NaN.
     factor = torch.where(exceeds, max_norm, torch.zeros_like(ratio)) / torch.where(exceeds, ratio, 1)
     # The norm and its inverse are never computed: either may overflow or underflow where the result does not.
-    return tree_map(lambda d: torch.where(exceeds, (d.to(unit.dtype) / unit * factor).to(d.dtype), d), direction)
+
+    def clipped(d: Tensor) -> Tensor:
+        return torch.where(exceeds, (d.to(unit.dtype) / unit * factor).to(d.dtype), d)
+
+    return tree_map(lambda d: sharded_as(clipped(shard_of(d)), d), direction)
 
 
 def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
@@ -109,7 +115,8 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     _require_bound(limit, "clip_by_value", "limit")
     leaves, structure = floating_leaves(direction, "clip_by_value")
     bound: Any = limit
-    return tree_unflatten(structure, [at_least_float32(leaf).clamp(-bound, bound).to(leaf.dtype) for leaf in leaves])
+    clamped = [at_least_float32(leaf).clamp(-bound, bound).to(leaf.dtype) for leaf in map(shard_of, leaves)]
+    return tree_unflatten(structure, list(map(sharded_as, clamped, leaves)))
 
 
 def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple[Tensor, Tensor]:
@@ -120,13 +127,23 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
     check_number(where, "norm_type", norm_type, 1, "Common values are 2.0 and math.inf.")
     leaves, _ = floating_leaves(direction, where)
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
-    promoted = [leaf.to(dtype) for leaf in leaves if leaf.numel()]
-    if not promoted:
-        return leaves[0].new_ones((), dtype=dtype), leaves[0].new_zeros((), dtype=dtype)
-    peak = torch.stack([leaf.detach().abs().amax() for leaf in promoted]).amax()
+    # A rank may hold no entry of a leaf that others do.
+    shards = [leaf.to(dtype) for leaf in map(shard_of, leaves)]
+    promoted = [shard for shard in shards if shard.numel()]
+    zero = shards[0].new_zeros((), dtype=dtype)
+    if not promoted and not any_sharded(leaves):
+        return zero + 1, zero
+    peak = torch.stack([zero, *(shard.detach().abs().amax() for shard in promoted)]).amax()
+    peak = over_all_ranks("most", peak, leaves)
     unit = torch.where((peak > 0) & (peak < torch.inf), peak, 1)
-    norms: Any = [torch.linalg.vector_norm(leaf / unit, norm_type) for leaf in promoted]
-    return unit, torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = [torch.linalg.vector_norm(shard / unit, norm_type) if shard.numel() else zero for shard in shards]
+    if not any_sharded(leaves):
+        return unit, torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if norm_type == math.inf:
+        return unit, over_all_ranks("most", torch.stack(norms).amax(), leaves)
+    total = sum_over_shards([norm**norm_type for norm in norms], leaves)
+    root = torch.where(total == 0, 1, total) ** (1 / norm_type)
+    return unit, torch.where(total == 0, 0, root)
 
 
 def _require_bound(bound: Any, where: str, name: str) -> None:

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import floating_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_settings, in_dtype_of
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key
+from functional_jd.random.stream import draw_at
 
 
 class NoisedState(NamedTuple):
@@ -53,9 +55,10 @@ def noised(
 
     Laws:
         What the optimizer inside receives has noise of standard deviation `multiplier max_norm / batch_size` in every
-        entry, independent of others. The same key gives the same noise on every device and under every transform; it
-        advances with every step that is taken, and stays where a step is skipped. With multiplier 0, the optimizer
-        inside with the direction divided by `batch_size`. Composes with vmap, grad, jvp and compile.
+        entry, independent of others. The same key gives the same noise on every device, under every transform and on
+        any number of ranks that hold shards; it advances with every step that is taken, and stays where a step is
+        skipped. With multiplier 0, the optimizer inside with the direction divided by `batch_size`. Composes with
+        vmap, grad, jvp and compile.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -78,11 +81,16 @@ def noised(
     def noisy_mean(direction: Direction, key: Tensor) -> Direction:
         leaves, structure = floating_leaves(direction, "noised")
         keys = split(key, len(leaves))
-        return tree_unflatten(structure, [mean(at_least_float32(x), keys[i]) for i, x in enumerate(leaves)])
+        return tree_unflatten(structure, [mean(leaf, keys[i]) for i, leaf in enumerate(leaves)])
 
-    def mean(x: Tensor, key: Tensor) -> Tensor:
-        noise = normal(key, x.shape, dtype=x.dtype).to(x.device)
-        return (x + in_dtype_of(multiplier * max_norm, x) * noise) / in_dtype_of(batch_size, x)
+    def mean(leaf: Tensor, key: Tensor) -> Tensor:
+        x = at_least_float32(shard_of(leaf))
+        if is_sharded(leaf):
+            noise = draw_at(key, positions(leaf), "normal", x.dtype)
+        else:
+            noise = normal(key, x.shape, dtype=x.dtype).to(x.device)
+        noisy = (x + in_dtype_of(multiplier * max_norm, x) * noise) / in_dtype_of(batch_size, x)
+        return sharded_as(noisy, leaf)
 
     def update(direction: Direction, state: NoisedState, params: Params) -> tuple[Params, NoisedState]:
         now, later = split(state.key)

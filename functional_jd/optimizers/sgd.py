@@ -13,6 +13,7 @@ from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
+    by_shard,
     check_settings,
     current_rate,
     in_dtype_of,
@@ -88,7 +89,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
             state.steps + 1, velocity if momentum else ()
         )
 
-    return Optimizer(init, update)
+    return Optimizer(init, by_shard(update, "sgd"))
 
 
 def _descended(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:

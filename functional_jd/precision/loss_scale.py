@@ -18,8 +18,9 @@ from torch import Tensor
 from functional_jd.core.arguments import check_type
 from functional_jd.core.multitask import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.tree import tree_flatten, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import check_layouts, tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
 
@@ -93,8 +94,9 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
         factors = [part.reshape(leaf.shape) for part, leaf in zip(factor.split(sizes), leaves, strict=True)]
     else:
         factors = [_broadcast(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
+    pairs = zip(leaves, factors, strict=True)
     return tree_unflatten(
-        structure, [at_least_float32(leaf) * part for leaf, part in zip(leaves, factors, strict=True)]
+        structure, [sharded_as(at_least_float32(shard_of(leaf)) * part, leaf) for leaf, part in pairs]
     )
 
 
@@ -139,18 +141,20 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     inverse = multiplier(state, "unscale").double().reciprocal().float()
     leaves, structure = _floating(rows, "unscale", inverse)
     others, other_structure = _floating(heads, "unscale")
-    leaves, others = _dense(leaves), _dense(others)
+    shards, other_shards = _dense(leaves), _dense(others)
 
-    one, finite = inverse.new_ones(()), _products_are_finite(leaves, inverse)
+    one, finite = inverse.new_ones(()), _products_are_finite(shards, inverse)
     if others:
-        finite = finite & _products_are_finite(others, one)
+        finite = finite & _products_are_finite(other_shards, one)
+    finite = agreed(finite, leaves + others)
     inverse = torch.where(finite, inverse, 0.0)
-    rows = tree_unflatten(structure, _products_or_zeros(leaves, inverse, finite))
+    products = _products_or_zeros(shards, inverse, finite)
+    rows = tree_unflatten(structure, list(map(sharded_as, products, leaves)))
     if not heads:
         return rows, finite
     anywhere = finite.any()
-    heads = _products_or_zeros(others, anywhere.to(one.dtype), anywhere)
-    return with_heads(rows, tree_unflatten(other_structure, heads)), finite
+    products = _products_or_zeros(other_shards, anywhere.to(one.dtype), anywhere)
+    return with_heads(rows, tree_unflatten(other_structure, list(map(sharded_as, products, others)))), finite
 
 
 def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
@@ -235,18 +239,26 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
             "If a state is None before the first step, initialise it first."
         )
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-        if not (_is_tensor(leaf) and _is_tensor(other) and leaf.dtype == other.dtype and leaf.shape == other.shape):
+        alike = _is_tensor(leaf) and _is_tensor(other) and leaf.dtype == other.dtype and leaf.shape == other.shape
+        if not (alike and same_layout(leaf, other)):
             raise TypeError(
                 "select: every leaf must be a tensor, with the same shape and dtype in new and old, found "
                 f"{_description(leaf)} and {_description(other)} in {tree_names(new)[index]!r}. "
                 "A step must keep the shapes and dtypes of its state."
             )
     all_finite = finite.all() if finite.ndim else finite
-    return tree_unflatten(structure, [torch.where(all_finite, *pair) for pair in zip(leaves, others, strict=True)])
+    chosen = [
+        sharded_as(torch.where(all_finite, shard_of(leaf), shard_of(other)), leaf)
+        for leaf, other in zip(leaves, others, strict=True)
+    ]
+    return tree_unflatten(structure, chosen)
 
 
 def _description(value: Any) -> str:
-    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    placed = f" placed {list(value.placements)}" if is_sharded(value) else ""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {list(value.shape)}{placed}"
 
 
 def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
@@ -264,12 +276,15 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
                 f"{_description(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
                 "scale_state() creates one scale for all objectives."
             )
+    check_layouts(leaves, tree, where)
     return leaves, structure
 
 
 def _dense(leaves: list[Tensor]) -> list[Tensor]:
-    """Return the leaves, the sparse ones dense: sparse tensors have no extrema, and repeated indices are added up."""
-    return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in leaves]
+    """Return the leaves, the sparse ones dense: sparse tensors have no extrema, and repeated indices are added up. Of
+    sharded leaves, the shards.
+    """
+    return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in map(shard_of, leaves)]
 
 
 def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: str = "finite") -> None:

@@ -50,6 +50,22 @@ def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
         return _drawn(keys, n, what, dtype)
 
 
+def draw_at(key: Tensor, positions: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+    """The numbers at some positions of what `draw` gives for a key: like `positions`, int64.
+
+    For ranks that need a part of the numbers, not in one piece.
+    """
+    pair = 2 * (8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1)  # the numbers of two words
+    found = [positions.new_empty(0, dtype=dtype)]
+    for some in positions.reshape(-1).split(_CPU_CHUNK if positions.is_cpu else _CHUNK):
+        first = 2 * torch.div(some, pair, rounding_mode="floor")
+        steps = torch.stack([first, first + 1], dim=-1).flatten() * _STRIDE
+        words = _words(key.to(some.device).reshape(1, 2), (_RANGES[what] << 60) + 1, steps)
+        numbers = _numbers(words, what, dtype).reshape(len(some), pair)
+        found.append(numbers.gather(1, some.remainder(pair)[:, None]).flatten().to(dtype))
+    return torch.cat(found).reshape(positions.shape)
+
+
 # A custom op, because a compiler may fuse floating-point operations and does not guarantee how integers overflow.
 @torch.library.custom_op("functional_jd::draw", mutates_args=())
 def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:

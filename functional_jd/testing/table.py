@@ -36,6 +36,7 @@ _VIEWS = {
     "gramian": "Gramian",
     "cross_gramian": "Gramian of two batches",
     "full_jacobian": "Jacobian",
+    "jacobian_entries": "Jacobian",
     "jacobian_and_losses": "Jacobian and losses",
     "norms": "norms of rows",
     "norms_and_losses": "norms of rows and losses",

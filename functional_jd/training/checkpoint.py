@@ -29,7 +29,8 @@ def to_checkpoint(state: Any) -> dict[str, Tensor]:
 
     Returns:
         A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
-        and with memory of their own. Names consist of fields, keys and positions. Beside them stand two entries:
+        and with memory of their own; `DTensor`s stay sharded. Names consist of fields, keys and positions. Beside them
+        stand two entries:
         `functional_jd.version`, int64 `[]`, and `functional_jd.fields`, uint8 `[n]`, the classes of the records and the
         names of their fields as JSON.
 

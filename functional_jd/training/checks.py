@@ -12,7 +12,7 @@ from functional_jd.core.torch_internals import nodes_from
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Losses
 from functional_jd.engines.evaluate import Options, evaluate_losses
-from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.training.engines import Problem
 
 
@@ -32,12 +32,13 @@ def check_learning(where: str, problem: Problem) -> None:
     journal, draws = StateJournal(), random_state()
     leaves, structure = tree_flatten(problem.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
-    kind = kind_of(problem.losses)
+    losses = of_arguments(problem.losses, problem.args[0])
+    kind = kind_of(losses)
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad():
             args = (tree_unflatten(structure, points), *problem.args[1:])
-            _, (values, _) = evaluate_losses(*kind.sample(problem.losses, args), options)
+            _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
     finally:
         journal.undo()
         set_random_state(draws)

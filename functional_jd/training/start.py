@@ -37,7 +37,8 @@ def train_state(
 
     Args:
         params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
-            `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs.
+            `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs. Leaves may be `DTensor`s,
+            placed `Shard` or `Replicate`: see `distributed.sharded`.
         batch: one batch, to learn what the rule looks at and which parameters the losses reach.
         losses: as for `step`.
         aggregator: the rule.

@@ -51,7 +51,7 @@ class TrainState(NamedTuple):
     """All that training carries from step to step: a pytree of tensors.
 
     Attributes:
-        params: the parameters.
+        params: the parameters; what belongs to a `DTensor` is sharded as it is.
         buffers: what the losses carry from step to step, such as the statistics of BatchNorm or a key; `()` for losses
             without buffers.
         optimizer: what the optimizer remembers.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
@@ -94,6 +95,11 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, problem: Prob
         raise ValueError(
             "step: expected an optimizer that needs no losses, since replicas have different batches and would move "
             "apart, found one that compares losses (line_search). Pass the optimizer inside it."
+        )
+    if any_sharded(tree_leaves(problem.args[0])):
+        raise ValueError(
+            "step: expected an optimizer that needs no losses, for sharded parameters, found one that compares losses "
+            "(line_search). Pass the optimizer inside it."
         )
     evaluate = with_op_tables(problem.losses, where="step")
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -451,3 +454,15 @@ def test_conversions_of_modules_go_through_one_method():
     assert internals.converts_as_usual(nn.Linear(2, 2))
     assert not internals.converts_as_usual(Own(2, 2))
     assert Own(2, 2).double().weight.dtype == torch.float32
+
+
+def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        like = distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        closed = internals.sharded_like(torch.zeros(3, 2), like)
+        assert isinstance(closed, DTensor)
+        assert (closed.placements, closed.device_mesh, closed.shape) == (like.placements, like.device_mesh, like.shape)
+        assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
+    finally:
+        dist.destroy_process_group()

@@ -1,8 +1,9 @@
 """Valid calls of what several replicas do together."""
 
 import torch
-from fuzz_values import EMPTY, FLOATS, OPTION, TREE, method, params, rows, x
-from garbage import Call
+from fuzz_values import EMPTY, FLOATS, OPTION, SWITCH, TREE, kinds, losses, method, params, rows, x
+from garbage import EVERYTHING, Call
+from torch.distributed.device_mesh import init_device_mesh
 
 import functional_jd as jd
 from functional_jd import distributed
@@ -31,5 +32,17 @@ DISTRIBUTED = {
         lambda: {"engine": "auto", "group": None},
         {"group": OPTION},
         names=("distributed",),
+    ),
+    "sharded": Call(
+        lambda losses, mesh, reshard, params, x: distributed.sharded(losses, mesh, reshard)(params, x),
+        lambda: {
+            "losses": losses,
+            "mesh": init_device_mesh("cpu", (1,)),
+            "reshard": True,
+            "params": params(),
+            "x": x(),
+        },
+        {"x": EVERYTHING, "reshard": SWITCH},
+        kinds({"losses"}),
     ),
 }

@@ -101,6 +101,20 @@ def test_permutation_sorts_the_words_of_its_own_stream(seed, n):
     assert random.permutation(key, n).tolist() == np.argsort(stream(key, n, 4).view(np.int64), kind="stable").tolist()
 
 
+@given(
+    seeds,
+    st.lists(st.integers(0, 10**5), max_size=9),
+    st.sampled_from(["uniform", "normal"]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_numbers_at_positions_are_those_of_the_whole_draw(seed, positions, what, dtype):
+    key, n = random.key(seed), max(positions, default=0) + 1
+    whole = getattr(random, what)(key, (n,), dtype=dtype)
+    found = streams.draw_at(key, torch.tensor(positions, dtype=torch.int64), what, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, whole[positions])
+
+
 def test_draws_larger_than_the_cache_are_their_definition():
     key, n = random.key(3), 200_001
     assert random.split(key, n).numpy().view(np.uint64).reshape(-1).tolist() == stream(key, 2 * n, 1).tolist()

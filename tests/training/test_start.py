@@ -142,7 +142,7 @@ def test_under_vmap_nothing_is_checked():
     ("engine", "rule", "words"),
     [
         ("gramian", fj.mean, "needs 'no_gradients'"),
-        ("gramian", lambda: fj.trimmed_mean(0), "needs 'full_jacobian'"),
+        ("gramian", lambda: fj.trimmed_mean(0), "needs 'jacobian_entries'"),
         ("weighted", fj.upgrad, "needs 'gramian'"),
     ],
 )

@@ -725,7 +725,7 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
         (partial(fj.clipped, 1.0), (4,), "gramian", "for so few positions"),
         (fj.gradnorm, (), "gramian", "for so few positions"),
         (partial(fj.natural_gradient, 1.0), (), "gramian", "space of the losses"),
-        (lambda: fj.trimmed_mean(1), (), "jacobian", "full_jacobian"),
+        (lambda: fj.trimmed_mean(1), (), "jacobian", "jacobian_entries"),
     ],
 )
 def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):

@@ -25,7 +25,7 @@ from functional_jd.engines.evaluate import (
     select_arguments,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.base import FoundGramian
 from functional_jd.engines.kinds.multitask import nan_unless_heads_are_finite
 from functional_jd.precision.loss_scale import multiplier
@@ -151,10 +151,10 @@ def products_for(
     factor = None if scale is None else multiplier(scale, where)
 
     def products_and_losses(*args: Any) -> tuple[Tensor, Any, Callable[[Tensor], Direction]]:
-        select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
+        given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=products)
-        found, values, aux, unchecked = found_products(losses, args, argnums, options)
+        found, values, aux, unchecked = found_products(of_arguments(losses, given), args, argnums, options)
         m, inverse = len(found), None if factor is None else factor.double().reciprocal()
 
         def pullback(weights: Tensor) -> Direction:

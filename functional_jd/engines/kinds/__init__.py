@@ -3,16 +3,31 @@
 from collections.abc import Sequence
 from typing import Any
 
+from functional_jd.core.types import Tree
 from functional_jd.engines.kinds.base import Kind
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.multitask import MULTITASK
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.objectives import ExampleSets, Multitask, PerExample
+from functional_jd.engines.kinds.sharded import SHARDED
+from functional_jd.objectives import ExampleSets, Multitask, PerExample, Sharded
+from functional_jd.objectives.sharded import has_sharded_leaves
 
-KINDS: dict[type, Kind] = {PerExample: PER_EXAMPLE, ExampleSets: EXAMPLE_SETS, Multitask: MULTITASK}
+KINDS: dict[type, Kind] = {
+    PerExample: PER_EXAMPLE,
+    ExampleSets: EXAMPLE_SETS,
+    Multitask: MULTITASK,
+    Sharded: SHARDED,
+}
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
     """How engines differentiate these losses; with respect to other arguments than 0, the structure is not used."""
-    return KINDS.get(type(losses), PLAIN) if argnums == 0 else PLAIN
+    return KINDS.get(type(losses), PLAIN) if argnums == 0 or type(losses) is Sharded else PLAIN
+
+
+def of_arguments(losses: Any, arguments: Tree) -> Any:
+    """The losses, as those of sharded parameters if some of these arguments are `DTensor`s."""
+    if type(losses) is Sharded or not has_sharded_leaves(arguments):
+        return losses
+    return Sharded(losses, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.sharding import agreed, shard_of
 from functional_jd.core.torch_internals import graph_nodes, under_transform
 from functional_jd.core.tree import (
     Structure,
@@ -172,8 +173,9 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
 
 def nan_unless_heads_are_finite(products: Any, heads: Tree) -> Any:
     """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
-    for leaf in tree_leaves(heads) if isinstance(products, Tensor) else ():
-        products = torch.where(leaf.isfinite().all(), products, torch.nan)
+    leaves = tree_leaves(heads) if isinstance(products, Tensor) else []
+    for leaf in leaves:
+        products = torch.where(agreed(shard_of(leaf).isfinite().all(), leaves), products, torch.nan)
     return products
 
 

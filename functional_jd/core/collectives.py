@@ -1,0 +1,80 @@
+"""Functional collectives with derivatives and vmap rules."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from functional_jd.core.torch_internals import collective_ops
+
+
+def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
+    """Apply a collective to the tensors that all ranks of a group pass at the same time.
+
+    Args:
+        kind: `"sum"`, `"mean"`, `"least"`, `"most"` and `"first"` keep the shape; `"scatter"` adds up `[R, ...]` and
+            returns this rank's part `[...]`, `"gather"` is the reverse. `"same"` and `"share"` send nothing: they are
+            what the derivatives of `"sum"` and `"mean"` are adjoint to, the value itself and a share 1/R of it.
+        value: the same shape and dtype on all ranks.
+        group: the name of the process group.
+        size: its number of ranks R.
+    """
+    result: Any = _Collective.apply(value, kind, group, size)
+    return result
+
+
+_ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter", "same": "sum", "mean": "share", "share": "mean"}
+
+
+_REDUCTIONS = {"sum": "sum", "mean": "sum", "least": "min", "most": "max"}
+
+
+class _Collective(Function):
+    """A functional collective with derivatives and a vmap rule.
+
+    The derivative of `"mean"` is that of a value which all ranks have in common and which counts once.
+    """
+
+    @staticmethod
+    def forward(value: Tensor, kind: str, name: str, replicas: int) -> Tensor:
+        if kind == "same":
+            return value.view_as(value)
+        if kind == "share":
+            return value / replicas
+        value = value.contiguous()
+        ops = collective_ops
+        try:
+            if kind in _REDUCTIONS:
+                result = ops.all_reduce(value / replicas if kind == "mean" else value, _REDUCTIONS[kind], name)
+            elif kind == "first":
+                result = ops.broadcast(value, 0, name)
+            elif kind == "scatter":
+                result = ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
+            else:
+                result = ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
+            return ops.wait_tensor(result)
+        except RuntimeError as error:
+            found = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"distributed: expected an answer of all {replicas} replicas, found {found!r}. "
+                "A replica stopped, fell out of step or hangs: see the first error of all processes, and restart from "
+                "the last checkpoint."
+            ) from error
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        _, *ctx.collective_args = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        kind, *group = ctx.collective_args
+        return _Collective.apply(cotangents[0], _ADJOINT[kind], *group), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _Collective.apply(tangents[0], *ctx.collective_args)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # noqa: ARG004
+        value, *collective_args = args
+        return _Collective.apply(value.movedim(in_dims[0], -1), *collective_args), -1

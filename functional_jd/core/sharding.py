@@ -1,0 +1,170 @@
+"""Sharded leaves: a function opens `DTensor`s to this rank's shards where it begins, and closes them where it ends.
+
+Between, all is local, but for what every rank must know: sums over all entries, and flags. A leaf that is no `DTensor`
+passes through all of this unchanged.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.collectives import collective
+from functional_jd.core.torch_internals import sharded_like
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+"""Classes of leaves that are not sharded: a step asks so often that it counts."""
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Whether a leaf is a `DTensor`, on whatever placements."""
+    if type(leaf) is Tensor or torch.compiler.is_compiling():
+        return False
+    tensor = sys.modules.get("torch.distributed.tensor")  # without it there are none, and it takes a second to import
+    return tensor is not None and isinstance(leaf, tensor.DTensor)
+
+
+def any_sharded(leaves: Sequence[Any]) -> bool:
+    """Whether some leaf is a `DTensor`."""
+    if torch.compiler.is_compiling() or _PLAIN.issuperset(map(type, leaves)):
+        return False
+    return any(is_sharded(leaf) for leaf in leaves)
+
+
+def shard_of(leaf: Any) -> Any:
+    """The shard of a leaf that this rank holds."""
+    return leaf if type(leaf) is Tensor or not is_sharded(leaf) else leaf.to_local()
+
+
+def sharded_as(shard: Tensor, like: Any, rows: int = 0, *, differentiable: bool = False) -> Any:
+    """A shard as a leaf with the layout of another.
+
+    Args:
+        shard: what was made of this rank's shard of `like`.
+        like: the leaf that tells mesh, placements and shape.
+        rows: 1 if the shard has a dimension of rows before those of `like`, -1 if it lacks the first one of `like`.
+        differentiable: whether a gradient must go back to the shard.
+    """
+    if type(like) is Tensor or not is_sharded(like):
+        return shard
+    if not (rows or differentiable or shard.requires_grad) and shard.dtype == like.dtype:
+        return sharded_like(shard, like)
+    placed: Any = sys.modules["torch.distributed.tensor"]
+    shape = (len(shard), *like.shape) if rows > 0 else tuple(like.shape[-rows:])
+    strides = [like.stride()] if not rows else []
+    if not strides:  # those of contiguous memory
+        strides = [tuple(torch.Size(shape[k + 1 :]).numel() for k in range(len(shape)))]
+    placements = [placed.Shard(p.dim + rows) if p.is_shard() else p for p in like.placements]
+    return placed.DTensor.from_local(
+        shard, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides[0]
+    )
+
+
+def same_layout(leaf: Any, other: Any) -> bool:
+    """Whether two leaves lie on the ranks in the same way, so that their shards fit."""
+    if not (is_sharded(leaf) and is_sharded(other)):
+        return is_sharded(leaf) == is_sharded(other)
+    return leaf.device_mesh == other.device_mesh and leaf.placements == other.placements
+
+
+def layout_error(leaf: Any) -> str:
+    """What keeps a leaf from being opened, in words; `""` where nothing does."""
+    if not is_sharded(leaf):
+        return ""
+    placed: Any = sys.modules["torch.distributed.tensor"]
+    odd = [p for p in leaf.placements if type(p) not in (placed.Shard, placed.Replicate)]
+    return f"expected DTensors with the placements Shard and Replicate, found {odd[0]}" if odd else ""
+
+
+def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
+    """Add up what was made of each leaf's shard, over the ranks that hold other entries of it.
+
+    A dimension of the mesh on which a leaf is replicated adds nothing: its ranks hold the same entries.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for part, leaf in zip(parts, leaves, strict=True):
+        key = ()
+        if is_sharded(leaf):
+            key = tuple((leaf.device_mesh, i) for i, p in enumerate(leaf.placements) if p.is_shard())
+        groups.setdefault(key, []).append(part)
+    sums: list[Tensor] = []
+    for key, members in groups.items():
+        total = reduce(torch.add, members)
+        for mesh, dim in key:
+            total = over_dimension("sum", total, mesh, dim)
+        sums.append(total)
+    return reduce(torch.add, sums)
+
+
+def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """The `"least"` or `"most"` of all ranks that hold shards of some leaf; the value itself where there are none."""
+    for mesh in dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf)):
+        for dim in range(mesh.ndim):
+            value = over_dimension(kind, value, mesh, dim)
+    return value
+
+
+def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
+    """Flags that hold on all ranks that hold shards of some leaf."""
+    return over_all_ranks("least", flags.int(), leaves).bool() if any_sharded(leaves) else flags
+
+
+def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
+    """A collective over the ranks along one dimension of a mesh."""
+    group = mesh.get_group(dim)
+    return collective(kind, value, group.group_name, group.size())
+
+
+def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
+    """The whole leaf from the shards of all ranks, differentiable and with a vmap rule.
+
+    Its gradient is the sum over the ranks, scattered; also where the leaf is replicated, or no `DTensor`: then the sum
+    is on every rank.
+    """
+    for dim in reversed(range(mesh.ndim)):
+        placement = like.placements[dim] if is_sharded(like) else None
+        if placement is None or not placement.is_shard():
+            shard = over_dimension("same", shard, mesh, dim)
+            continue
+        along = placement.dim
+        before = [i for i in range(dim) if like.placements[i].is_shard(along)]
+        size = shard_range(like.shape[along], mesh, before)[1]
+        chunk = -(-size // mesh.size(dim))
+        first = shard.movedim(along, 0)
+        if len(first) < chunk:
+            first = torch.cat([first, first.new_zeros(chunk - len(first), *first.shape[1:])])
+        shard = over_dimension("gather", first, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
+    return shard
+
+
+def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
+    """Where this rank's part of a dimension begins and how long it is, sharded over some dimensions of the mesh.
+
+    As `torch.chunk` does it, from the first of these on.
+    """
+    start = 0
+    for dim in dims:
+        chunk = -(-size // mesh.size(dim))
+        begin = min(mesh.get_local_rank(dim) * chunk, size)
+        start, size = start + begin, max(0, min(chunk, size - begin))
+    return start, size
+
+
+def positions(leaf: Any, rows: int = 0) -> Tensor:
+    """Where the entries of this rank's shard are in the whole leaf, flattened: int64, like the shard.
+
+    Args:
+        leaf: a leaf, sharded or not.
+        rows: 1 to leave out the first dimension, of rows, and count within one row.
+    """
+    places = torch.zeros((), dtype=torch.int64, device=leaf.device)
+    for index, size in list(enumerate(leaf.shape))[rows:]:
+        start, length = 0, size
+        if is_sharded(leaf):
+            dims = [i for i, p in enumerate(leaf.placements) if p.is_shard(index)]
+            start, length = shard_range(size, leaf.device_mesh, dims)
+        places = places[..., None] * size + torch.arange(start, start + length, device=leaf.device)
+    return places

@@ -1,0 +1,143 @@
+"""Losses of sharded parameters: shards go in, and rows and directions come out, sharded as the parameters are."""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
+from functional_jd.aggregation.views import gramian as gramian_of
+from functional_jd.core.multitask import split_heads, with_heads
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import agreed, over_dimension
+from functional_jd.core.slow_path import SlowPathWarning, user_level
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
+from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.engines.evaluate import Options, select_arguments
+from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.multitask import MULTITASK, nan_unless_heads_are_finite
+from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.objectives import Multitask
+from functional_jd.objectives.buffers import Form, Threaded
+from functional_jd.objectives.sharded import Sharded
+
+
+def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
+    """The rows of the shards."""
+    chosen, _ = select_arguments(argnums, args, options.where)
+    if argnums != 0 and isinstance(losses.losses, Multitask):
+        raise ValueError(
+            f"{options.where}: sharded multitask losses are differentiated by argument 0, found {argnums}."
+        )
+    asked = options.mode
+    inner, args, options = _opened(losses, args, argnums, options)
+    if losses.mesh is None and asked == "auto":
+        warnings.warn(
+            f"{options.where}: differentiates one row after the other, which takes m backward passes, because the "
+            "losses compute with DTensors themselves.",
+            SlowPathWarning,
+            stacklevel=user_level(),
+        )
+    found, values, aux = _inner(losses).jacobian(inner, args, argnums, options)
+    rows, heads = split_heads(found)
+    if heads:
+        shared, own = chosen["shared"], chosen["heads"]
+        return with_heads(tree_sharded_as(rows, shared, 1), (tree_sharded_as(heads[0], own),)), values, aux
+    return tree_sharded_as(rows, chosen, 1), values, aux
+
+
+def gramian(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
+    """The sum of the shards' Gramians: m^2 numbers travel."""
+    if options.products == "factors":
+        raise ValueError(f"{options.where}: expected no sharded parameters. Use jacobian_fn and cross_gramian.")
+    found, values, aux = jacobian(losses, args, argnums, options._replace(mode="auto"))
+    rows, heads = split_heads(found if options.scale is None else tree_map(at_least_float32, found))
+    whole = with_heads(rows, heads)
+    where = options.where
+    pullback = partial(combined, where, whole) if options.scale is None else pullback_of_scaled(where, whole)
+    products = gramian_of(rows) if options.products == "gramian" else gramian_of(rows).diagonal()
+    return nan_unless_heads_are_finite(products, heads), values, aux, pullback
+
+
+def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
+    """One backward pass on the shards."""
+    params = args[0]
+    leaves, _ = floating_leaves(params, options.where)
+    inner, args, options = _opened(losses, args, 0, options)
+    values, aux, pull = _inner(losses).weighted(inner, args, options)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        direction, finite = pull(weights, last=last)
+        everywhere = agreed(finite, leaves)
+        if options.scale is not None:  # a rank whose own shard is finite does not know that another's is not
+            direction = tree_map(lambda d: torch.where(everywhere.all(), d, 0), direction)
+        return tree_sharded_as(direction, params), everywhere
+
+    return values, aux, pullback
+
+
+def _inner(losses: Sharded) -> Kind:
+    return MULTITASK if isinstance(losses.losses, Multitask) else PLAIN
+
+
+def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> tuple[Any, Args, Options]:
+    """The losses as a function of shards, the arguments with shards in them, and how to differentiate."""
+    if under_transform():
+        raise ValueError(
+            f"{options.where}: expected no transform around a function of sharded parameters, found one of torch.func "
+            "or torch.compile. Call it outside."
+        )
+    if options.mode == "forward" or (losses.mesh is None and options.mode == "vmap"):
+        modes = "'auto', 'vmap' or 'loop'" if losses.mesh is not None else "'auto' or 'loop'"
+        raise ValueError(f"{options.where}: sharded parameters need mode {modes}, found {options.mode!r}. Use 'auto'.")
+    at = [argnums] if isinstance(argnums, int) else list(argnums)
+    at = [position % len(args) for position in at]
+    for position in at:
+        floating_leaves(args[position], options.where)
+    reshard = losses.reshard and not options.differentiable
+    inner = losses.of_shards(
+        [args[position] for position in at], options.where, has_aux=options.has_aux, reshard=reshard, at=at
+    )
+    opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
+    mode = options.mode
+    if mode == "auto":
+        mode = "loop" if losses.mesh is None else "shards"
+    return inner, opened, options._replace(mode=mode)
+
+
+def _row_params(losses: Sharded, params: Params) -> Tree:
+    return _inner(losses).row_params(losses.losses, params)
+
+
+def _objectives(losses: Sharded, params: Params, batch: Args) -> int:
+    return _inner(losses).objectives(losses.losses, params, batch)
+
+
+def _thread(losses: Sharded, batch: Args, form: Form) -> Threaded:
+    """Buffers that are floating-point are averaged over the mesh, others are those of its first rank."""
+    inner = _inner(losses).thread(losses.losses, batch, form)
+    if losses.mesh is None:
+        return inner._replace(losses=Sharded(inner.losses, None))
+
+    def pooled(leaf: Tensor) -> Tensor:
+        for dim in range(losses.mesh.ndim):
+            leaf = over_dimension("mean" if leaf.is_floating_point() else "first", leaf, losses.mesh, dim)
+        return leaf
+
+    def next_buffers(found: Tree) -> Tree:
+        buffers = inner.next_buffers(found)
+        return tree_map(pooled, buffers) if tree_leaves(buffers) else buffers
+
+    return Threaded(Sharded(inner.losses, losses.mesh, losses.reshard), inner.args, next_buffers)
+
+
+def _sample(losses: Sharded, args: Args) -> tuple[Any, Args]:
+    inner = losses.of_shards([args[0]], "train_state", has_aux=True)
+    return inner, (shards_of(args[0]), *args[1:])
+
+
+SHARDED = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)

@@ -1,0 +1,131 @@
+"""Models with three objectives each, with dimensions that 2 and 4 do not divide, and how they are spread over ranks."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.functional import conv2d, cross_entropy, gelu, group_norm, layer_norm, scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves, tree_map
+
+EXAMPLES = 8
+"""In the whole batch."""
+
+
+def rank():
+    return dist.get_rank()
+
+
+def ranks():
+    return dist.get_world_size()
+
+
+def mesh():
+    return MESHES["line"]
+
+
+MESHES = {}
+
+
+def mine(tree):
+    return tree_map(lambda leaf: leaf.chunk(ranks())[rank()], tree)
+
+
+def whole(tree):
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def shards(tree):
+    return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(tree)]
+
+
+def same(a, b):
+    return all(torch.equal(u, v) for u, v in zip(shards(a), shards(b), strict=True))
+
+
+def same_everywhere(tree):
+    held = [None] * ranks()
+    dist.all_gather_object(held, [leaf for leaf in tree_leaves(tree) if not isinstance(leaf, DTensor)])
+    return all(same(held[0], other) for other in held)
+
+
+def close(found, expected, bound):
+    for u, v in zip(tree_leaves(whole(found)), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(u, v, rtol=bound, atol=bound)
+
+
+def placed(params, placements=None):
+    """The parameters as DTensors: by default sharded along the last dimension that is long enough, unevenly too."""
+
+    def of(leaf):
+        dims = [d for d in range(leaf.ndim) if leaf.shape[d] > 1]
+        own = placements or [Shard(dims[-1]) if dims else Replicate()]
+        return distribute_tensor(leaf, mesh(), own)
+
+    return tree_map(of, params)
+
+
+def drawn(shapes, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    size = lambda s: max(1, torch.Size(s[1:]).numel())
+    return {name: torch.randn(s, generator=draw) / size(s) ** 0.5 for name, s in shapes.items()}
+
+
+def mlp():
+    params = drawn({"w": (7, 5), "b": (7,), "v": (3, 7), "gain": ()})
+
+    def losses(p, x, y):
+        h = torch.tanh(x @ p["w"].mT + p["b"]) @ p["v"].mT * p["gain"]
+        return ((h - y) ** 2).mean(0)
+
+    return params, losses, tuple(drawn({"x": (EXAMPLES, 5), "y": (EXAMPLES, 3)}, 1).values())
+
+
+def conv():
+    params = drawn({"k": (6, 3, 3, 3), "gain": (6,), "bias": (6,), "v": (3, 6)})
+
+    def losses(p, x):
+        h = group_norm(conv2d(x, p["k"], padding=1), 2, p["gain"], p["bias"])
+        return {"a": (torch.relu(h).mean((2, 3)) @ p["v"].mT).square().mean(0)}
+
+    return params, losses, (drawn({"x": (EXAMPLES, 3, 5, 5)}, 1)["x"],)
+
+
+def attention(h, qkv, causal=False):
+    """Two heads, from `[examples, places, width]` and the projections of queries, keys and values."""
+    q, k, v = (h @ qkv.mT).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+    return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+
+
+def block():
+    params = drawn({"qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10), "gain": (6,), "bias": (6,)})
+
+    def losses(p, x):
+        h = layer_norm(x, (6,), p["gain"], p["bias"])
+        h = x + attention(h, p["qkv"]) @ p["out"].mT
+        h = h + gelu(h @ p["up"].mT) @ p["down"].mT
+        target = torch.arange(4).expand(len(x), 4).flatten()
+        by = lambda z: cross_entropy(z.flatten(0, 1), target)
+        return [by(h), by(-h), h.square().mean()]
+
+    return params, losses, (drawn({"x": (EXAMPLES, 4, 6)}, 1)["x"],)
+
+
+def lora():
+    """Adapters of rank 2 on the frozen weights of a language model of one layer."""
+    words = 11
+    frozen = drawn({"embedding": (words, 6), "qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10)}, 2)
+    params = drawn({"qkv.a": (2, 6), "qkv.b": (18, 2), "up.a": (2, 6), "up.b": (10, 2)})
+
+    def losses(p, tokens):
+        adapted = lambda name: frozen[name] + p[f"{name}.b"] @ p[f"{name}.a"]
+        h = frozen["embedding"][tokens]
+        h = h + attention(layer_norm(h, (6,)), adapted("qkv"), causal=True) @ frozen["out"].mT
+        h = h + gelu(layer_norm(h, (6,)) @ adapted("up").mT) @ frozen["down"].mT
+        logits = layer_norm(h, (6,)) @ frozen["embedding"].mT
+        by = lambda ahead: cross_entropy(logits[:, :-ahead].flatten(0, 1), tokens[:, ahead:].flatten())
+        return {"next": by(1), "after": by(2), "calm": torch.logsumexp(logits, -1).square().mean()}
+
+    tokens = torch.randint(words, (EXAMPLES, 5), generator=torch.Generator().manual_seed(1))
+    return params, losses, (tokens,)
+
+
+MODELS = {"mlp": mlp, "conv": conv, "block": block, "lora": lora}

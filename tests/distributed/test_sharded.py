@@ -1,0 +1,63 @@
+"""Sharded parameters: several processes on loopback, each with its shards, do what one does with whole tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+WORKER = HERE / "shards.py"
+CHECKS = [
+    line[len("def check_") : line.index("(")]
+    for file in ("steps", "functions", "checkpoints")
+    for line in (HERE / f"shard_{file}.py").read_text().splitlines()
+    if "def check_" in line
+]
+ONLY_ON_FOUR = [
+    "a_mesh_of_two_dimensions",
+    "checkpoints_of_another_number_of_ranks_go_on_with_the_same_losses",
+]
+"""What needs a second dimension of the mesh, or what two ranks wrote."""
+ON = {
+    2: [check for check in CHECKS if check not in ONLY_ON_FOUR],
+    4: [
+        "the_functions_of_a_step_by_hand",
+        "gathering_composes_with_transforms",
+        "multitask_losses_are_gathered_part_by_part",
+        *ONLY_ON_FOUR,
+    ],
+}
+"""Four ranks show empty shards, too."""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What each rank says of each check, by number of ranks: one launch for all."""
+    seen = {}
+
+    def of(ranks):
+        if ranks > 2:
+            of(2)  # its checkpoint is what the others load
+        if ranks not in seen:
+            folder = tmp_path_factory.mktemp(f"shards{ranks}")
+            command = [sys.executable, str(WORKER), str(ranks), str(folder), *ON[ranks]]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, cwd=HERE.parents[1], env=environment
+            )
+            files = [folder / f"{r}.json" for r in range(ranks)]
+            assert all(file.exists() for file in files), done.stderr[-4000:]
+            seen[ranks] = [json.loads(file.read_text()) for file in files]
+        return seen[ranks]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "check"), [(ranks, check) for ranks in ON for check in ON[ranks]])
+def test_on_ranks(reports, ranks, check):
+    for number, report in enumerate(reports(ranks)):
+        assert report.get(check, "not reached").startswith("passed"), f"rank {number}: {report.get(check)}"
