@@ -1,5 +1,6 @@
 """Collective operations as differentiable functions with vmap rules."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import tree_map
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -66,3 +68,24 @@ def collective(kind: str, value: Tensor, group: Group) -> Tensor:
         )
     with autocast_disabled(value):
         return collective_of(kind, value, *known_group(group)[:2])
+
+
+def check_alike(tree: Tree, group: Group, what: str) -> None:
+    """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
+    digest. Collectives of different sizes would end the process.
+    """
+    leaves = tree_leaves(tree)
+    if under_transform() or not leaves:
+        return
+    described = [
+        f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        for name, leaf in zip(tree_names(tree), leaves, strict=True)
+    ]
+    digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
+    least, negative = collective("least", torch.tensor([digest, -digest], device=leaves[0].device), group).tolist()
+    if least != -negative:
+        here = ", ".join(described[:5]) + f" and {len(described) - 5} others" * (len(described) > 5)
+        raise ValueError(
+            f"train_state: expected {what} with the same names, shapes and dtypes on all replicas, found different "
+            f"ones; on this replica: {here}. Build them alike everywhere."
+        )

@@ -14,6 +14,7 @@ from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tr
 from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
 from functional_jd.distributed.collectives import (
     Group,
+    check_alike,
     collective,
     gather_columns,
     known_group,
@@ -127,7 +128,8 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         floating-point tensors are averaged, and others are the first replica's.
 
     Raises:
-        ValueError: an unknown engine; in `step` and `train_state`, one that does not give the rule what it needs,
+        ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
+            dtypes between the replicas; in `step` and `train_state`, one that does not give the rule what it needs,
             `"columns"` with `per_example` losses, no process group, or a group that this process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
@@ -146,7 +148,11 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         way = choose_replica_engine(problem.aggregator, problem.scale.scale, engine).engine
         return _WAYS[way](problem, group)
 
-    return Engine(partial(_check, engine), partial(_start, group), differentiate, partial(replicate, group=group))
+    def replicate_state(tree: Tree) -> Tree:
+        check_alike(tree, group, "parameters and states")
+        return replicate(tree, group)
+
+    return Engine(partial(_check, engine), partial(_start, group), differentiate, replicate_state)
 
 
 def _check(engine: str, where: str, problem: Problem) -> None:
@@ -176,11 +182,16 @@ def _check(engine: str, where: str, problem: Problem) -> None:
 def _start(group: Group, problem: Problem) -> Tree:
     """The rule starts with what it sees in the mean over the replicas."""
     rule = problem.aggregator
+
+    def init(values: Tensor) -> Tree:
+        check_alike(values, group, "losses")
+        return rule.init(_pooled(problem.losses, values, group))
+
     if needs_no_rows(rule):  # it starts with the losses, which are pooled afterwards: no rows are needed
-        pooled = rule._replace(init=lambda values: rule.init(_pooled(problem.losses, values, group)))
-        return start_without_rows(problem._replace(aggregator=pooled))
+        return start_without_rows(problem._replace(aggregator=rule._replace(init=init)))
 
     def view(jacobian: Jacobian, *, losses: Losses) -> Tree:
+        check_alike(losses, group, "losses")
         return rule.view(_pooled(problem.losses, jacobian, group), losses=_pooled(problem.losses, losses, group))
 
     return ENGINES["jacobian"].start(problem._replace(aggregator=rule._replace(view=view)))

@@ -335,6 +335,24 @@ def check_the_first_replicas_state_counts():
     assert same(distributed.replicate(odd), first)
 
 
+def check_replicas_that_differ_are_told_when_training_starts():
+    params, batch = problem()
+    how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
+    last = rank() == replicas() - 1
+    wide = params | {"heads": params["heads"] | {"two": torch.ones(3, 2 if last else 1, dtype=torch.float64)}}
+    with pytest.raises(
+        ValueError, match=r"train_state: expected parameters and states .* heads.two float64 \[3, [12]\]"
+    ):
+        begin(wide, *mine(batch), **how)
+    scale = fj.scale_state(shape=(2,) if last else ())
+    with pytest.raises(ValueError, match="train_state: expected parameters and states with the same names"):
+        begin(params, *mine(batch), scale=scale, **how)
+    more = lambda p, x, y, z: torch.stack([*plain(p, x, y, z).values()][: None if last else 1])
+    for rule in (fj.upgrad(), stch()):
+        with pytest.raises(ValueError, match=r"train_state: expected losses .*value float64 \[[12]\]"):
+            begin(params, *mine(batch), **how | {"losses": more, "aggregator": rule})
+
+
 def check_only_the_members_of_a_group_count():
     first, second = (dist.new_group(list(part)) for part in torch.arange(replicas()).chunk(2))
     group, other = (first, second) if rank() < replicas() // 2 else (second, first)
