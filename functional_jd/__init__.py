@@ -84,6 +84,7 @@ from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
 from functional_jd.training.steps import steps
+from functional_jd.training.weights import FoundWeights, weights_fn
 
 __version__ = "0.2.0"
 
@@ -100,6 +101,7 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "EngineChoice",
+    "FoundWeights",
     "MultitaskJacobian",
     "Optimizer",
     "Policy",
@@ -209,6 +211,7 @@ __all__ = [
     "uw",
     "weighted_engine",
     "weighted_fn",
+    "weights_fn",
 ]
 
 _RENAMED = {"blank": "no_gradients", "whole": "full_jacobian", "Carried": "AffineWeights"}

@@ -108,6 +108,10 @@ def _weighted(losses, returned, params, x, weights, last, **options):
     return pullback(weights if returned is USUAL else torch.ones(m), last=last)
 
 
+def _weights(losses, returned, aggregator, params, x):
+    return jd.weights_fn(_returning(returned, losses), aggregator)(params, x)
+
+
 _OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
 _LOSSES = kinds({"losses"})
 
@@ -159,6 +163,12 @@ ENGINES = {
         _weighted,
         lambda: {**_argument(), "weights": torch.ones(2), "last": False},
         _OF_TWO | {"weights": kinds({"nans", "meta"}), "last": SWITCH},
+        _LOSSES,
+    ),
+    "weights_fn": Call(
+        _weights,
+        lambda: {"losses": losses, "returned": USUAL, "aggregator": jd.upgrad(), "params": params(), "x": x()},
+        {"x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
     "jacobian_engine": Call(jd.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}),

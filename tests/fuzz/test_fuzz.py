@@ -37,6 +37,7 @@ EXCLUDED = {
             "Diagnosis",
             "Engine",
             "EngineChoice",
+            "FoundWeights",
             "Findings",
             "Layer",
             "MultitaskJacobian",

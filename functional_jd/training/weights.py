@@ -1,0 +1,103 @@
+"""The weights alone, for training loops that call `.backward()` themselves."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator, check_rule, updated, weigh
+from functional_jd.aggregation.views import inner_products_suffice, needs_no_rows, norms_suffice, view_of_products
+from functional_jd.core.arguments import described
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.types import Losses, LossFunction, Params, Tree
+from functional_jd.engines.evaluate import check_losses
+from functional_jd.engines.gramian.engine import products_for
+from functional_jd.engines.jacobian import jacobian_for
+from functional_jd.engines.weighted import weighted_for
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.training.engines import loss_rows
+from functional_jd.training.start import detach_parameters
+
+_WHERE = "weights_fn"
+
+
+@displayed_as(outline)
+class FoundWeights(NamedTuple):
+    """What a function made by `weights_fn` returns.
+
+    Attributes:
+        weights: `[m]`, one per loss, in leaf order.
+        losses: the values.
+        state: what the rule remembers, for the next call.
+    """
+
+    weights: Tensor
+    losses: Losses
+    state: Tree
+
+
+def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., FoundWeights]:
+    """Turn losses and a rule into a function that returns the weights of the losses, and no direction.
+
+    For trainers that call `.backward()` on one loss themselves: the gradient of `sum_i weights_i losses_i` is the
+    rule's direction.
+
+    Args:
+        losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
+            `nn.Parameter` are taken and its graph is left behind, so that weights are constants; other tensors keep
+            theirs.
+        aggregator: the rule; one that weights rows, not single entries.
+
+    Returns:
+        `f(params, *batch, state=None) -> FoundWeights(weights, losses, state)`. `state` is what the last call returned,
+        None for the rule's initial state. What the rule needs decides what is computed: nothing but the losses, their
+        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters: the heads need
+        none.
+
+    Raises:
+        TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
+        ValueError: a rule that weights single entries; what `aggregate` and `jacobian_fn` raise.
+
+    Laws:
+        `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
+        constant weights the gradient of `weights @ losses`. A gradient that is not finite gives weights that are not
+        finite where the rule looks at it. Pure; composes with vmap, grad, jvp and compile.
+
+    Differs:
+        From `step`: nothing is scaled, skipped or updated, which is up to the caller.
+
+    Example:
+        >>> losses = lambda params, x: torch.stack([(params["w"] - x).square().sum(), (params["w"] + x).square().sum()])
+        >>> params, x = {"w": nn.Parameter(torch.tensor([1.0, 0.0]))}, torch.ones(2)
+        >>> weights, _, state = weights_fn(losses, upgrad())(params, x)
+        >>> (weights * losses(params, x)).sum().backward()  # then the trainer's optimizer takes its step
+    """
+    check_losses(_WHERE, losses, 0, False)
+    check_rule(aggregator, _WHERE)
+
+    def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
+        found = _found(losses, aggregator, (detach_parameters(params), *batch), state)
+        if not isinstance(found.weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"{_WHERE}: expected a rule that gives one weight per loss, found {described(found.weights)}: it "
+                "weights single entries. Use step, or aggregate."
+            )
+        return found
+
+    return weights_of
+
+
+def _found(losses: LossFunction, rule: Aggregator, args: tuple[Any, ...], state: Tree) -> FoundWeights:
+    if needs_no_rows(rule):
+        values, _ = weighted_for(_WHERE, losses)(*args)
+        weights, state, _ = weigh(rule, loss_rows(values), state, losses=values, where=_WHERE)
+        return FoundWeights(weights, values, state)
+    if inner_products_suffice(rule):
+        kind = "norms" if norms_suffice(rule) else "gramian"
+        products, values, _ = products_for(_WHERE, losses, products=kind)(*args)
+        with autocast_disabled(products):
+            weights, state = updated(rule, view_of_products(rule, products, values), state, _WHERE)
+        return FoundWeights(weights, values, state)
+    jacobian, values = jacobian_for(_WHERE, losses)(*args)
+    weights, state, _ = weigh(rule, jacobian, state, losses=values, where=_WHERE)
+    return FoundWeights(weights, values, state)

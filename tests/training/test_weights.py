@@ -1,0 +1,102 @@
+"""weights_fn: the weights that `aggregate` would give to the rows, for loops that differentiate the weighted sum."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import functional_jd as jd
+
+NUMBERS = st.lists(st.integers(-8, 8).map(lambda i: i / 4), min_size=9, max_size=9)
+RULES = {
+    "no gradients": jd.mean(),
+    "losses": jd.stch(0.5),
+    "norms": jd.clipped(0.5),
+    "gramian": jd.upgrad(),
+    "gramian and losses": jd.natural_gradient(0.5),
+    "rows": jd.config(),
+    "rows and losses": jd.excess_mtl(),
+}
+
+
+def losses(params, x):
+    """Three losses, and their gradients by hand: `2 (a - x_i)` and `2 b`."""
+    return {"near": ((params["a"] - x) ** 2).sum(1) + (params["b"] ** 2).sum()}
+
+
+def gradients(params, x):
+    return {"a": 2 * (params["a"] - x), "b": 2 * params["b"].expand(3, 2)}
+
+
+def problem(numbers):
+    flat = torch.tensor(numbers, dtype=torch.float64)
+    return {"a": flat[:2], "b": flat[2:4]}, torch.stack([flat[3:5], flat[5:7], flat[7:]])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@settings(max_examples=10)
+@given(numbers=NUMBERS)
+def test_the_weighted_sum_of_the_losses_has_the_direction_of_the_rule_as_its_gradient(rule, numbers):
+    params, x = problem(numbers)
+    found = jd.weights_fn(losses, rule)(params, x)
+    J, values = gradients(params, x), losses(params, x)
+    expected = jd.aggregate(rule, J, losses=values)
+    # Quarters have exact products and sums: the rule looks at the same Gramian. Norms are rounded once more.
+    eps = torch.finfo(torch.float64).eps
+    torch.testing.assert_close(found.weights, expected.weights, rtol=4 * eps, atol=0)
+    torch.testing.assert_close(found.losses, values, rtol=0, atol=0)
+    taken = {k: p.clone().requires_grad_() for k, p in params.items()}
+    (found.weights * losses(taken, x)["near"]).sum().backward()
+    for name, leaf in taken.items():
+        terms = (found.weights[:, None] * J[name]).abs().sum(0)
+        error = (leaf.grad - expected.direction[name]).abs()
+        assert (error <= 8 * eps * terms).all()
+
+
+def test_a_rule_goes_on_from_the_state_that_is_passed():
+    params, x = problem(range(9))
+    rule = jd.random_weights(jd.random.key(0))
+    weights_of = jd.weights_fn(losses, rule)
+    first = weights_of(params, x)
+    second = weights_of(params, x, state=first.state)
+    start = jd.aggregate(rule, gradients(params, x))
+    assert torch.equal(first.weights, start.weights)
+    assert torch.equal(second.weights, jd.aggregate(rule, gradients(params, x), start.state).weights)
+    assert not torch.equal(first.weights, second.weights)
+
+
+def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
+    params, x = problem(range(9))
+    own = {name: nn.Parameter(p) for name, p in params.items()}
+    found = jd.weights_fn(losses, jd.upgrad())(own, x)
+    assert not found.weights.requires_grad
+    assert all(p.grad is None for p in own.values())
+    assert torch.equal(found.weights, jd.weights_fn(losses, jd.upgrad())(params, x).weights)
+
+
+def test_rules_that_weigh_single_entries_are_refused():
+    params, x = problem(range(9))
+    with pytest.raises(ValueError, match="weights_fn: expected a rule that gives one weight per loss"):
+        jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
+    with pytest.raises(TypeError, match="weights_fn: aggregator must be a rule"):
+        jd.weights_fn(losses, jd.upgrad)
+
+
+@pytest.mark.parametrize("rule", [RULES["losses"], RULES["gramian"]], ids=["losses", "gramian"])
+def test_composes_with_transforms(rule):
+    params, x = problem(range(9))
+    weigh = lambda params, x: jd.weights_fn(losses, rule)(params, x).weights
+    by_hand = lambda params, x: jd.aggregate(rule, gradients(params, x), losses=losses(params, x)).weights
+    pairs = torch.stack([x, x + 1]), torch.stack([x, x * x])
+    torch.testing.assert_close(
+        torch.vmap(weigh, (None, 0))(params, pairs[0]), torch.vmap(by_hand, (None, 0))(params, pairs[0])
+    )
+    torch.testing.assert_close(
+        torch.func.jvp(lambda x: weigh(params, x), (x,), (pairs[1][1],)),
+        torch.func.jvp(lambda x: by_hand(params, x), (x,), (pairs[1][1],)),
+    )
+    first = lambda f: torch.func.grad(lambda p: f(p, x)[0])(params)
+    torch.testing.assert_close(first(weigh), first(by_hand))
+    compiled = torch.compile(weigh, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(params, x), weigh(params, x))
