@@ -13,15 +13,16 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
     `losses_i = mean_r losses_i(params, *batch_r)`
 
     The leaves of params are `DTensor`s on this mesh, placed `Shard` or `Replicate`, or plain tensors that are the same
-    on all ranks. Each is gathered before the losses are evaluated, and its gradients are reduced and scattered, so that
-    rows, direction, moments and parameters stay sharded as the parameters are.
+    on all ranks. Each is gathered by every function that takes it, just before, and its gradients are reduced and
+    scattered as soon as they are known: rows, direction, moments and parameters stay sharded as the parameters are.
 
     Args:
         losses: `losses(params, *batch)`, a function of whole tensors, or made by `multitask`; means over the examples
             of the batch, of which all ranks have equally many.
         mesh: a `torch.distributed.device_mesh.DeviceMesh`, of any number of dimensions.
-        reshard: whether the backward pass gathers the leaves again. `False` keeps them from the forward pass on, which
-            saves their traffic; it is needed where the losses use transforms of torch.func themselves.
+        reshard: whether leaves are freed after each use, and gathered again by the next and by the backward pass.
+            `False` gathers each once and keeps it, which saves traffic and costs memory; it is needed where the losses
+            use transforms of torch.func themselves.
 
     Returns:
         A function `(params, *batch) -> losses`, for `step`, `train_state`, `jacobian_fn`, `gramian_fn` and
@@ -38,8 +39,8 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         all. All ranks hold the same bits of what is plain.
 
     Differs:
-        From `torch.distributed.fsdp.fully_shard`, which gathers module by module: here all leaves are whole while the
-        losses are evaluated, and one by one in the backward pass.
+        From `torch.distributed.fsdp.fully_shard`, which gathers module by module, and the next one ahead of time: here
+        leaf by leaf.
     """
     if not callable(losses):
         raise TypeError(f"sharded: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")

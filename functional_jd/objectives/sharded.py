@@ -1,11 +1,10 @@
 """Losses of sharded parameters: each leaf is opened to this rank's shard, and gathered where the losses use it."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functional_jd.core.declared import Declared
@@ -13,6 +12,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import any_sharded, gathered, is_sharded, over_dimension, sharded_as
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map
 from functional_jd.core.types import Losses, Params, Tree
+from functional_jd.objectives.gathering import GatheredWhereUsed, Keep, saved_shards
 from functional_jd.objectives.structured import ExampleSets, Multitask, PerExample
 
 
@@ -67,7 +67,7 @@ class Sharded(Declared):
 
         def entered(f: Callable[..., Any], likes: Sequence[Tree], leave: Callable[[Any], Any]) -> Callable[..., Any]:
             def of_shards(*args: Any) -> Any:
-                with _saved_shards() if reshard else _saved_as_usual() as keep:
+                with saved_shards() if reshard else nullcontext() as keep:
                     whole = list(args)
                     for position, like in zip(at, likes, strict=True):
                         whole[position] = tree_map(lambda old, x: self.enter(x, old, where, keep), like, args[position])
@@ -86,7 +86,7 @@ class Sharded(Declared):
             return Multitask(features, entered(self.losses.heads, [heads], leave))
         return entered(self.losses, likes, leave)
 
-    def enter(self, shard: Tensor, like: Any, where: str, keep: Callable[[Tensor, Tensor, Any], None]) -> Any:
+    def enter(self, shard: Tensor, like: Any, where: str, keep: Keep | None) -> Any:
         """What the losses compute with, from this rank's shard of a leaf."""
         if self.mesh is None:
             return sharded_as(shard, like, differentiable=True)
@@ -95,10 +95,9 @@ class Sharded(Declared):
                 f"{where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
                 f"{like.device_mesh}. Distribute them with the same mesh."
             )
-        whole = gathered(shard, like, self.mesh)
-        if is_sharded(like) and any(p.is_shard() for p in like.placements):
-            keep(whole, shard.detach(), like)
-        return whole
+        if keep is None:
+            return gathered(shard, like, self.mesh)
+        return GatheredWhereUsed.of(shard, like, self.mesh, keep)
 
     def common(self, values: Losses, where: str) -> Losses:
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
@@ -123,35 +122,6 @@ def _replicated(value: Any) -> Tensor:
     from torch.distributed.tensor import Replicate  # takes a second to import: not before there is a DTensor
 
     return value.full_tensor(grad_placements=[Replicate()] * value.device_mesh.ndim)
-
-
-@contextmanager
-def _saved_as_usual() -> Generator[Callable[[Tensor, Tensor, Any], None]]:
-    yield lambda *_: None
-
-
-@contextmanager
-def _saved_shards() -> Generator[Callable[[Tensor, Tensor, Any], None]]:
-    """Let autograd save shards in the place of gathered leaves and their views, and gather them again when needed."""
-    known: dict[int, tuple[Tensor, Any]] = {}
-
-    def keep(whole: Tensor, shard: Tensor, like: Any) -> None:
-        known[whole.untyped_storage().data_ptr()] = (shard, like)
-
-    def pack(x: Tensor) -> Any:
-        source = known.get(x.untyped_storage().data_ptr()) if x.layout == torch.strided and x.numel() else None
-        # What is returned as it is would keep its own graph alive.
-        return x.detach() if source is None else (source, x.size(), x.stride(), x.storage_offset())
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        (shard, like), *view = packed
-        with torch.no_grad():
-            return gathered(shard, like, like.device_mesh).as_strided(*view)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield keep
 
 
 def has_sharded_leaves(tree: Tree) -> bool:

@@ -1,0 +1,70 @@
+"""Leaves that are gathered where they are used, on a mesh of one rank. On more: `tests/distributed`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from functional_jd.objectives.gathering import GatheredWhereUsed, saved_shards
+
+
+@pytest.fixture
+def like(tmp_path):
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield distribute_tensor(torch.arange(6.0).reshape(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+def leaf_of(like, keep=lambda *_: None):
+    shard = like.to_local().clone().requires_grad_()
+    return shard, GatheredWhereUsed.of(shard, like, like.device_mesh, keep)
+
+
+def test_functions_get_the_whole_leaf_and_gradients_reach_the_shard(like):
+    shard, leaf = leaf_of(like)
+    expected = like.full_tensor()
+    for found in (leaf + 0, 0 + leaf, torch.stack([leaf])[0], leaf.mT.mT, leaf[:], torch.add(0, other=leaf)):
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad((leaf * leaf).sum(), shard)
+    assert torch.equal(gradient, 2 * expected)
+
+
+def test_what_a_leaf_tells_of_itself_needs_no_gathering(like):
+    gathered = []
+    shard, leaf = leaf_of(like, lambda *_: gathered.append(1))
+    assert (leaf.shape, leaf.ndim, len(leaf), leaf.numel(), leaf.size(1), leaf.stride()) == ((3, 2), 2, 3, 6, 2, (2, 1))
+    assert (leaf.dtype, leaf.device, leaf.layout) == (shard.dtype, shard.device, shard.layout)
+    assert leaf.requires_grad
+    assert leaf.is_floating_point()
+    assert not gathered
+    assert leaf.sum() == 15
+    assert gathered
+
+
+def test_the_backward_pass_reaches_a_leaf_before_what_was_recorded_earlier(like):
+    """So that the gradient of one layer is scattered before that of the layer below is computed."""
+    order = []
+    layers = [leaf_of(like) for _ in range(3)]
+    for index, (shard, _) in enumerate(layers):
+        shard.register_hook(lambda _, index=index: order.append(index))
+    x = torch.ones(2, 3)
+    for _, leaf in layers:
+        x = torch.tanh(x @ leaf)[:, :1].expand(2, 3)
+        x.register_hook(lambda _: order.append("between"))
+    torch.autograd.grad(x.sum(), [shard for shard, _ in layers])
+    assert [entry for entry in order if entry != "between"] == [2, 1, 0]
+    assert order.index(2) < len(order) - 1 - order[::-1].index("between")
+
+
+def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
+    with saved_shards() as keep:
+        _, leaf = leaf_of(like, keep)
+        whole = leaf + 0
+        del whole
+        (leaf * 1).sum()  # the gathered leaf is gone now, and its memory may be taken
+        points = [torch.full((3, 2), float(i), requires_grad=True) for i in range(50)]
+        outputs = [(point * point).sum() for point in points]
+    for i, (point, output) in enumerate(zip(points, outputs, strict=True)):
+        assert torch.equal(torch.autograd.grad(output, point)[0], torch.full((3, 2), 2.0 * i))
