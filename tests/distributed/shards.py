@@ -16,6 +16,7 @@ from pathlib import Path
 import shard_checkpoints
 import shard_functions
 import shard_steps
+import shard_trainers
 import torch
 import torch.distributed as dist
 from shard_models import MESHES, rank
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for module in (shard_steps, shard_functions, shard_checkpoints)
+    for module in (shard_steps, shard_functions, shard_trainers, shard_checkpoints)
     for name, f in vars(module).items()
     if name.startswith("check_")
 }
