@@ -28,6 +28,7 @@ test-models: $(VENV)/.models  ## models of transformers, peft and timm, and many
 
 bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
 	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
+	@$(BIN)/python tests/benchmarks/shard_table.py
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32: twenty minutes, to compile
 	@$(BIN)/python tests/benchmarks --only compiled float32 --json bench-compiled.json
