@@ -54,7 +54,7 @@ CONTENTS = {
     "Choose": ["docs/rules", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
-        for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "physics", "diagnose", "own_rule")
+        for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "physics", "devices", "diagnose", "own_rule")
     ],
     "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
     "Notebooks": ["notebooks/*"],
