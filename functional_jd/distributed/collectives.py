@@ -9,9 +9,9 @@ from torch import Tensor
 
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
-from functional_jd.core.sharding import is_sharded
+from functional_jd.core.sharding import any_sharded, is_sharded
 from functional_jd.core.torch_internals import under_transform
-from functional_jd.core.tree import tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
 
@@ -19,14 +19,45 @@ Group = Any
 """A `torch.distributed.ProcessGroup`; `None` is all processes."""
 
 
+_BUCKET = 1 << 22
+"""Elements that travel together, at most: a collective costs a round trip, and what is larger pays for its own."""
+
+
 def sum_over_group(tree: Tree, group: Group) -> Tree:
-    return tree_map(lambda leaf: collective("sum", leaf, group), tree)
+    """Add up over the group, small leaves of one dtype together."""
+    leaves, structure = tree_flatten(tree)
+    sums: list[Tensor] = []
+    for bucket in _buckets(leaves):
+        if len(bucket) == 1:
+            sums.append(collective("sum", bucket[0], group))
+            continue
+        total = collective("sum", torch.cat([leaf.reshape(-1) for leaf in bucket]), group)
+        parts = total.split([leaf.numel() for leaf in bucket])
+        sums.extend(part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True))
+    return tree_unflatten(structure, sums)
+
+
+def _buckets(leaves: list[Tensor]) -> list[list[Tensor]]:
+    """The leaves in their order, side by side where they fit together."""
+    buckets: list[list[Tensor]] = []
+    held = 0
+    for leaf in leaves:
+        before = buckets[-1][-1] if buckets else leaf
+        alike = before.dtype == leaf.dtype and before.device == leaf.device and not any_sharded([before, leaf])
+        held += leaf.numel()
+        if buckets and alike and held <= _BUCKET:
+            buckets[-1].append(leaf)
+        else:
+            buckets.append([leaf])
+            held = leaf.numel()
+    return buckets
 
 
 def mean_over_group(tree: Tree, group: Group) -> Tree:
     """Average over the group. Divides before summing, so that finite values do not overflow."""
     replicas = known_group(group)[1]
-    return tree_map(lambda leaf: sum_over_group(at_least_float32(leaf) / replicas, group).to(leaf.dtype), tree)
+    sums = sum_over_group(tree_map(lambda leaf: at_least_float32(leaf) / replicas, tree), group)
+    return tree_map(lambda leaf, total: total.to(leaf.dtype), tree, sums)
 
 
 def shard_columns(leaf: Tensor, group: Group) -> Tensor:

@@ -35,7 +35,7 @@ from functional_jd.training.engines import ENGINES, Engine, EngineResult, Proble
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
     """The mean over the replicas, on all of them: of a Jacobian, or of any pytree of floating-point tensors.
 
-    `mean = sum_r J_r / R`, one all-reduce per leaf.
+    `mean = sum_r J_r / R`, small leaves of one dtype in one all-reduce.
 
     Args:
         jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too (its heads are gradients: their mean is

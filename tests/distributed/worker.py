@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
@@ -248,6 +249,28 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
         after, _ = step(state, sharded=sharded, **how)
         close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
         assert same_everywhere(after)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the all-reduces."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += "all_reduce" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def check_small_leaves_travel_together():
+    tree = {f"a{i}": torch.full((i,), float(rank() + i)) for i in range(4)} | {"b": torch.ones(2, 3).double()}
+    large = {"a4": torch.zeros(1 << 22), "a5": torch.ones(())}
+    with Collectives() as seen:
+        mean = distributed.mean_jacobian(tree | large)
+    assert seen.calls == 4, "four leaves, the large one, the one after it, and the one of another dtype"
+    half = (replicas() - 1) / 2
+    assert same(mean, {f"a{i}": torch.full((i,), half + i) for i in range(4)} | {"b": tree["b"]} | large)
 
 
 def check_a_mean_of_finite_values_is_finite():
