@@ -134,9 +134,13 @@ def check_partial_leaves_and_other_meshes_are_refused_in_one_sentence():
     examples = distributed.sharded(fj.per_example(losses), mesh())
     with pytest.raises(ValueError, match=r"jacobian_fn: .*found per_example losses"):
         fj.jacobian_fn(examples)(own, *mine(batch))
-    for mode in ("forward",):
-        with pytest.raises(ValueError, match="jacobian_fn: sharded parameters need mode"):
-            fj.jacobian_fn(distributed.sharded(losses, mesh()), mode=mode)(own, *mine(batch))
+    searching = {"aggregator": fj.upgrad(), "optimizer": fj.line_search(fj.sgd(1.0), [0.1, 0.2])}
+    searching["losses"] = distributed.sharded(losses, mesh())
+    state = fj.train_state(own, *mine(batch), **searching)
+    with pytest.raises(ValueError, match=r"step: expected an optimizer that needs no losses, for sharded parameters"):
+        fj.step(state, *mine(batch), **searching)
+    with pytest.raises(ValueError, match="jacobian_fn: sharded parameters need mode"):
+        fj.jacobian_fn(distributed.sharded(losses, mesh()), mode="forward")(own, *mine(batch))
     for replicas in (distributed.replicated(), distributed.replicated("columns")):
         with pytest.raises(ValueError, match="distributed: expected tensors that are whole on every replica"):
             fj.train_state(own, *mine(batch), losses=losses, engine=replicas, **how)

@@ -36,7 +36,7 @@ def check_bfloat16_steps_equal_those_of_the_mean_over_the_ranks():
         low = fj.autocast(losses, torch.bfloat16)
         how = {"losses": by_part(low), "aggregator": rule, "optimizer": fj.sgd(0.1)}
         expected, _ = trained(params, batch, how)
-        how["losses"] = distributed.sharded(low, mesh())
+        how["losses"] = fj.autocast(distributed.sharded(losses, mesh()), torch.bfloat16)  # keeps what is declared
         state, infos = trained(placed(params), mine(batch), how)
         assert same_everywhere((state, infos))
         # The parts' gradients are added in another order, in float32, and rounded to bfloat16 on their way.
