@@ -133,8 +133,8 @@ def function_name(func: Any) -> str:
 
 
 def traceable(func: Any) -> Any:
-    """The form of a function in which torch.compile traces it inside the handler of a mode: it cannot trace a method
-    of `torch.Tensor` that calls `super()`, and this is the only one that stands for an op.
+    """The form of a function in which torch.compile traces it inside the handler of a mode: before torch 2.14 it cannot
+    trace a method of `torch.Tensor` that calls `super()`, and this is the only one that stands for an op.
     """
     return torch.unflatten if func is Tensor.unflatten else func
 

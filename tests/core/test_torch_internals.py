@@ -436,8 +436,9 @@ def test_torch_compile_traces_one_form_of_unflatten_in_a_handler():
     torch.compiler.reset()
     compiled, x = torch.compile(f, backend="eager", fullgraph=True), torch.arange(6.0)
     assert torch.equal(compiled(x, internals.traceable), x[:3] + x[3:])
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="unflatten"):
-        compiled(x, lambda func: func)
+    if torch.__version__ < "2.14":  # the others trace both: without this torch, `traceable` may go
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="unflatten"):
+            compiled(x, lambda func: func)
 
 
 def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
