@@ -17,6 +17,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
 | `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
+| `_C._len_torch_function_stack`, `_get_function_stack_at` | op tables inside op tables | loudly |
 | `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
 | `_fused_adamw_` | `adamw`, eager | loudly |
 | `Node._input_metadata` | the choice of row groups, losses that were stacked | loudly |
@@ -46,6 +47,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack  # pyright: ignore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -223,6 +225,12 @@ def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
 def converts_as_usual(module: nn.Module) -> bool:
     """Whether `to`, `float` and the like do to a module what they do to every `nn.Module`."""
     return type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
+
+
+def innermost_mode() -> Any:
+    """The `TorchFunctionMode` that sees an op first, or None."""
+    depth = _len_torch_function_stack()
+    return _get_function_stack_at(depth - 1) if depth else None
 
 
 def untraced(handler: Any) -> Any:

@@ -16,7 +16,13 @@ from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_o
 from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
-from functional_jd.core.torch_internals import function_name, in_reentrant_checkpoint, traceable, untraced
+from functional_jd.core.torch_internals import (
+    function_name,
+    in_reentrant_checkpoint,
+    innermost_mode,
+    traceable,
+    untraced,
+)
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -128,6 +134,8 @@ def with_op_tables(
         if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
             with _OpTables(journal, where, examples):
                 return f(*args, **kwargs)
+        if not (journal or where or examples) and isinstance(innermost_mode(), _OpTables):
+            return f(*args, **kwargs)  # a second mode would see every op and cast of the first: twice the price
         cached = torch.is_autocast_cache_enabled()
         try:
             with _OpTables(journal, where, examples):

@@ -206,6 +206,13 @@ def test_scalars_are_told_apart_in_their_stack_unless_something_comes_between():
         assert value is source is y
 
 
+def test_the_innermost_mode_is_the_one_that_was_entered_last():
+    assert internals.innermost_mode() is None
+    with Seen(), Seen() as inner:
+        assert internals.innermost_mode() is inner
+    assert internals.innermost_mode() is None
+
+
 def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     layer = nn.MultiheadAttention(4, 2)
     x = torch.randn(3, 1, 4)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from functional_jd.core.torch_internals import innermost_mode
 from functional_jd.precision import op_tables
 from functional_jd.precision.autocast import autocast, autocast_disabled, with_op_tables
 
@@ -690,6 +691,16 @@ def test_with_op_tables_is_idempotent(dtype):
     once = jacrev(autocast(losses, dtype))(params, draw(8, 5))
     twice = jacrev(with_op_tables(autocast(with_op_tables(losses), dtype)))(params, draw(8, 5))
     assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def test_op_tables_inside_op_tables_enter_no_second_mode():
+    seen = lambda: innermost_mode()
+    inner = autocast(seen, torch.bfloat16)
+    assert type(inner()) is type(with_op_tables(seen)())
+    outer, again = with_op_tables(lambda: (seen(), inner()))()
+    assert outer is again is not None
+    outer, refusing = with_op_tables(lambda: (seen(), with_op_tables(seen, where="here")()))()
+    assert outer is not refusing
 
 
 @both
