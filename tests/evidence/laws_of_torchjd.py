@@ -46,11 +46,14 @@ AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "UPGrad": lambda J: peer.UPGrad()(J),
 }
 
+SLOW = ("FairGrad(1)", "NashMTL")  # they call solvers of SciPy and CVXPY
+
 
 def broken(name: str) -> dict[str, dict[str, str]]:
     """By law that is broken, the smallest matrix and the error."""
     torch.manual_seed(0)
-    found = laws_of(black_box(AGGREGATORS[name]), *LAWS, settings=SETTINGS)
+    settings = hypothesis.settings(SETTINGS, max_examples=8) if name in SLOW else SETTINGS
+    found = laws_of(black_box(AGGREGATORS[name]), *LAWS, settings=settings)
     return {law: shown(example) for law, example in found.items() if isinstance(example, Counterexample)}
 
 
@@ -99,11 +102,10 @@ def write(stored: dict[str, Any]) -> None:
 def main(names: list[str]) -> None:
     """Test the aggregators named, or all."""
     warnings.simplefilter("ignore")
-    stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for name in names or AGGREGATORS:
-        stored[name] = broken(name)
-        print(name, *stored[name], file=sys.stderr, flush=True)
-        write(stored)
+        found = broken(name)
+        print(name, *found, file=sys.stderr, flush=True)
+        write((json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}) | {name: found})
 
 
 if __name__ == "__main__":
