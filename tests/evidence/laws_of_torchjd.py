@@ -38,7 +38,6 @@ AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IMTLG": lambda J: peer.IMTLG()(J),
     "Mean": lambda J: peer.Mean()(J),
     "MGDA": lambda J: peer.MGDA()(J),
-    "NashMTL": lambda J: peer.NashMTL(len(J))(J),
     "PCD": lambda J: peer.PCD()(J),
     "PCGrad": lambda J: peer.PCGrad()(J),
     "Random": lambda J: peer.Random()(J),
@@ -46,7 +45,7 @@ AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "UPGrad": lambda J: peer.UPGrad()(J),
 }
 
-SLOW = ("FairGrad(1)", "NashMTL")  # they call solvers of SciPy and CVXPY
+SLOW = ("FairGrad(1)",)  # calls a solver of SciPy
 
 
 def broken(name: str) -> dict[str, dict[str, str]]:
