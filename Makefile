@@ -5,13 +5,16 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-cpus test-models bench bench-compiled notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
-test: $(VENV)/.test  ## all tests but those of `make test-models`
-	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models
+test: $(VENV)/.test  ## all tests but those of `make test-inductor` and `make test-models`
+	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m "not inductor"
+
+test-inductor: $(VENV)/.test  ## the tests that compile to machine code: it takes a C++ compiler, and its time
+	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m inductor
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
 NUMERICAL := tests/exact tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py

@@ -237,7 +237,7 @@ def test_transforms_compose(name, m):
         torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(J[0], u[0]), each[0])
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_compiles_to_machine_code():
     J = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
     f = lambda J: (direction(J), torch.func.grad(lambda J: direction(J).square().sum())(J))

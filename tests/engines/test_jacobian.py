@@ -639,6 +639,7 @@ def test_compiles_what_is_unflattened(wrap):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh")
+@pytest.mark.inductor
 def test_compiles_with_inductor():
     f = jacobian_fn(lambda w, x: torch.tanh(x @ w))
     w, x = numbers(3), numbers(2, 3, seed=1)

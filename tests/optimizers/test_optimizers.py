@@ -379,6 +379,7 @@ def test_compiles_once_for_all_steps(optimizer):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler itself still uses TorchScript
+@pytest.mark.inductor
 def test_compiles_with_the_default_backend():
     directions = [tree(i) for i in range(1, 4)]
     compiled = Optimizer(adamw().init, torch.compile(adamw().update, fullgraph=True))

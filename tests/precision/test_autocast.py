@@ -1026,7 +1026,7 @@ def test_a_wrapped_part_of_a_checkpoint_leaves_the_rest_to_native_autocast():
     assert seen == [torch.bfloat16] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_compiles_with_the_default_backend():
     torch.compiler.reset()
     losses, params = network(NORMS["BatchNorm1d"])

@@ -186,7 +186,7 @@ def test_compiled_derivatives_are_those_of_the_function():
         assert torch.allclose(torch.compile(road, fullgraph=True, backend="aot_eager")(x), torch.full((4,), 3.0))
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_compiles_with_the_default_backend():
     torch.compiler.reset()
     x, w = draw(3, 3), draw(3, 3, key=1)

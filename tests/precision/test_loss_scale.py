@@ -658,7 +658,7 @@ def test_builders_compile(f):
     assert all(map(same_bits, flat(compiled(torch.ones(1))[0]), flat(f())))
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_inductor_keeps_the_bits():
     compiled = torch.compile(cycle, fullgraph=True)
     state = record([3.0, 5.0, 7.0], [0] * 3, [1.7] * 3, [0.3] * 3, [1] * 3)

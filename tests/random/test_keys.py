@@ -445,6 +445,7 @@ def test_compile_takes_sizes_and_integers_that_change(compiler):
 
 @pytest.mark.slow
 @torch_scripts
+@pytest.mark.inductor
 def test_inductor_draws_the_same_bits(compiler):
     def draw_all(key):
         return [draw(key) for draw in DRAWS.values()] + [random.normal(key, (70_001,)).mul(3).add(1)]

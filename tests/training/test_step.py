@@ -198,7 +198,7 @@ def test_one_graph_serves_every_scale(shape):
     close(state, eager, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_the_default_compiler_gives_the_numbers_of_eager():
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
     how = method(params, features, top)
@@ -609,7 +609,7 @@ def test_one_graph_of_the_weighted_engine_serves_every_scale(kind):
     close(state, eager, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.inductor
 def test_the_default_compiler_gives_the_numbers_of_the_weighted_engine():
     params, losses, batch = regression("multitask")
     how = {"losses": losses, "aggregator": BLIND["geometric"](), "optimizer": fj.sgd(0.1)}

@@ -101,6 +101,7 @@ def test_compiles_to_one_graph_with_the_same_numbers(name, kind):
     agree(compiled(case), expectation(case), 1e-9, 1e-9)
 
 
+@pytest.mark.inductor
 def test_inductor_gives_the_same_numbers():
     case = case_of("mlp", "by_example")
     agree(compiled(case, "inductor"), expectation(case), 1e-9, 1e-9)
