@@ -25,17 +25,19 @@ from functional_jd import distributed
 
 
 def check_float32_steps_equal_those_of_whole_parameters():
-    optimizers = itertools.cycle(OPTIMIZERS.values())
+    optimizers = itertools.cycle(OPTIMIZERS.items())
     for model, rule in most_pairs(MODELS, RULES):
         params, losses, batch = model()
-        how = {"losses": losses, "aggregator": rule(), "optimizer": next(optimizers)()}
+        name, optimizer = next(optimizers)
+        how = {"losses": losses, "aggregator": rule(), "optimizer": optimizer()}
         expected, expected_infos = trained(params, batch, how)
         own = placed(params)
         how["losses"] = distributed.sharded(losses, mesh())
         state, infos = trained(own, mine(batch), how)
         assert keeps_placements(state, own)
         assert same_everywhere((state, infos))
-        close(state.params, expected.params, 1e-6)
+        # Directions of size .1 are rounded by 1e-8: a thousandth of the eps of adamw, so of its rate at small entries.
+        close(state.params, expected.params, 1e-6 if name == "sgd" else 1e-5)
         close(state[1:], expected[1:], 1e-5)  # of a velocity, a tenth moves the parameters
         close([info.losses for info in infos], [info.losses for info in expected_infos], 1e-6)
         assert all(info.moved for info in infos)
