@@ -11,7 +11,7 @@ demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
 
 test: $(VENV)/.test  ## all tests but those of `make test-inductor` and `make test-models`
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -q --ignore=tests/models -m "not inductor"
+	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m "not inductor"
 
 test-inductor: $(VENV)/.test  ## the tests that compile to machine code: it takes a C++ compiler, and its time
 	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m inductor
