@@ -15,6 +15,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_dynamo.variables.torch.get_overridable_functions` | `keyed`, compiled | wrong numbers |
 | `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
 | `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
+| `_dynamo_marked_constant` | answers that are constant while tracing | loudly |
 | `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
 | `_C._len_torch_function_stack`, `_get_function_stack_at` | op tables inside op tables | loudly |
@@ -43,7 +44,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable
 from math import prod
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint as torch_checkpoint
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _forward_ad: Any = torch.autograd.forward_ad
@@ -94,6 +97,12 @@ _CALL: Any = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage
 
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
+def constant_while_tracing(f: _Function) -> _Function:
+    """`torch.compiler.assume_constant_result`, but for the import of the compiler, which takes as long as torch."""
+    f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return f
 
 
 def sharded_like(shard: Tensor, like: Any) -> Any:
@@ -267,13 +276,13 @@ def varies_in_vmap(x: Tensor, level: int) -> bool:
     return _functorch._unwrap_batched(x, level)[1] is not None
 
 
-@torch.compiler.assume_constant_result  # it is asked while tracing: the compiled function has no transforms left
+@constant_while_tracing  # the compiled function has no transforms left
 def functorch_depth() -> int:
     """The number of active transforms of torch.func."""
     return len(_functorch.get_interpreter_stack() or [])
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
     """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
     found: list[tuple[int, int, str]] = []

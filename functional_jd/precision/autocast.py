@@ -17,6 +17,7 @@ from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import StateJournal, changes_in_place
 from functional_jd.core.torch_internals import (
+    constant_while_tracing,
     function_name,
     in_reentrant_checkpoint,
     innermost_mode,
@@ -282,7 +283,7 @@ def _device_types(tree: Tree) -> list[str]:
     return sorted(device for device in found if torch.amp.is_autocast_available(device))
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _devices() -> list[str]:
     """The CPU, and the accelerator if there is one."""
     return _found_devices()

@@ -13,6 +13,7 @@ from functional_jd.core.recomputation import RecomputedMode
 from functional_jd.core.slow_path import random_state
 from functional_jd.core.torch_internals import (
     as_batch,
+    constant_while_tracing,
     function_name,
     functorch_depth,
     ignoring_modes,
@@ -189,7 +190,7 @@ class _Keyed(RecomputedMode):
         return lambda: _Keyed(key, [*range(drawn)])
 
 
-@torch.compiler.assume_constant_result  # it runs while tracing
+@constant_while_tracing  # it runs while tracing
 def _show_draws() -> None:
     show_to_compiled_modes([*DRAWS, *_EMPTY, *[getattr(torch, name) for name in _RANDOM if hasattr(torch, name)]])
 
@@ -207,7 +208,7 @@ def _refuse_random(func: Any) -> None:
         )
 
 
-@torch.compiler.assume_constant_result  # torch.compile does not trace the question
+@constant_while_tracing  # torch.compile does not trace the question
 def _is_tagged(func: Any) -> bool:
     packet = isinstance(func, _OPERATORS[0])
     overloads = [getattr(func, name) for name in func.overloads()] if packet else [func]

@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -474,3 +476,22 @@ def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
         assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
     finally:
         dist.destroy_process_group()
+
+
+def test_constants_while_tracing_are_marked_as_torch_marks_them():
+    def ours():
+        return 1
+
+    def theirs():
+        return 1
+
+    assert vars(internals.constant_while_tracing(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
+
+
+def test_the_compiler_is_imported_where_something_is_compiled_only():
+    code = "import functional_jd as fj, sys, torch\n"
+    code += "how = dict(losses=lambda p: {'a': p.square().sum()}, aggregator=fj.upgrad(), optimizer=fj.adamw())\n"
+    code += "fj.step(fj.train_state(torch.ones(2), **how), **how)\n"
+    code += "print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "False"
