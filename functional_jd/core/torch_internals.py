@@ -24,7 +24,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `Node._input_metadata` | the choice of row groups, losses that were stacked | loudly |
 | `Node.name` of `torch.stack`, `Tensor._backward_hooks` | losses that were stacked | time; hooks left out |
 | `_weight_norm` | second derivatives of `weight_norm` | loudly |
-| `Tensor._version`, `Tensor._is_view` | the layer recorder | loudly |
+| `Tensor._version`, `Tensor._is_view` | the layer recorder, shards that are gathered again | loudly |
 | `ops.aten._unsafe_view` | the layer recorder | loudly |
 | `ops._c10d_functional` | collectives | loudly |
 | `DTensor.__new__`, `DTensor._spec` | closing shards | loudly |

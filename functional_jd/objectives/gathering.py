@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_jd.core.sharding import gathered, is_sharded
+from functional_jd.core.torch_internals import version
 from functional_jd.core.tree import tree_map
 
 Keep = Callable[[Tensor, Tensor, Any], None]
@@ -50,8 +51,24 @@ class GatheredWhereUsed(Tensor):
             return func(args[0].shape_of, *args[1:], **kwargs)
         if func in _OF_KIND:
             return func(args[0].shard, *args[1:], **kwargs)
-        args, kwargs = tree_map(lambda x: x.whole() if isinstance(x, cls) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        opened: list[tuple[Tensor, int]] = []
+
+        def whole_of(x: Any) -> Any:
+            if not isinstance(x, cls):
+                return x
+            whole = x.whole()
+            opened.append((whole, version(whole)))
+            return whole
+
+        args, kwargs = tree_map(whole_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        # The next function would gather the leaf again, without the change.
+        if any(version(whole) != before for whole, before in opened):
+            raise RuntimeError(
+                "sharded: expected losses that leave their parameters as they are, found one that "
+                f"{getattr(func, '__name__', func)} changes in place. Use a form that returns a new tensor."
+            )
+        return result
 
 
 _OF_SHAPE = {
@@ -81,27 +98,34 @@ _OF_KIND = {
 @contextmanager
 def saved_shards() -> Generator[Keep]:
     """Let autograd save shards in the place of gathered leaves and their views, and gather them again when needed."""
-    known: dict[int, tuple[StorageWeakRef, Tensor, Any]] = {}
+    known: dict[int, tuple[StorageWeakRef, int, Tensor, Any]] = {}
 
     def keep(whole: Tensor, shard: Tensor, like: Any) -> None:
         storage = whole.untyped_storage()
-        known[storage.data_ptr()] = (StorageWeakRef(storage), shard, like)
+        known[storage.data_ptr()] = (StorageWeakRef(storage), version(whole), shard, like)
 
     def source_of(x: Tensor) -> tuple[Tensor, Any] | None:
-        if x.layout != torch.strided or not x.numel():
+        if x.layout != torch.strided or not x.numel() or x.untyped_storage().data_ptr() not in known:
             return None
-        reference, *source = known.get(x.untyped_storage().data_ptr(), (None, None, None))
-        # The memory of a leaf that is gone may be another tensor's now.
-        return None if reference is None or reference.expired() else tuple(source)  # pyright: ignore[reportReturnType]
+        reference, before, shard, like = known[x.untyped_storage().data_ptr()]
+        # The memory of a leaf that is gone may be another tensor's now, and what was changed in place is no longer
+        # what would be gathered.
+        return None if reference.expired() or version(x) != before else (shard, like)
 
     def pack(x: Tensor) -> Any:
         source = source_of(x)
         # What is returned as it is would keep its own graph alive.
-        return x.detach() if source is None else (source, x.size(), x.stride(), x.storage_offset())
+        return (x.detach(), version(x)) if source is None else (source, x.size(), x.stride(), x.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed[0], Tensor):
+            saved, before = packed
+            if version(saved) != before:  # under hooks, autograd itself does not ask
+                raise RuntimeError(
+                    "sharded: a tensor that the backward pass needs was changed in place after it was saved: shape "
+                    f"{list(saved.shape)}, expected version {before}, found {version(saved)}. Change a clone of it."
+                )
+            return saved
         (shard, like), *view = packed
         with torch.no_grad():
             return gathered(shard, like, like.device_mesh).as_strided(*view)

@@ -68,3 +68,32 @@ def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
         outputs = [(point * point).sum() for point in points]
     for i, (point, output) in enumerate(zip(points, outputs, strict=True)):
         assert torch.equal(torch.autograd.grad(output, point)[0], torch.full((3, 2), 2.0 * i))
+
+
+def test_a_saved_tensor_that_was_changed_is_refused_as_autograd_refuses_it(like):
+    with saved_shards() as keep:
+        shard, leaf = leaf_of(like, keep)
+        x = torch.ones(2, 3)
+        y = (x @ leaf).exp()  # autograd saves the result
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place after it was saved: shape \[2, 2\]"):
+        torch.autograd.grad(y.sum(), shard)
+
+
+@pytest.mark.parametrize("through", [lambda whole: whole, lambda whole: whole[1:], lambda whole: whole.detach()])
+def test_a_gathered_leaf_that_was_changed_is_saved_itself(like, through):
+    x = torch.ones(3, 2, requires_grad=True)
+    with saved_shards() as keep:
+        _, leaf = leaf_of(like, keep)
+        whole = leaf.view(3, 2)
+        with torch.no_grad():
+            through(whole).mul_(3)
+        output = (x * whole.detach()).sum()
+    assert torch.equal(torch.autograd.grad(output, x)[0], whole)
+
+
+@pytest.mark.parametrize("change", [lambda leaf: leaf.mul_(2), lambda leaf: torch.nn.init.zeros_(leaf)])
+def test_a_change_that_the_next_function_would_not_see_is_refused(like, change):
+    _, leaf = leaf_of(like)
+    with pytest.raises(RuntimeError, match="sharded: expected losses that leave their parameters as they are"):
+        change(leaf)
