@@ -1,0 +1,124 @@
+"""`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of `docs/benchmarks.md`.
+
+From what `make bench` and `make bench-compiled` wrote. Figures of cases that these files do not hold are left empty.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- begin: made by tests/benchmarks/page.py, {} -->", "<!-- end: {} -->"
+MODELS = {
+    "tiny MLP": "tiny MLP",
+    "MLP": "MLP",
+    "wide MLP": "wide MLP",
+    "conv": "convolutions",
+    "transformer": "transformer",
+}
+
+Row = dict[str, Any]
+Rows = dict[tuple[str, str], Row]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the figures, and put tables in the place of those between the marks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="what the bench wrote with --json; later files count more")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    found = [json.loads(file.read_text()) for file in options.files]
+    eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
+    text = options.page.read_text()
+    for name, table in (("steps", _steps), ("plain", _plain), ("compiled", _compiled), ("goals", _goals)):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        if not after:
+            raise SystemExit(f"{options.page}: expected the marks {begin!r} and {end!r}")
+        text = f"{before}{begin}\n\n{table(eager, compiled)}\n\n{end}{after}"
+    options.page.write_text(text)
+
+
+def _rows(found: Iterable[Row], table: str) -> Rows:
+    races = [race for facts in found for race in facts["races"]]
+    return {(race["name"], race["size"]): race for race in races if race["table"] == table and race["device"] == "cpu"}
+
+
+def _steps(eager: Rows, compiled: Rows) -> str:
+    """The whole step to the peer's, in every precision and form."""
+    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal", "compiled", "goal", "memory")
+    lines: list[Sequence[str]] = []
+    for (name, size), row in _float32(eager):
+        half = [_ratio(eager.get((name, f"{size} {kind}")), "ours/JD") for kind in ("bfloat16", "float16")]
+        graph = compiled.get((name, size))
+        memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
+        ms = f"{row['seconds']['ours'] * 1e3:.1f}"
+        floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
+        graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
+        lines.append([_case(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
+    return _table(head, lines)
+
+
+def _plain(eager: Rows, compiled: Rows) -> str:
+    """To training on the mean, and to the limit."""
+    pairs = {"`upgrad` to plain training": "ours/plain", "`mean` to plain training": "mean/plain"}
+    pairs |= {"`upgrad` to the limit": "ours/limit"}
+    lines = [
+        [_case(*key)] + [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
+        for key, _ in _float32(eager)
+    ]
+    return _table(["float32", *(cell for name in pairs for cell in (name, "compiled"))], lines)
+
+
+def _compiled(eager: Rows, compiled: Rows) -> str:
+    """What compiling took."""
+    head = ("float32", "ms", "first call, s", "graphs", "plain training: first call, s", "`upgrad` to plain compiled")
+    lines: list[Sequence[str]] = []
+    for (name, size), row in _float32(compiled):
+        if "ours" in row["compiled"]:
+            (first, graphs), (plain, _) = row["compiled"]["ours"], row["compiled"]["plain compiled"]
+            ratio = _ratio(row, "ours/plain compiled")
+            ms = f"{row['seconds']['ours'] * 1e3:.1f}"
+            lines.append([_case(name, size), ms, f"{first:.0f}", str(graphs), f"{plain:.0f}", ratio])
+    return _table(head, lines)
+
+
+def _goals(eager: Rows, compiled: Rows) -> str:
+    """How many goals were reached."""
+    counts = []
+    for kind, rows in (("eager", eager), ("compiled", compiled)):
+        figures = [figure for row in rows.values() for figure in row["figures"]]
+        counts.append(f"{sum(figure['reached'] for figure in figures)} of {len(figures)} {kind}")
+    return f"Goals reached: {' and '.join(counts)}."
+
+
+def _float32(rows: Rows) -> list[tuple[tuple[str, str], Row]]:
+    return [(key, row) for key, row in rows.items() if " " not in key[1] and "ours" in row["seconds"]]
+
+
+def _case(name: str, size: str) -> str:
+    if name == "Burgers":
+        return f"Burgers' equation, {size[2:]} losses"
+    model, _, each = name.partition(",")
+    return f"{MODELS[model]}, {size[2:]} {'examples' if each else 'tasks'}"
+
+
+def _ratio(row: Row | None, pair: str) -> str:
+    return f"{row['ratios'][pair][1]:.2f}" if row and pair in row["ratios"] else "-"
+
+
+def _goal(row: Row | None, pair: str) -> str:
+    figures = row["figures"] if row else []
+    return next((f"{f['goal']:.2f}" for f in figures if f"{f['ours']}/{f['against']}" == pair), "-")
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+if __name__ == "__main__":
+    main()
