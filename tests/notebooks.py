@@ -3,27 +3,49 @@
 import os
 import re
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 
 # What a cell may take; the whole notebook should be done within two minutes.
 _LONGEST = 300
+# What one notebook leaves behind for the next in the same kernel.
+_RESET = "%reset -f\nimport torch\ntorch.set_default_dtype(torch.float32)\n%reset -f"
 # torch 2.15 uses what it deprecates itself; everything else that a kernel prints to stderr is a fault.
 _IGNORED = "ignore:`torch.jit.script` is deprecated:FutureWarning"
 
 
-def run(path: Path) -> Any:
-    """The notebook with the outputs of a fresh kernel: whatever a cell raises is raised here."""
+@contextmanager
+def kernel(folder: Path) -> Generator[NotebookClient]:
+    """A kernel for one notebook after the other in this folder: starting one takes as long as a short notebook."""
+    at = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(new_notebook(), timeout=_LONGEST, kernel_name="python3", resources=at)
+    with client.setup_kernel(env=_environment()):
+        yield client
+
+
+def run(path: Path, client: NotebookClient) -> Any:
+    """The notebook with the outputs of a kernel without names: what a cell raises is raised here."""
     notebook = nbformat.read(path, as_version=4)
+    client.nb = new_notebook(cells=[new_code_cell(_RESET)])
+    client.execute_cell(client.nb.cells[0], 0)
+    client.nb = notebook
+    client.reset_execution_trackers()
+    for index, cell in enumerate(notebook.cells):
+        client.execute_cell(cell, index)
+    return tidy(notebook)
+
+
+def _environment() -> dict[str, str]:
     # One thread: several notebooks run at once, and sums come out in the same order.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    client = NotebookClient(notebook, timeout=_LONGEST, kernel_name="python3", resources=_at(path.parent))
-    client.execute(env=os.environ | threads | {"PYTHONWARNINGS": _IGNORED})
-    return tidy(notebook)
+    return os.environ | threads | {"PYTHONWARNINGS": _IGNORED}
 
 
 def tidy(notebook: Any) -> Any:
@@ -40,15 +62,12 @@ def tidy(notebook: Any) -> Any:
     return notebook
 
 
-def _at(folder: Path) -> dict[str, Any]:
-    return {"metadata": {"path": str(folder)}}
-
-
 def main(paths: list[str]) -> None:
     """Run each notebook named, and write it back."""
     for path in map(Path, paths):
         start = perf_counter()
-        notebook = run(path)
+        with kernel(path.parent) as fresh:
+            notebook = run(path, fresh)
         nbformat.write(notebook, path)
         print(f"{path}: {perf_counter() - start:.0f} s, {path.stat().st_size / 1e3:.0f} kB", flush=True)
 

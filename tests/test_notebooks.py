@@ -38,10 +38,16 @@ def test_all_of_them_are_there():
     assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    with notebooks.kernel(FOLDER) as client:
+        yield client
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_shows_what_is_stored(path):
-    fresh = notebooks.run(path)
+def test_it_runs_and_shows_what_is_stored(path, kernel):
+    fresh = notebooks.run(path, kernel)
     assert kinds(fresh) == kinds(stored(path))
     for cell in fresh.cells:
         for output in cell.get("outputs", []):

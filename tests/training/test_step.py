@@ -177,11 +177,10 @@ def test_nothing_waits_for_the_device():
         state, _ = fj.step(state, *batch, **how)
 
 
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_one_graph_serves_every_scale(shape):
+def test_one_graph_serves_every_scale():
     params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
     how = method(params, fj.autocast(features), fj.autocast(top))
-    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=shape), **how)
+    state = fj.train_state(params, *batch, scale=fj.scale_state(2.0**24, growth_interval=2, shape=(2,)), **how)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fj.step, fullgraph=True, backend=counter)
@@ -743,7 +742,6 @@ def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):
         ("plain", fj.mean, (3, 4, 5, 9, 2)),
         ("per_example", fj.mean, (3, 4, 5, 9, 2)),
         ("per_example", fj.upgrad, (3, 4, 5, 9, 12)),  # two objectives are solved in closed form, in another graph
-        ("per_example", fj.mgda, (3, 4, 5, 9, 12)),
     ],
 )
 def test_batches_of_other_sizes_take_two_graphs(kind, rule, sizes):
