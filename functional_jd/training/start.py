@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import inner_products_suffice, needs_no_rows
 from functional_jd.core.arguments import described
 from functional_jd.core.torch_internals import under_functorch, under_transform
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
@@ -18,7 +17,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.training.checks import check_batch, check_learning
 from functional_jd.training.choice import find_engine, refuse_engine
-from functional_jd.training.engines import ENGINES, Engine, Problem, start_without_rows
+from functional_jd.training.engines import Engine, Problem
 from functional_jd.training.state import TrainState, check_method
 
 
@@ -124,11 +123,7 @@ def _memory(
     engine: str | Engine, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
 ) -> Tree:
     """The rule's initial state."""
-    if engine != "auto":
-        return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
-    if needs_no_rows(problem.aggregator):
-        return start_without_rows(problem)
-    return ENGINES["gramian" if inner_products_suffice(problem.aggregator) else "jacobian"].start(problem)
+    return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
 
 
 def _refuse_no_tensors(buffers: Tree) -> None:

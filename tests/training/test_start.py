@@ -178,3 +178,17 @@ def test_steps_after_a_start_under_vmap_share_one_graph_also_at_other_learning_r
         expected, _ = stepped(expected, x, rate * factor)
     assert counter.frame_count == 1
     torch.testing.assert_close(state, expected)
+
+
+def test_training_starts_with_the_engine_of_its_steps():
+    """The Gramian engine cannot follow derivatives inside losses, and would warn; few parameters go without it."""
+
+    def losses(params, x):
+        slope = torch.func.vmap(torch.func.grad(lambda x: torch.tanh(x @ params["w"])))(x)
+        return {"slope": slope.square().mean(), "edge": (x @ params["w"]).square().mean()}
+
+    method = {"losses": losses, "aggregator": fj.config(), "optimizer": fj.sgd(0.1)}
+    params, x = {"w": torch.ones(2)}, torch.eye(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fj.SlowPathWarning)
+        fj.step(fj.train_state(params, x, **method), x, **method)
