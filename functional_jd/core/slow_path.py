@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.core.recurrent import batched_form
 from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level, untraced
 
 Result = TypeVar("Result")
@@ -71,7 +72,8 @@ class _Watch(TorchFunctionMode):
             if self.level is not None and func in BATCH_NORMS:
                 refuse_statistics_of_one(args, kwargs, "per_example")
             self.journal.note(func, args, kwargs)
-        return func(*args, **kwargs)
+        form = None if self.level is None or kwargs else batched_form(func, args)
+        return (form or func)(*args, **kwargs)
 
 
 def changes_in_place(func: Any, args: Any, kwargs: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.core.declared import Declared
 from functional_jd.core.recomputation import RecomputedMode
+from functional_jd.core.recurrent import batched_form
 from functional_jd.core.slow_path import StateJournal, changes_in_place
 from functional_jd.core.torch_internals import (
     constant_while_tracing,
@@ -195,6 +196,8 @@ class _OpTables(RecomputedMode):
             return func(*args, **kwargs)
         if self.examples and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs, self.where or "per_example")
+        if self.examples and not kwargs:
+            func = batched_form(func, args) or func
         tensors = _tensors((*args, *kwargs.values()))
         device = _device_type(tensors)
         if device == "meta" or not torch.is_autocast_enabled(device) or is_foreign_operator(func):

@@ -4,7 +4,7 @@ A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions
 side is the layer's input, the other the gradient of its output. Inner products of such rows need no rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from functional_jd.core.recurrent import RECURRENT, batched_form
 from functional_jd.core.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
@@ -82,8 +83,9 @@ class LayerRecorder(TorchFunctionMode):
         if func in _BACKWARD:
             # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
-        if func in transparent and any(self.view_of_leaf(x) for x in (*args, *kwargs.values())):
-            return self.inline(func, args, kwargs)
+        form = transparent[func] if func in transparent else None if kwargs else batched_form(func, args)
+        if form is not None and any(self.view_of_leaf(x) for x in _with_lists((*args, *kwargs.values()))):
+            return self.inline(func, form, args, kwargs)
         layer = LAYERS.get(func)
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
@@ -128,7 +130,7 @@ class LayerRecorder(TorchFunctionMode):
             if found is not None and id(seen) not in self.known:
                 self.remember(seen, found)
 
-    def inline(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def inline(self, func: Any, form: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function that torch shows as one op so that this mode sees the ops inside, in autocast's dtype."""
 
         def op(*args: Any, **kwargs: Any) -> Any:
@@ -136,13 +138,15 @@ class LayerRecorder(TorchFunctionMode):
             if has_torch_function(relevant):  # outer modes see the function as one op first
                 return handle_torch_function(op, relevant, *args, **kwargs)
             with self:
-                return transparent[func](*args, **kwargs)
+                return form(*args, **kwargs)
 
         op.__name__ = func.__name__
         return op(*[self.cast_view(x) for x in args], **{name: self.cast_view(x) for name, x in kwargs.items()})
 
     def cast_view(self, x: Any) -> Any:
         """A view of a leaf in autocast's dtype, which is a view too; other tensors are cast by the op tables."""
+        if isinstance(x, list):
+            return [self.cast_view(part) for part in x]
         part = self.view_of_leaf(x)
         if part is None or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
             return x
@@ -189,6 +193,11 @@ class LayerRecorder(TorchFunctionMode):
             self.uses.append(LayerUse(part.leaf, edge, form))
 
 
+def _with_lists(values: Sequence[Any]) -> list[Any]:
+    """The values, and those in lists among them."""
+    return [x for value in values for x in (value if isinstance(value, list) else [value])]
+
+
 def input_name(uses: dict[str, ParameterView]) -> str:
     """The name of the layer's input, which is not a leaf."""
     return "other" if "input" in uses else "input"
@@ -197,7 +206,7 @@ def input_name(uses: dict[str, ParameterView]) -> str:
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-KNOWN = {*LAYERS, *transparent, *VIEWS}
+KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
 
 
