@@ -26,6 +26,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_weight_norm` | second derivatives of `weight_norm` | loudly |
 | `Tensor._version`, `Tensor._is_view` | the layer recorder, shards that are gathered again | loudly |
 | `ops.aten._unsafe_view` | the layer recorder | loudly |
+| `ops.aten._cdist_forward`, `_cdist_backward` | rows of distances | loudly |
 | `ops._c10d_functional` | collectives | loudly |
 | `DTensor.__new__`, `DTensor._spec` | closing shards | loudly |
 | `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
@@ -79,6 +80,9 @@ fused_adamw: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 weight_norm: Any = torch._weight_norm  # pyright: ignore[reportPrivateUsage]
 """The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
 
+cdist_forward, cdist_backward = torch.ops.aten._cdist_forward, torch.ops.aten._cdist_backward
+"""The kernel of `torch.cdist`, and its derivative by the first points."""
+
 collective_ops: Any = torch.ops._c10d_functional
 """Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
 
@@ -87,7 +91,6 @@ GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
 
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _top_hooks: Any = _autograd._top_saved_tensors_default_hooks
 
 # From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.

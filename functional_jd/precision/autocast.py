@@ -34,6 +34,7 @@ from functional_jd.precision.op_tables import (
     compute_dtype,
     is_foreign_operator,
 )
+from functional_jd.precision.repaired_ops import REPAIRED
 
 
 def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
@@ -188,7 +189,7 @@ class _OpTables(RecomputedMode):
         self.note_checkpoints()
         if self.journal is not None and changes_in_place(func, args, kwargs):
             self.journal.note(func, args, kwargs)
-        name = function_name(func)
+        name, func = function_name(func), REPAIRED.get(func, func)
         if name not in LISTED:
             if self.where is not None and name == "_set_grad_enabled":
                 _refuse_reentrant_checkpoint(self.where)

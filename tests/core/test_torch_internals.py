@@ -149,6 +149,15 @@ def test_weight_norm_is_what_the_parametrization_calls():
     torch.testing.assert_close(internals.weight_norm(v, g, 0), v / v.norm(dim=1, keepdim=True))
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_distances_have_these_kernels(p):
+    x, y = torch.randn(3, 2).requires_grad_(), torch.randn(4, 2)
+    found = torch.cdist(x, y, p)
+    assert torch.equal(internals.cdist_forward(x, y, p, 2), found)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(internals.cdist_backward(torch.ones(3, 4), x.detach(), y, p, found.detach()), gradient)
+
+
 def test_stand_ins_of_transforms_and_tracers_have_no_values():
     assert internals.has_values(torch.ones(2))
     assert internals.has_values(nn.Parameter(torch.ones(2)))

@@ -1,0 +1,82 @@
+"""Ops whose derivatives torch gets wrong under vmap, without an error, in a form in which it gets them right."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from functional_jd.core.torch_internals import cdist_backward, cdist_forward
+
+# As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
+_WITHOUT_PRODUCTS = 2
+# Up to so many points torch takes no matrix products by itself.
+_FEW_POINTS = 25
+
+
+class _Distances(Function):
+    """`torch.cdist` without matrix products, of tensors with the same batch dimensions.
+
+    The rule by which torch batches `_cdist_backward` goes by the points, and gives wrong numbers where only the
+    gradients are batched. Here the points are batched where they are.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, p: float) -> Tensor:
+        return cdist_forward(x, y, p, _WITHOUT_PRODUCTS)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        x, y, ctx.p = inputs
+        ctx.save_for_backward(x, y, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        x, y, output = ctx.saved_tensors
+        none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
+        x, y, output = x + none, y + none, output + none
+        flipped = gradient.mT.contiguous(), y, x, ctx.p, output.mT.contiguous()
+        of_x, of_y, _ = ctx.needs_input_grad
+        return (
+            cdist_backward(gradient.contiguous(), x, y, ctx.p, output) if of_x else None,
+            cdist_backward(*flipped) if of_y else None,
+            None,
+        )
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
+    """`torch.cdist`, whose rows may be differentiated together; bit for bit where nothing is compiled."""
+    if min(x1.ndim, x2.ndim) < 2 or (p == 2 and _takes_products(x1, x2, compute_mode)):
+        return torch.cdist(x1, x2, p, compute_mode)
+    if torch.compiler.is_compiling():  # to rounding: it cannot trace the function below, and fuses the differences
+        return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    x, y = (points.expand(*batch, *points.shape[-2:]) for points in (x1, x2))
+    return _Distances.apply(x, y, float(p))
+
+
+def _takes_products(x1: Tensor, x2: Tensor, compute_mode: str) -> bool:
+    if compute_mode == "use_mm_for_euclid_dist_if_necessary":
+        return max(x1.shape[-2], x2.shape[-2]) > _FEW_POINTS
+    return compute_mode != "donot_use_mm_for_euclid_dist"
+
+
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """`torch.select_scatter`. torch's own, of examples under vmap, takes the gradient of `src` from another place when
+    the examples are differentiated together.
+    """
+    if not -input.ndim <= dim < input.ndim or not -input.shape[dim] <= index < input.shape[dim]:
+        return torch.select_scatter(input, src, dim, index)  # which says what is wrong
+    at = index % input.shape[dim]
+    return torch.slice_scatter(input, src.unsqueeze(dim % input.ndim), dim, at, at + 1)
+
+
+REPAIRED: dict[Any, Any] = {
+    torch.cdist: cdist,
+    torch.select_scatter: select_scatter,
+    Tensor.select_scatter: select_scatter,
+}
+"""By op, what computes the same: bit for bit, but for distances in compiled functions."""

@@ -1,0 +1,135 @@
+"""Rows through ops whose batched derivatives torch gets wrong."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_jd as fj
+from functional_jd.precision.repaired_ops import cdist, select_scatter
+
+EPS = torch.finfo(torch.float64).eps
+WAYS = ("use_mm_for_euclid_dist_if_necessary", "donot_use_mm_for_euclid_dist", "use_mm_for_euclid_dist")
+# A term of a gradient is a weight times a power of `|x - y| / d`, which is not above 1: so many roundings at most.
+ROUNDINGS = 32
+M = 5
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def problem(p=2.0, batch=(), way=WAYS[0]):
+    """Five losses of distances between points, with their rows by a loop and the bounds of these."""
+    params = {"x": draw(*batch, 4, 3), "y": draw(3, 3, seed=1)}
+    weights = draw(M, *batch, 4, 3, seed=2)
+
+    def losses(params):
+        return (weights * torch.cdist(params["x"], params["y"], p, way)).flatten(1).sum(1)
+
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    rows = [torch.autograd.grad(value, list(leaves.values()), retain_graph=True) for value in losses(leaves)]
+    by_leaf = dict(zip(leaves, map(torch.stack, zip(*rows, strict=True)), strict=True))
+    bound = ROUNDINGS * EPS * weights.abs().flatten(1).sum(1)
+    return params, losses, by_leaf, bound
+
+
+def check(jacobian, rows, bound):
+    for name, row in rows.items():
+        assert ((jacobian[name] - row).abs().flatten(1).amax(1) <= bound).all(), name
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
+def test_rows_are_those_of_a_loop(p, mode):
+    params, losses, rows, bound = problem(p, batch=(2,))
+    check(fj.jacobian_fn(losses, mode=mode)(params)[0], rows, bound)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gramian_and_weighted_sum_are_those_of_the_rows(way):
+    params, losses, rows, bound = problem(way=way)
+    weights = torch.arange(1, M + 1, dtype=torch.float64)
+    gramian, _, pullback = fj.gramian_fn(losses)(params)
+    flat = torch.cat([row.flatten(1) for row in rows.values()], 1)
+    # Every element of a row is off by its bound at most, and products of matrices are taken where `way` says so.
+    reach = flat.abs().sum(1)
+    allowed = bound[:, None] * reach + reach[:, None] * bound + EPS * reach[:, None] * reach * flat.shape[1]
+    assert ((gramian - flat @ flat.T).abs() <= allowed).all()
+    direction = pullback(weights)
+    for name, row in rows.items():
+        assert ((direction[name] - torch.tensordot(weights, row, 1)).abs() <= 2 * weights @ bound).all()
+
+
+def test_compiles_whole():
+    params, losses, rows, bound = problem()
+    compiled = torch.compile(fj.jacobian_fn(losses), backend="aot_eager", fullgraph=True)
+    check(compiled(params)[0], rows, bound)
+
+
+def test_composes_with_transforms():
+    """Replicas by vmap, and derivatives by torch.func of the losses as the engines evaluate them."""
+    params, losses, rows, bound = problem()
+    many = {name: torch.stack([x, x]) for name, x in params.items()}
+    for row in zip(*torch.vmap(fj.jacobian_fn(losses))(many)[0].values(), strict=True):
+        check(dict(zip(rows, row, strict=True)), rows, bound)
+    check(torch.func.jacrev(fj.autocast(losses, torch.bfloat16))(params), rows, bound)
+
+
+def test_examples_share_a_penalty_on_distances():
+    """The points are the same for all examples: gradients alone are batched."""
+    params, _, _, _ = problem()
+    losses = fj.per_example(lambda params, c: (c * torch.cdist(params["x"], params["y"])).square().sum())
+    scales = draw(M, seed=3)
+    gradient = torch.func.grad(lambda params: torch.cdist(params["x"], params["y"]).square().sum())(params)
+    squares = sum(float(g.abs().sum()) for g in gradient.values())
+    jacobian, _ = fj.jacobian_fn(losses)(params, scales)
+    expected = {name: scales.square().reshape(M, 1, 1) * g for name, g in gradient.items()}
+    check(jacobian, expected, ROUNDINGS * EPS * scales.square() * squares)
+
+
+@given(p=st.floats(1, 8), rows=st.integers(0, 30), columns=st.integers(0, 3), way=st.sampled_from(WAYS))
+def test_forward_is_torchs_bit_for_bit(p, rows, columns, way):
+    x, y = draw(2, 1, rows, columns), draw(3, 4, columns, seed=1)
+    assert torch.equal(cdist(x, y, p, way), torch.cdist(x, y, p, way))
+
+
+def test_points_that_coincide_have_zero_rows():
+    x = draw(3, 2)
+    jacobian, _ = fj.jacobian_fn(lambda x: torch.cdist(x, x.detach()).diagonal().repeat(2))(x)
+    assert not jacobian.any()
+
+
+@pytest.mark.parametrize("op", [torch.select_scatter, torch.Tensor.select_scatter])
+def test_sums_over_examples_pass_select_scatter(op):
+    """Written with cat, in which the place of the gradient is plain."""
+    params, weights = {"x": draw(3, 3, 3), "y": draw(3, 3, seed=1)}, draw(3, 3, 3, seed=2)
+    scales = draw(M, seed=3)
+
+    def loss(write, params, c):
+        return (write(c * params["x"], c * params["y"]) * weights).sum()
+
+    written = partial(loss, lambda x, y: op(x, y, 1, -2))
+    joined = partial(loss, lambda x, y: torch.cat([x[:, :1], y[:, None], x[:, 2:]], 1))
+    rows = [torch.func.grad(joined)(params, c) for c in scales]
+    bound = ROUNDINGS * EPS * scales.abs().sum() * weights.abs()
+    pullbacks = [fj.gramian_fn(fj.per_example(written))(params, scales)[2]]
+    weighted = fj.weighted_fn(fj.per_example(written))(params, scales)[1]
+    for direction in [pull(torch.ones(M)) for pull in pullbacks] + [weighted(torch.ones(M))[0]]:
+        for name in params:
+            expected = sum(row[name] for row in rows)
+            assert ((direction[name] - expected).abs() <= bound.amax()).all()
+
+
+@given(dim=st.integers(-3, 2), index=st.integers(-2, 1))
+def test_select_scatter_is_torchs_bit_for_bit(dim, index):
+    x = draw(2, 2, 2)
+    assert torch.equal(select_scatter(x, x[0], dim, index), torch.select_scatter(x, x[0], dim, index))
+
+
+def test_select_scatter_refuses_what_torch_refuses():
+    losses = fj.per_example(lambda x, c: torch.select_scatter(c * x, c * x[0], 0, 7).sum())
+    with pytest.raises(IndexError, match="out of"):
+        fj.jacobian_fn(losses)(draw(2, 2), draw(M))
