@@ -40,6 +40,7 @@ def vjp(
     *,
     differentiable: bool,
     scalars: bool = False,
+    where: str | None = None,
 ) -> Vjp:
     """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
 
@@ -49,10 +50,24 @@ def vjp(
         differentiable: whether the gradients may be differentiated: an input requires grad, or a transform is active.
         scalars: whether scalars that `torch.stack` joined become outputs of their own, where plain autograd records
             them: the cotangent of one then walks its graph only, and not those of the others.
+        where: the function in whose name backward passes inside the backward pass are refused; None lets them pass.
     """
     if under_transform():
         return _by_func(f, inputs, differentiable)
-    return _by_autograd(f, inputs, differentiable, scalars and not differentiable)
+    return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where)
+
+
+def refuse_inner_backward(where: str, points: Iterable[Tensor]) -> None:
+    """Refuse leaves to which something added a gradient beside those that `torch.autograd.grad` returned: the backward
+    of a custom function that calls `Tensor.backward`.
+    """
+    if any(x.is_leaf and x.grad is not None for x in points):
+        raise ValueError(
+            f"{where}: expected custom autograd functions whose backward returns its gradients, found one that calls "
+            "Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are lost. Pass "
+            "it the parameters as inputs, and return what torch.autograd.grad gives; or, of a reversible model, take "
+            "the form that does not recompute."
+        )
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -85,7 +100,11 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
 
 
 def _by_autograd(
-    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool, scalars: bool
+    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]],
+    inputs: list[Tensor],
+    differentiable: bool,
+    scalars: bool,
+    where: str | None,
 ) -> Vjp:
     # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
@@ -107,15 +126,16 @@ def _by_autograd(
         # The cotangent itself may require grad, when nothing else does.
         create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
         with autocast_disabled(devices):
-            return to_dense(
-                torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    wanted,
-                    given,
-                    retain_graph=create_graph or not last,
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+            found = torch.autograd.grad(
+                [y for y, _ in pairs],
+                wanted,
+                given,
+                retain_graph=create_graph or not last,
+                create_graph=create_graph,
+                allow_unused=True,
             )
+        if where is not None:
+            refuse_inner_backward(where, points)
+        return to_dense(found)
 
     return Vjp(outputs, extra if differentiable else detach_tree(extra), pullback, tuple(points))

@@ -16,7 +16,7 @@ from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import layer_uses, recorded_vjp
 from functional_jd.engines.row_vjps import Rows
-from functional_jd.engines.vjp import Cotangent, Vjp, to_dense
+from functional_jd.engines.vjp import Cotangent, Vjp, refuse_inner_backward, to_dense
 from functional_jd.precision.autocast import autocast_disabled
 
 
@@ -47,7 +47,9 @@ def recorded(
             return [None] * (len(edges) + len(points))
         outs, given = [y for y, _ in pairs], [c for _, c in pairs]
         with autocast_disabled(leaves):
-            return to_dense(torch.autograd.grad(outs, ends(edges, points), given, retain_graph=True, allow_unused=True))
+            found = torch.autograd.grad(outs, ends(edges, points), given, retain_graph=True, allow_unused=True)
+        refuse_inner_backward(options.where, (*points, *constants))
+        return to_dense(found)
 
     return Vjp(outputs, detach_tree(extra), pullback), uses, edges
 

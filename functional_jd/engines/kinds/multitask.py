@@ -196,7 +196,7 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         found = features(tree_unflatten(shared_structure, inputs), *batch)
         return _differentiable(found), found
 
-    below = vjp(trunk, shared, differentiable=options.differentiable)
+    below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         filled = _with_differentiable(below.extra, inputs[len(own) :])
@@ -206,7 +206,7 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         return outputs, extra
 
     looped = options.mode in ("auto", "loop")
-    above = vjp(top, own + below.outputs, differentiable=options.differentiable, scalars=looped)
+    above = vjp(top, own + below.outputs, differentiable=options.differentiable, scalars=looped, where=options.where)
     return _Point(below, above, (shared, shared_structure), (own, own_structure))
 
 

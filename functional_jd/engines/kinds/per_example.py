@@ -51,7 +51,7 @@ def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], optio
             loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
             return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), options)
 
-        point = vjp(f, inputs, differentiable=options.differentiable)
+        point = vjp(f, inputs, differentiable=options.differentiable, where=options.where)
         check_example_losses(point.outputs, ())
         gradient = point.pullback([factor.to(point.outputs[0].dtype)])
         return dense_gradients(gradient, inputs), *point.extra
@@ -147,7 +147,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
             return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
 
-        return vjp(f, leaves, differentiable=options.differentiable)
+        return vjp(f, leaves, differentiable=options.differentiable, where=options.where)
 
     before = None if compiling else random_state()
     point = evaluated(losses)

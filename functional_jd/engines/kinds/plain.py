@@ -41,7 +41,7 @@ def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opt
     if options.mode == "forward":
         rows, (values, aux) = _forward(f, leaves, options)
     else:
-        point = vjp(f, leaves, differentiable=options.differentiable)
+        point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
         factors = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
         rows, (values, aux) = jacobian_rows(point, factors, options), point.extra
     return tree_unflatten(structure, dense_rows(rows, leaves, objective_count(values))), values, aux
@@ -74,7 +74,7 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
     def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
 
-    point = vjp(f, leaves, differentiable=options.differentiable)
+    point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
     scales = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
 
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
