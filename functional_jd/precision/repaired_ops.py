@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
-from functional_jd.core.torch_internals import cdist_backward, cdist_forward
+from functional_jd.core.torch_internals import cdist_backward, cdist_forward, under_transform
 
 # As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
 _WITHOUT_PRODUCTS = 2
@@ -74,9 +74,19 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return torch.slice_scatter(input, src.unsqueeze(dim % input.ndim), dim, at, at + 1)
 
 
+def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """The one of `torch.nn.functional`, which in chunks has gradients under vmap that are wrong without an error."""
+    if options is not None and under_transform():
+        raise RuntimeError("linear_cross_entropy with options has no derivatives under a transform. Pass options=None.")
+    return nn.functional.linear_cross_entropy(*args, options=options, **kwargs)
+
+
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
     torch.select_scatter: select_scatter,
     Tensor.select_scatter: select_scatter,
+    nn.functional.linear_cross_entropy: linear_cross_entropy,
 }
-"""By op, what computes the same: bit for bit, but for distances in compiled functions."""
+"""By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
+another way.
+"""

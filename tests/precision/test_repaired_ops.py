@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import functional_jd as fj
 from functional_jd.precision.repaired_ops import cdist, select_scatter
@@ -133,3 +134,21 @@ def test_select_scatter_refuses_what_torch_refuses():
     losses = fj.per_example(lambda x, c: torch.select_scatter(c * x, c * x[0], 0, 7).sum())
     with pytest.raises(IndexError, match="out of"):
         fj.jacobian_fn(losses)(draw(2, 2), draw(M))
+
+
+def test_examples_of_cross_entropy_in_chunks_go_one_by_one():
+    """Beside the form without chunks, whose logits are as large as the sums of the absolute terms below."""
+    params, x = {"w": draw(4, 3)}, draw(M, 3, seed=1)
+
+    def loss(options, params, x):
+        return nn.functional.linear_cross_entropy(x, params["w"], torch.tensor(2), options=options)
+
+    chunked, whole = (fj.per_example(partial(loss, options)) for options in (nn.LinearCrossEntropyOptions(), None))
+    with pytest.warns(fj.SlowPathWarning, match="options=None"):
+        gramian, _, pullback = fj.gramian_fn(chunked)(params, x)
+    rows = fj.jacobian_fn(whole)(params, x)[0]["w"].flatten(1)
+    terms = x.abs().sum(1) * (1 + x.abs().sum(1) * params["w"].abs().sum())
+    bound = ROUNDINGS * EPS * terms
+    reach = rows.abs().sum(1)
+    assert ((gramian - rows @ rows.T).abs() <= bound[:, None] * reach + reach[:, None] * bound).all()
+    assert ((pullback(torch.ones(M))["w"].flatten() - rows.sum(0)).abs() <= bound.sum()).all()
