@@ -5,7 +5,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled evidence notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -35,6 +35,9 @@ bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; wr
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32: twenty minutes, to compile
 	@$(BIN)/python tests/benchmarks --only compiled float32 --json bench-compiled.json
+
+evidence: $(VENV)/.test  ## rules beside tuned weights, for docs/evidence.md: twenty minutes; QUICK=1: one or two
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)
 
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb

@@ -51,7 +51,7 @@ def setup(app: Any) -> None:
 
 # The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
 CONTENTS = {
-    "Choose": ["docs/rules", "docs/benchmarks", "docs/limits"],
+    "Choose": ["docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
         for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "physics", "devices", "diagnose", "own_rule")

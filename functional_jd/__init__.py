@@ -53,6 +53,8 @@ from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
 from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
+from functional_jd.diagnostics.advice import Advice
+from functional_jd.diagnostics.advise import advise
 from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
 from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.gramian.cross import cross_gramian_fn
@@ -95,6 +97,7 @@ torch.serialization.add_safe_globals(
 )
 
 __all__ = [
+    "Advice",
     "AffineWeights",
     "Aggregation",
     "Aggregator",
@@ -111,6 +114,7 @@ __all__ = [
     "TrainState",
     "TrainingStalled",
     "adamw",
+    "advise",
     "after_step",
     "aggregate",
     "aligned_mtl",

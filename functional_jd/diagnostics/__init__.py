@@ -1,1 +1,1 @@
-"""Diagnostics: conflicts between the objectives, and the distance to Pareto stationarity."""
+"""Diagnostics: conflicts between the objectives, the distance to Pareto stationarity, and advice on a rule."""

@@ -16,6 +16,7 @@ from functional_jd.core.record_display import Table, as_text, displayed_as, numb
 from functional_jd.core.torch_internals import has_values, under_transform
 from functional_jd.core.tree import row_count, tree_flatten, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
+from functional_jd.diagnostics.advice import Advice, line_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
 
@@ -135,23 +136,28 @@ def diagnose(
         )
 
 
-def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
+def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None, advice: Advice | None = None) -> str:
     """Format a diagnosis as a table, to print.
 
     Args:
         diagnosis: from `diagnose`; for a batch, the table has shapes instead of values.
         names: m names, for instance `objective_names(losses)`; `None`: the row indices.
+        advice: from `advise`, for a last line with its rule and reason.
 
     Returns:
         One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
         rows; from 9 rows on, the lowest of these and the name of that row.
 
     Raises:
-        TypeError: no `Diagnosis`, or names that are no list.
+        TypeError: no `Diagnosis`, names that are no list, or no `Advice`.
         ValueError: the number of names is not that of the rows.
     """
     check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
-    return as_text(_table(diagnosis, names))
+    table = as_text(_table(diagnosis, names))
+    if advice is None:
+        return table
+    check_type("describe", "advice", advice, Advice, "Pass what advise returned.")
+    return f"{table}\n{line_of(advice)}"
 
 
 def _is_square_matrix(value: Any) -> bool:

@@ -1,0 +1,189 @@
+"""Advice on a rule, from a window of training steps."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.arguments import refuse
+from functional_jd.core.torch_internals import has_values
+from functional_jd.core.types import Gramian
+from functional_jd.diagnostics.advice import Advice
+from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
+
+# A pair of objectives conflicts throughout a window if its mean cosine lies so many standard errors below zero: chance
+# alone, the noise of batches, puts it there for one pair in forty.
+_STANDARD_ERRORS = 2.0
+
+
+class Thresholds(NamedTuple):
+    """Where one verdict ends and the next begins, and the rule of each.
+
+    `imbalance`: gradients whose lengths differ by this factor or more call for a rule that does not see lengths. Their
+    mean is one of them, up to a tenth. `conflict`: the share of pairs in conflict from which a projection is advised.
+    Both, and the rules, are those that did best on the problems of the study in `docs/evidence.md`, of a few that were
+    written down before; the page has what they get on a problem that they were not chosen on.
+    """
+
+    imbalance: float = 10.0
+    conflict: float = 0.5
+    rescale: str = "nash_mtl"
+    project: str = "upgrad"
+
+
+def advise(
+    diagnoses: Sequence[Diagnosis] | Diagnosis | Gramian, losses: Tensor | Sequence[Tensor] | None = None
+) -> Advice:
+    """Advise on a rule, from the gradients of a window of training steps under `mean`.
+
+    First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest, and fixed
+    weights or a rule that does not see lengths would help. Else, if at least half of the pairs of objectives conflict
+    throughout the window, `"project"`. Else `"keep the mean"`, which costs one backward pass.
+
+    Args:
+        diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.
+            Or Gramians `[k, m, m]`, float64. Ten steps or more, on different batches; steps that are not finite are
+            left out.
+        losses: `[k, m]`, or k tensors `[m]`: the losses of these steps. They do not decide: the record tells which
+            share of them rose.
+
+    Returns:
+        `Advice(verdict, rule, reason, conflict, imbalance, rank, noise, rising)`.
+
+    Raises:
+        TypeError: no diagnoses, Gramians or losses, or tensors without values: unlike what runs in a step, `advise`
+            reads them, so that it works outside vmap and torch.compile only.
+        ValueError: fewer than two finite steps; shapes that do not fit; no Gramians.
+
+    Laws:
+        Pure. Independent of the order of the objectives, of the unit of all losses together, and of the order of the
+        steps but for `rising`. An objective whose gradient is zero in most steps has no length and counts as done.
+
+    Example:
+        >>> short, long = torch.tensor([1.0, 0.2]), torch.tensor([-30.0, 900.0])
+        >>> gramians = torch.stack([J @ J.T for J in (torch.stack([short, long]), torch.stack([short, 2 * long]))])
+        >>> advise(gramians).verdict
+        'rescale'
+    """
+    norms, cosines, ranks = _window(diagnoses)
+    finite = norms.isfinite().all(1) & cosines.isfinite().all(2).all(1)
+    values = _losses(losses, norms.shape)
+    norms, cosines, ranks = norms[finite], cosines[finite], ranks[finite]
+    if len(norms) < 2:
+        raise ValueError(
+            f"advise: expected at least two steps with finite gradients, found {len(norms)} of {len(finite)}. Pass the "
+            "diagnoses of ten steps or more."
+        )
+    conflict, noise = _conflict_and_noise(cosines)
+    rising = math.nan if values is None else _rising(values[finite])
+    figures = (conflict, _imbalance(norms), float(ranks.median()) / norms.shape[1], noise, rising)
+    return Advice(*verdict(figures[0], figures[1], Thresholds()), *figures)
+
+
+def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[str, str, str]:
+    """Return verdict, rule and reason."""
+    if imbalance >= thresholds.imbalance:
+        reason = f"The longest gradient is {imbalance:.2g} times the shortest, and the mean follows the longest."
+        return "rescale", thresholds.rescale, reason
+    if conflict >= thresholds.conflict:
+        reason = f"{conflict:.0%} of the pairs of objectives conflict throughout the window."
+        return "project", thresholds.project, reason
+    less = "no pairs" if conflict == 0 else f"only {conflict:.0%} of the pairs"
+    reason = f"The gradients are of similar lengths ({imbalance:.2g} times), and {less} conflict throughout the window."
+    return "keep the mean", "mean", reason
+
+
+def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
+    if isinstance(given, Tensor):
+        given = _from_gramians(given)
+    elif isinstance(given, Sequence) and not isinstance(given, Diagnosis | str):
+        given = _stacked(given)
+    if not isinstance(given, Diagnosis):
+        refuse("advise", "diagnoses", "a sequence of Diagnosis, or Gramians [k, m, m]", given, "See diagnose.")
+    found = given.norms, given.cosines, given.rank
+    for tensor in found:
+        _require_values(tensor)
+    if found[0].ndim != 2:
+        raise ValueError(
+            f"advise: expected diagnoses of k steps, found norms of shape {list(found[0].shape)}. Pass a list of them."
+        )
+    norms, cosines, ranks = (tensor.detach().to("cpu", torch.float64) for tensor in found)
+    return norms, cosines, ranks
+
+
+def _stacked(given: Sequence[Any]) -> Diagnosis | None:
+    """The diagnoses of single steps as that of a batch."""
+    if not given or not all(isinstance(found, Diagnosis) for found in given):
+        return None
+    counts = sorted({len(found.norms) for found in given if found.norms.ndim})
+    if len(counts) > 1:
+        raise ValueError(f"advise: expected diagnoses of the same objectives, found {counts} of them.")
+    return Diagnosis(*map(torch.stack, zip(*given, strict=True)))
+
+
+def _from_gramians(gramians: Tensor) -> Diagnosis:
+    _require_values(gramians)
+    if gramians.ndim != 3 or gramians.shape[1] != gramians.shape[2] or not gramians.is_floating_point():
+        raise ValueError(
+            f"advise: expected Gramians [k, m, m], found {gramians.dtype} {list(gramians.shape)}. Stack them."
+        )
+    if not gramians.numel():
+        raise ValueError(f"advise: expected Gramians of at least two steps, found {list(gramians.shape)}.")
+    found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians.detach().double())
+    invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` says so by NaN under vmap
+    if invalid.any():
+        raise ValueError(
+            "advise: expected Gramians, symmetric and without negative eigenvalues, found other matrices at steps "
+            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with gramian(jacobian)."
+        )
+    return found
+
+
+def _require_values(tensor: Any) -> None:
+    if not isinstance(tensor, Tensor) or not has_values(tensor):
+        cure = "Call advise outside vmap and torch.compile, for instance at the end of an epoch."
+        refuse("advise", "diagnoses and losses", "tensors with values", tensor, cure)
+
+
+def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
+    """Losses `[k, m]`, or None."""
+    if losses is None:
+        return None
+    if isinstance(losses, Sequence) and losses and all(isinstance(row, Tensor) for row in losses):
+        losses = torch.stack(list(losses))
+    _require_values(losses)
+    if losses.shape != shape:
+        raise ValueError(f"advise: expected losses {list(shape)} of the same steps, found {list(losses.shape)}.")
+    return losses.detach().to("cpu", torch.float64)
+
+
+def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:
+    """The share of pairs that conflict throughout, and the mean deviation of a pair's cosine; 0 for one objective."""
+    k, m, _ = cosines.shape
+    i, j = torch.triu_indices(m, m, 1)
+    if not len(i):
+        return 0.0, 0.0
+    pairs = cosines[:, i, j]
+    deviation = pairs.std(0)
+    low = pairs.mean(0) + _STANDARD_ERRORS * deviation / k**0.5 < -_ROUNDING
+    return float(low.double().mean()), float(deviation.mean())
+
+
+# Cosines of orthogonal gradients are no conflict, in float32 products either.
+_ROUNDING = 16 * torch.finfo(torch.float32).eps
+
+
+def _imbalance(norms: Tensor) -> float:
+    """The ratio of the largest to the smallest median norm, of those that are not zero; 1 if all are."""
+    medians = norms.median(0).values
+    medians = medians[medians > 0]
+    return float(medians.max() / medians.min()) if len(medians) else 1.0
+
+
+def _rising(losses: Tensor) -> float:
+    """The share of objectives with a higher mean loss in the last quarter than in the first."""
+    quarter = max(1, len(losses) // 4)
+    return float((losses[-quarter:].mean(0) > losses[:quarter].mean(0)).double().mean())

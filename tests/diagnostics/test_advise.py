@@ -1,0 +1,151 @@
+"""Advice: every verdict on Jacobians made for it, its figures by hand, and what must not change it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd import Diagnosis, advise, describe, diagnose, mean
+from functional_jd.core.tree import tree_map
+
+# Two unit vectors at right angles, and one that opposes the first at an angle of cosine -0.6.
+EPS = torch.finfo(torch.float64).eps
+E1, E2 = torch.eye(3, dtype=torch.float64)[:2]
+OPPOSED = -0.6 * E1 + 0.8 * E2
+
+
+def window(*steps):
+    """Gramians `[k, m, m]` of the steps, each a list of rows."""
+    return torch.stack([torch.stack(rows) @ torch.stack(rows).T for rows in steps])
+
+
+STEADY = {
+    "keep the mean": window([E1, E2], [E1, 2 * E2], [2 * E1, E2]),
+    "rescale": window([E1, 40 * E2], [E1, 50 * E2], [E1, 60 * OPPOSED]),
+    "project": window([E1, OPPOSED], [E1, 2 * OPPOSED], [E1, OPPOSED]),
+}
+
+
+@pytest.mark.parametrize("said", STEADY)
+def test_each_verdict_on_a_window_made_for_it(said):
+    found = advise(STEADY[said])
+    assert found.verdict == said
+    assert found.reason.endswith(".")
+    assert (found.rule == "mean") == (said == "keep the mean")
+
+
+def test_figures_by_hand():
+    steps = [[E1, 4 * E2, E1], [E1, 8 * E2, OPPOSED], [E1, 6 * E2, OPPOSED]]
+    losses = torch.tensor([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0], [0.5, 6.0, 2.0]])
+    found = advise(window(*steps), losses)
+    assert found.imbalance == pytest.approx(6, rel=4 * EPS)  # medians 1, 6, 1
+    # The pairs (0, 1), (0, 2), (1, 2) have the cosines 0 0 0; 1 -.6 -.6; 0 .8 .8.
+    deviations = [0, 1.6 / 3**0.5, 0.8 / 3**0.5]
+    assert found.noise == pytest.approx(sum(deviations) / 3, rel=16 * EPS)  # of nine cosines, each of size 1
+    assert found.conflict == 0  # the mean of 1, -.6, -.6 is within two standard errors of 0
+    assert found.rising == pytest.approx(1 / 3, rel=EPS)  # only the second loss is higher in the end
+    assert found.rank == sorted(float(diagnose(G).rank) for G in window(*steps))[1] / 3
+
+
+def test_a_conflict_that_comes_and_goes_with_batches_is_noise():
+    steps = [[E1, OPPOSED if i % 2 else -OPPOSED] for i in range(10)]
+    found = advise(window(*steps))
+    assert found.verdict == "keep the mean"
+    assert found.conflict == 0
+    assert found.noise == pytest.approx(0.6 * (10 / 9) ** 0.5, rel=32 * EPS)  # ten squares of cosines
+
+
+@given(st.permutations(range(3)), st.integers(-100, 100), st.sampled_from(sorted(STEADY)))
+def test_neither_the_order_of_objectives_nor_a_unit_of_all_losses_matters(order, exponent, said):
+    gramians = torch.nn.functional.pad(STEADY[said], (0, 1, 0, 1))
+    gramians[:, 2, 2] = 2.0  # a third objective, apart from the others
+    plain = advise(gramians)
+    moved = advise(gramians[:, order][:, :, order] * 4.0**exponent)
+    assert (moved.verdict, moved.rule) == (plain.verdict, plain.rule)
+    for before, after in zip(plain[3:], moved[3:], strict=True):
+        assert after == pytest.approx(before, rel=64 * EPS, nan_ok=True)  # sums of at most nine terms, in another order
+
+
+def test_the_order_of_steps_matters_to_rising_losses_only():
+    gramians = STEADY["project"]
+    losses = torch.tensor([[1.0, 3.0], [1.0, 2.0], [1.0, 1.0]])
+    forwards, backwards = advise(gramians, losses), advise(gramians.flip(0), losses.flip(0))
+    assert forwards.rising == 0
+    assert backwards.rising == 0.5
+    assert backwards._replace(rising=0.0) == forwards
+
+
+def test_diagnoses_are_taken_one_by_one_and_from_vmap():
+    gramians = STEADY["rescale"]
+    expected = advise(gramians, torch.ones(3, 2))
+    each = [diagnose(G, gramian=True) for G in gramians]
+    assert advise(each, list(torch.ones(3, 2))) == expected
+    assert advise(torch.vmap(lambda G: diagnose(G, gramian=True))(gramians), torch.ones(3, 2)) == expected
+
+
+def test_steps_that_are_not_finite_are_left_out():
+    gramians = torch.cat([torch.full((1, 2, 2), torch.nan).double(), STEADY["project"]])
+    losses = torch.tensor([[torch.inf, 1.0], [1.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
+    assert advise(gramians, losses) == advise(STEADY["project"], losses[1:])
+
+
+def test_one_objective_and_gradients_of_zero_need_no_rule():
+    assert advise(torch.ones(3, 1, 1)).verdict == "keep the mean"
+    assert advise(torch.zeros(3, 2, 2)).imbalance == 1
+    done = STEADY["keep the mean"].clone()
+    done[:, 1] = done[:, :, 1] = 0
+    assert advise(done).verdict == "keep the mean"
+
+
+def test_float32_gramians_give_the_same_advice():
+    for said, gramians in STEADY.items():
+        assert advise(gramians.float()).verdict == said
+
+
+def test_advice_shows_itself_and_stands_below_a_diagnosis():
+    found, diagnosis = advise(STEADY["rescale"]), diagnose(STEADY["rescale"][0])
+    text = describe(diagnosis, ["cost", "time"], found)
+    assert text.startswith(describe(diagnosis, ["cost", "time"]))
+    assert text.splitlines()[-1] == f"Advice: rescale: {found.rule}(). {found.reason}"
+    assert repr(found).startswith(text.splitlines()[-1])
+    assert "imbalance" in repr(found)
+    with pytest.raises(TypeError, match="describe: advice must be a Advice"):
+        describe(diagnosis, None, mean())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (([],), TypeError, "sequence of Diagnosis"),
+        (("upgrad",), TypeError, "sequence of Diagnosis"),
+        (([torch.eye(2)],), TypeError, "sequence of Diagnosis"),
+        ((torch.eye(2),), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
+        ((torch.ones(3, 2, 2, dtype=torch.int64),), ValueError, "found torch.int64"),
+        ((torch.zeros(0, 2, 2),), ValueError, "at least two steps"),
+        ((torch.eye(2).expand(1, 2, 2),), ValueError, "at least two steps with finite gradients, found 1 of 1"),
+        ((torch.tensor([[[1.0, 2], [3, 4]]] * 2),), ValueError, r"other matrices at steps \[0, 1\]"),
+        ((diagnose(torch.eye(2)),), ValueError, "Pass a list"),
+        (([diagnose(torch.eye(2)), diagnose(torch.eye(3))],), ValueError, r"same objectives, found \[2, 3\]"),
+        ((STEADY["project"], torch.ones(3)), ValueError, r"losses \[3, 2\]"),
+        ((STEADY["project"], "low"), TypeError, "tensors with values"),
+        ((STEADY["project"].to("meta"),), TypeError, "tensors with values"),
+    ],
+)
+def test_errors_say_what_to_do(arguments, kind, message):
+    with pytest.raises(kind, match=f"advise: .*{message}"):
+        advise(*arguments)
+
+
+def test_values_are_needed():
+    with pytest.raises(TypeError, match="outside vmap and torch"):
+        torch.vmap(lambda G: torch.tensor(advise(G).conflict))(STEADY["project"][None])
+
+
+def test_is_pure_and_takes_what_requires_grad():
+    gramians = STEADY["project"].clone().requires_grad_()
+    found = [diagnose(G, gramian=True) for G in gramians]
+    before = [tree_map(torch.clone, tuple(one)) for one in found]
+    assert advise(found).verdict == advise(gramians).verdict == "project"
+    assert all(isinstance(one, Diagnosis) for one in found)
+    for one, old in zip(found, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, old, strict=True))
