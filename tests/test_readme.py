@@ -26,7 +26,16 @@ PAGES = {
         ROOT / "README.md",
         *(
             ROOT / f"docs/{page}.md"
-            for page in [*GUIDES, "coming_from", "laws_of_torchjd", "rules", "benchmarks", "limits", "contributing"]
+            for page in [
+                *GUIDES,
+                "coming_from",
+                "laws_of_torchjd",
+                "rules",
+                "evidence",
+                "benchmarks",
+                "limits",
+                "contributing",
+            ]
         ),
     ]
 }

@@ -152,12 +152,13 @@ def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
     """Losses `[k, m]`, or None."""
     if losses is None:
         return None
-    if isinstance(losses, Sequence) and losses and all(isinstance(row, Tensor) for row in losses):
-        losses = torch.stack(list(losses))
-    _require_values(losses)
-    if losses.shape != shape:
-        raise ValueError(f"advise: expected losses {list(shape)} of the same steps, found {list(losses.shape)}.")
-    return losses.detach().to("cpu", torch.float64)
+    rows: Any = losses
+    if isinstance(losses, list | tuple) and losses and all(isinstance(row, Tensor) for row in losses):
+        rows = torch.stack(list(losses))
+    _require_values(rows)
+    if rows.shape != shape:
+        raise ValueError(f"advise: expected losses {list(shape)} of the same steps, found {list(rows.shape)}.")
+    return rows.detach().to("cpu", torch.float64)
 
 
 def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:

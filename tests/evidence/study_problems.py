@@ -308,7 +308,7 @@ def burgers() -> Problem:
     viscosity = 0.05
     g = torch.Generator().manual_seed(6)
     low, high = torch.tensor([0.0, -1.0]), torch.tensor([1.0, 1.0])
-    inside, start, edge = (low + (high - low) * torch.rand(n, 2, generator=g) for n in (160, 48, 32))
+    inside, start, edge = (low + (high - low) * torch.rand(n, 2, generator=g) for n in (80, 32, 24))
     start[:, 0], edge[:, 1] = 0, edge[:, 1].sign()
 
     def losses(params: Params, inside: Tensor, start: Tensor, edge: Tensor) -> Tensor:
@@ -324,12 +324,12 @@ def burgers() -> Problem:
         "A network solves the equation of Burgers (viscosity 0.05): equation, start and edge. Score: one minus the "
         "relative L2 error against the solution of Cole and Hopf.",
         losses,
-        lambda g: network(g, 2, 24, 24, 1),
+        lambda g: network(g, 2, 16, 16, 1),
         always(inside, start, edge),
         lambda params, split: closeness(apply(params, points[split])[:, 0], exact[split])[None],
         ("closeness",),
         m=3,
-        steps=500,
+        steps=250,
         rates=(4e-3, 1.2e-2, 3.6e-2),
     )
 
@@ -347,10 +347,10 @@ def _cole_hopf(x: Tensor, viscosity: float) -> Tensor:
 def helmholtz() -> Problem:
     """`u_xx + u_yy + u = q` on a square, with zeros at its edge."""
     g = torch.Generator().manual_seed(7)
-    inside, edge = (2 * torch.rand(n, 2, generator=g) - 1 for n in (160, 96))
-    side = torch.arange(96) % 2
-    edge[torch.arange(96), side] = edge[torch.arange(96), side].sign()
-    a, b = 1, 2
+    inside, edge = (2 * torch.rand(n, 2, generator=g) - 1 for n in (80, 48))
+    side = torch.arange(48) % 2
+    edge[torch.arange(48), side] = edge[torch.arange(48), side].sign()
+    a, b = 1, 1
 
     def exact(x: Tensor) -> Tensor:
         return torch.sin(a * pi * x[:, 0]) * torch.sin(b * pi * x[:, 1])
@@ -367,12 +367,12 @@ def helmholtz() -> Problem:
         "A network solves the equation of Helmholtz on a square: equation and edge, the first loss some 1000 times the "
         "second. Score: one minus the relative L2 error.",
         losses,
-        lambda g: network(g, 2, 24, 24, 1),
+        lambda g: network(g, 2, 16, 16, 1),
         always(inside, source, edge),
         lambda params, split: closeness(apply(params, points[split])[:, 0], exact(points[split]))[None],
         ("closeness",),
         m=2,
-        steps=500,
+        steps=250,
         rates=(4e-3, 1.2e-2, 3.6e-2),
     )
 
