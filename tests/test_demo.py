@@ -132,6 +132,7 @@ def test_the_small_gradient_underflows_unless_it_has_its_own_scale():
     assert exact.count_nonzero() > len(exact) / 2
 
 
+@pytest.mark.filterwarnings("ignore:train_state. no loss reaches 'heads:UserWarning")
 def test_conflict_is_a_negative_inner_product_of_trunk_rows():
     params, images = trained_a_little(), tuple(part[:16] for part in demo.train_and_test_images(key(0))[0])
     seen = set()

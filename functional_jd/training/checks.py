@@ -9,10 +9,11 @@ from torch import Tensor
 from functional_jd.core.names import objective_names
 from functional_jd.core.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.core.torch_internals import nodes_from
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
-from functional_jd.core.types import Losses
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.objectives import Multitask
 from functional_jd.training.engines import Problem
 
 
@@ -43,6 +44,7 @@ def check_learning(where: str, problem: Problem) -> None:
         journal.undo()
         set_random_state(draws)
     _refuse_unreached(where, values, points)
+    _report_unlearned(where, losses, values, args[0])
     _warn_unless_finite(where, values)
 
 
@@ -60,6 +62,30 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
             f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
             f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
             "has_aux=True."
+        )
+
+
+def _report_unlearned(where: str, losses: LossFunction, values: Losses, params: Params) -> None:
+    """Refuse a trunk that no loss reaches, and warn of other parameters that none does."""
+    nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
+    found = {id(getattr(node, "variable", None)) for node in nodes} | {id(y) for y in tree_leaves(values)}
+    if isinstance(losses, Multitask):
+        shared, _ = losses.split(params)
+        if not any(id(x) in found for x in tree_leaves(shared)):
+            raise ValueError(
+                f"{where}: expected features that depend on params['shared'], found that no loss reaches one of them, "
+                "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) "
+                "and not trunk(...), and do not detach the features."
+            )
+    pairs = zip(tree_names(params), tree_leaves(params), strict=True)
+    unlearned = [name for name, x in pairs if id(x) not in found]
+    if unlearned:
+        warnings.warn(
+            f"{where}: no loss reaches {', '.join(map(repr, unlearned[:3]))}{' and others' * (len(unlearned) > 3)} on "
+            "this batch, so they do not learn from it. Use the parameters that the losses receive, "
+            "functional(model)(params, ...) and not model(...), or leave out what is constant by partition.",
+            UserWarning,
+            stacklevel=user_level(),
         )
 
 

@@ -57,10 +57,11 @@ def train_state(
             and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
             (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
-            it as aux). The graph of the losses decides, never values.
+            it as aux); `multitask` losses of which none reaches the trunk. The graph of the losses decides, never
+            values.
 
     Warns:
-        UserWarning: losses that are not finite.
+        UserWarning: losses that are not finite; parameters that no loss reaches.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in

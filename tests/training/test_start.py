@@ -29,12 +29,15 @@ REACHED = {
     "dict": lambda p, x: {"a": output(p, x).sum(), "b": p["v"].sum()},
     "stack": lambda p, x: torch.stack([output(p, x).sum(), p["v"].sum()]),
     "vector": lambda p, x: output(p, x).square().mean(1),
-    "the parameter itself": lambda p, x: p["v"],
     "checkpoint": lambda p, x: checkpoint(output, p, x, use_reentrant=False).mean(0),
     "half": lambda p, x: output(p, x).half().mean(0),
+    "examples": fj.per_example(lambda p, x: output(p, x).sum()),
+}
+# Of `v`, and not of `w`.
+PARTLY_REACHED = {
+    "the parameter itself": lambda p, x: p["v"],
     "one parameter only": lambda p, x: [p["v"].sum(), p["v"].square().sum()],
     "inner gradient": lambda p, x: torch.func.grad(lambda v: (v * p["v"]).square().sum())(torch.ones(2)),
-    "examples": fj.per_example(lambda p, x: output(p, x).sum()),
 }
 
 
@@ -42,6 +45,37 @@ REACHED = {
 @pytest.mark.parametrize("rule", [fj.upgrad, fj.mean, lambda: fj.trimmed_mean(0)], ids=["upgrad", "mean", "trimmed"])
 def test_losses_that_reach_a_parameter_start(losses, rule):
     begin(losses, aggregator=rule())
+
+
+@pytest.mark.parametrize("losses", PARTLY_REACHED.values(), ids=PARTLY_REACHED)
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mean, lambda: fj.trimmed_mean(0)], ids=["upgrad", "mean", "trimmed"])
+def test_a_parameter_that_no_loss_reaches_is_named(losses, rule):
+    with pytest.warns(UserWarning, match="^train_state: no loss reaches 'w' on this batch, so") as seen:
+        begin(losses, aggregator=rule())
+    assert (len(seen), seen[0].filename) == (1, __file__)
+
+
+@pytest.mark.parametrize("kind", ["trunk", "head", "neither"])
+def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
+    trunk, head = nn.Linear(3, 2), nn.Linear(2, 2)
+    given = {"shared": dict(trunk.named_parameters()), "heads": dict(head.named_parameters())}
+
+    def features(shared, x):
+        return trunk(x) if kind == "trunk" else functional_call(trunk, shared, (x,))
+
+    def heads(own, z, x):
+        return (head(z) if kind == "head" else functional_call(head, own, (z,))).square().mean(0)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if kind == "trunk":
+            with pytest.raises(ValueError, match=r"features that depend on params\['shared'\].*trunk cannot learn"):
+                begin(fj.multitask(features, heads), given)
+        else:
+            begin(fj.multitask(features, heads), given)
+    told = [str(warning.message) for warning in seen]
+    assert len(told) == (kind == "head")
+    assert all("no loss reaches 'heads.bias', 'heads.weight' on this batch" in text for text in told)
 
 
 UNREACHED = {
