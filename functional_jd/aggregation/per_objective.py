@@ -71,7 +71,7 @@ def per_objective(
     if numbers.ndim != 1 or len(numbers) == 0:
         raise ValueError(
             f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
-            "Pass a flat sequence in the order of the losses."
+            "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
         )
     if domain is not None and not _values_are_known(numbers):
         numbers = nan_unless(domain.holds(numbers), numbers)
@@ -102,8 +102,8 @@ def _as_tensor(given: Any, where: str, name: str) -> Tensor:
         return torch.as_tensor(given, dtype=torch.float64).clone()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
-            f"{where}: {name} must be one number per objective, found {described(given)}. Pass a flat sequence of "
-            "numbers, or a floating-point tensor [m], in the order of the losses."
+            f"{where}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
+            "floating-point tensor [m], in the order of objective_names(losses): keys of a dict are sorted."
         ) from error
 
 

@@ -17,7 +17,8 @@ def geometric_mean() -> Aggregator:
 
     Laws:
         The unit of a loss affects only the length of the direction: multiplying `L_i` by c multiplies the direction by
-        `c^(1/m)`. A single loss has weight 1. Losses must be positive: otherwise weights are not finite.
+        `c^(1/m)`. A single loss has weight 1. Losses must be positive: otherwise weights are not finite. A loss that
+        approaches zero takes all the weight, and the others stay where they are.
 
     Source:
         Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019: the geometric loss strategy.

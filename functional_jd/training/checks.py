@@ -61,7 +61,7 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
         raise ValueError(
             f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
             f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
-            "has_aux=True."
+            "has_aux=True. For derivatives inside the losses, take torch.func.grad, or create_graph=True."
         )
 
 

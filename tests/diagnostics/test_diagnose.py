@@ -364,3 +364,8 @@ def test_a_diagnosis_shows_itself_everywhere():
 def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
     J = torch.tensor([[1.0, 2.0], [0.0, -1.0], [1.0, 1.0]], requires_grad=True)
     assert describe(diagnose(J)) == describe(diagnose(J.detach()))
+
+
+def test_what_a_step_without_a_gramian_returned_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^diagnose: .* found \(\), .* no gradients.*jacobian_fn"):
+        diagnose(())
