@@ -201,7 +201,8 @@ def _attempt(
         lambda: by_layers(options._replace(journal=journal)),
         by_rows,
         where=options.where,
-        instead="evaluates the losses again and forms all rows, which takes memory for [m, n]",
+        instead="evaluates the losses again and forms all rows, as engine='jacobian' does at once, which takes memory "
+        "for [m, n]",
         journal=journal,
     )
 
