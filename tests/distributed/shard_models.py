@@ -38,7 +38,9 @@ def shards(tree):
 
 
 def same(a, b):
-    return all(torch.equal(u, v) for u, v in zip(shards(a), shards(b), strict=True))
+    """Whether all values are equal; NaN is equal to itself."""
+    pairs = zip(shards(a), shards(b), strict=True)
+    return all(u.shape == v.shape and ((u == v) | ((u != u) & (v != v))).all() for u, v in pairs)
 
 
 def same_everywhere(tree):
@@ -63,30 +65,30 @@ def placed(params, placements=None):
     return tree_map(of, params)
 
 
-def drawn(shapes, seed=0):
+def drawn(shapes, seed=0, dtype=torch.float32):
     draw = torch.Generator().manual_seed(seed)
     size = lambda s: max(1, torch.Size(s[1:]).numel())
-    return {name: torch.randn(s, generator=draw) / size(s) ** 0.5 for name, s in shapes.items()}
+    return {name: (torch.randn(s, generator=draw) / size(s) ** 0.5).to(dtype) for name, s in shapes.items()}
 
 
-def mlp():
-    params = drawn({"w": (7, 5), "b": (7,), "v": (3, 7), "gain": ()})
+def mlp(dtype=torch.float32):
+    params = drawn({"w": (7, 5), "b": (7,), "v": (3, 7), "gain": ()}, dtype=dtype)
 
     def losses(p, x, y):
         h = torch.tanh(x @ p["w"].mT + p["b"]) @ p["v"].mT * p["gain"]
         return ((h - y) ** 2).mean(0)
 
-    return params, losses, tuple(drawn({"x": (EXAMPLES, 5), "y": (EXAMPLES, 3)}, 1).values())
+    return params, losses, tuple(drawn({"x": (EXAMPLES, 5), "y": (EXAMPLES, 3)}, 1, dtype).values())
 
 
-def conv():
-    params = drawn({"k": (6, 3, 3, 3), "gain": (6,), "bias": (6,), "v": (3, 6)})
+def conv(dtype=torch.float32):
+    params = drawn({"k": (6, 3, 3, 3), "gain": (6,), "bias": (6,), "v": (3, 6)}, dtype=dtype)
 
     def losses(p, x):
         h = group_norm(conv2d(x, p["k"], padding=1), 2, p["gain"], p["bias"])
         return {"a": (torch.relu(h).mean((2, 3)) @ p["v"].mT).square().mean(0)}
 
-    return params, losses, (drawn({"x": (EXAMPLES, 3, 5, 5)}, 1)["x"],)
+    return params, losses, (drawn({"x": (EXAMPLES, 3, 5, 5)}, 1, dtype)["x"],)
 
 
 def attention(h, qkv, causal=False):
@@ -95,8 +97,9 @@ def attention(h, qkv, causal=False):
     return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
-def block():
-    params = drawn({"qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10), "gain": (6,), "bias": (6,)})
+def block(dtype=torch.float32):
+    shapes = {"qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10), "gain": (6,), "bias": (6,)}
+    params = drawn(shapes, dtype=dtype)
 
     def losses(p, x):
         h = layer_norm(x, (6,), p["gain"], p["bias"])
@@ -106,14 +109,15 @@ def block():
         by = lambda z: cross_entropy(z.flatten(0, 1), target)
         return [by(h), by(-h), h.square().mean()]
 
-    return params, losses, (drawn({"x": (EXAMPLES, 4, 6)}, 1)["x"],)
+    return params, losses, (drawn({"x": (EXAMPLES, 4, 6)}, 1, dtype)["x"],)
 
 
-def lora():
+def lora(dtype=torch.float32):
     """Adapters of rank 2 on the frozen weights of a language model of one layer."""
     words = 11
-    frozen = drawn({"embedding": (words, 6), "qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10)}, 2)
-    params = drawn({"qkv.a": (2, 6), "qkv.b": (18, 2), "up.a": (2, 6), "up.b": (10, 2)})
+    frozen = {"embedding": (words, 6), "qkv": (18, 6), "out": (6, 6), "up": (10, 6), "down": (6, 10)}
+    frozen = drawn(frozen, 2, dtype)
+    params = drawn({"qkv.a": (2, 6), "qkv.b": (18, 2), "up.a": (2, 6), "up.b": (10, 2)}, dtype=dtype)
 
     def losses(p, tokens):
         adapted = lambda name: frozen[name] + p[f"{name}.b"] @ p[f"{name}.a"]

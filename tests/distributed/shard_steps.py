@@ -1,86 +1,15 @@
-"""Steps on shards: those of whole parameters and of the whole batch."""
+"""Steps on shards of other kinds: multitask losses, buffers, tensor parallelism, meshes of two dimensions."""
 
-import itertools
 import warnings
 from functools import partial
 
 import torch
-from shard_models import EXAMPLES, MESHES, MODELS, close, mesh, mine, mlp, placed, rank, same, same_everywhere
-from shard_training import (
-    OPTIMIZERS,
-    RULES,
-    STEPS,
-    by_part,
-    keeps_placements,
-    most_pairs,
-    none_is_whole,
-    some_cases,
-    trained,
-)
+from shard_models import EXAMPLES, MESHES, close, mesh, mine, mlp, placed, rank, same_everywhere
+from shard_training import none_is_whole, trained
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_leaves
 
 import functional_jd as fj
 from functional_jd import distributed
-
-
-def check_float32_steps_equal_those_of_whole_parameters():
-    optimizers = itertools.cycle(OPTIMIZERS.items())
-    for model, rule in most_pairs(MODELS, RULES):
-        params, losses, batch = model()
-        name, optimizer = next(optimizers)
-        how = {"losses": losses, "aggregator": rule(), "optimizer": optimizer()}
-        expected, expected_infos = trained(params, batch, how)
-        own = placed(params)
-        how["losses"] = distributed.sharded(losses, mesh())
-        state, infos = trained(own, mine(batch), how)
-        assert keeps_placements(state, own)
-        assert same_everywhere((state, infos))
-        # Directions of size .1 are rounded by 1e-8: a thousandth of the eps of adamw, so of its rate at small entries.
-        close(state.params, expected.params, 1e-6 if name == "sgd" else 1e-5)
-        close(state[1:], expected[1:], 1e-5)  # of a velocity, a tenth moves the parameters
-        close([info.losses for info in infos], [info.losses for info in expected_infos], 1e-6)
-        assert all(info.moved for info in infos)
-
-
-def check_bfloat16_steps_equal_those_of_the_mean_over_the_ranks():
-    for (params, losses, batch), rule in some_cases(MODELS, RULES):
-        low = fj.autocast(losses, torch.bfloat16)
-        how = {"losses": by_part(low), "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        expected, _ = trained(params, batch, how)
-        how["losses"] = fj.autocast(distributed.sharded(losses, mesh()), torch.bfloat16)  # keeps what is declared
-        state, infos = trained(placed(params), mine(batch), how)
-        assert same_everywhere((state, infos))
-        # The parts' gradients are added in another order, in float32, and rounded to bfloat16 on their way.
-        close(state, expected, 2 * STEPS * 0.1 * torch.finfo(torch.bfloat16).eps)
-
-
-def check_an_overflow_on_one_rank_backs_off_its_own_scale_only():
-    """In float16, with a scale per objective, of which the last rank's first loss overflows in the second step."""
-    for (params, losses, batch), rule in some_cases(MODELS, RULES, first=1):
-
-        def marked(p, factor, *batch, losses=losses):
-            values = torch.cat([leaf.reshape(-1).float() for leaf in tree_leaves(losses(p, *batch))])
-            return values * torch.stack([factor.amax(), factor.new_ones(()), factor.new_ones(())])
-
-        half, one = fj.autocast(marked, torch.float16), torch.ones(EXAMPLES)
-        large = one.clone()
-        large[-1] = 2.0**30  # on the last rank
-        how = {"losses": by_part(half), "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        own = how | {"losses": distributed.sharded(half, mesh())}
-        scale = fj.scale_state(2.0**12, shape=(3,))
-        expected = fj.train_state(params, one, *batch, scale=scale, **how)
-        state = fj.train_state(placed(params), mine(one), *mine(batch), scale=scale, **own)
-        for k in range(STEPS):
-            factor, before = large if k == 1 else one, state
-            expected, _ = fj.step(expected, factor, *batch, **how)
-            state, info = fj.step(state, mine(factor), *mine(batch), **own)
-            assert info.finite.tolist() == [k != 1, True, True]
-            assert same(state[:4], before[:4]) == (k == 1), "a skipped step changes nothing but the scale"
-            assert same_everywhere((state, info))
-        assert state.scale.scale.tolist() == [2.0**11, 2.0**12, 2.0**12]
-        assert keeps_placements(state, before.params)
-        close(state, expected, 2 * STEPS * 0.1 * torch.finfo(torch.float16).eps)
 
 
 def check_no_rank_holds_a_whole_leaf_after_a_step():

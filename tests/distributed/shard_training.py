@@ -5,7 +5,8 @@ import itertools
 import os
 
 import torch
-from shard_models import ranks
+import torch.distributed as dist
+from shard_models import MODELS, rank, ranks
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
@@ -19,21 +20,30 @@ RULES = {
     "graddrop": lambda: fj.graddrop(fj.random.key(3)),
     "nash_mtl": fj.nash_mtl,
 }
-OPTIMIZERS = {"sgd": lambda: fj.sgd(0.1, momentum=0.9), "adamw": lambda: fj.adamw(1e-2, eps=1e-5)}
+RATE, ADAMW_EPS = 1e-2, 1e-5
+OPTIMIZERS = {
+    "plain": lambda: fj.sgd(0.1),
+    "sgd": lambda: fj.sgd(0.1, momentum=0.9),
+    "adamw": lambda: fj.adamw(RATE, eps=ADAMW_EPS),
+}
 
 
-def most_pairs(models, rules):
-    """Models and rules: each model with two rules and each rule with a model; all pairs in the profile "thorough"."""
-    for (i, model), (j, rule) in itertools.product(enumerate(models.values()), enumerate(rules.values())):
-        if (j - i) % len(rules) in (0, 2) or os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
-            yield model, rule
+def cases(first, dtype=torch.float32):
+    """Problems and rules: each model with one, on 2 ranks, and half of them with others on 4; all pairs in the profile
+    "thorough".
+    """
+    thorough, four = os.environ.get("HYPOTHESIS_PROFILE") == "thorough", ranks() == 4
+    for (i, model), (j, rule) in itertools.product(enumerate(MODELS.values()), enumerate(RULES.values())):
+        chosen = (j - i) % len(RULES) == (first + four) % len(RULES) and not (four and (i + first) % 2)
+        if thorough or chosen:
+            yield *model(dtype), rule()
 
 
-def some_cases(models, rules, first=0):
-    """At least one rule for each model and one model for each rule, starting with one of the rules."""
-    models, rules = list(models.values()), list(rules.values())
-    for i in range(max(len(models), len(rules))):
-        yield models[i % len(models)](), rules[(i + first) % len(rules)]()
+def spread(job, tasks):
+    """What the job makes of each task, on all ranks: each rank does its part of them."""
+    held = [None] * ranks()
+    dist.all_gather_object(held, [job(*task) for task in tasks[rank() :: ranks()]])
+    return [held[i % ranks()][i // ranks()] for i in range(len(tasks))]
 
 
 def by_part(losses):
@@ -52,6 +62,12 @@ def trained(params, batch, method, n=STEPS, **options):
         state, info = fj.step(state, *batch, **method)
         infos.append(info)
     return state, infos
+
+
+def total_weight(infos):
+    """The largest sum of weights in a step: a direction has the roundings of rows as often as it has the rows."""
+    weights = [info.weights for info in infos if info.moved]
+    return max(float(w.abs().sum()) if isinstance(w, torch.Tensor) else len(tree_leaves(w)[0]) for w in weights)
 
 
 def none_is_whole(known):
