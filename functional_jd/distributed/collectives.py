@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.sharding import any_sharded, is_sharded
@@ -101,7 +102,14 @@ def collective(kind: str, value: Tensor, group: Group) -> Tensor:
         return collective_of(kind, value, *known_group(group)[:2])
 
 
-def check_alike(tree: Tree, group: Group, what: str) -> None:
+def check_dense(where: str, tree: Tree) -> None:
+    """Refuse leaves that are no dense tensors."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(where, "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
+
+
+def check_alike(where: str, tree: Tree, group: Group, what: str) -> None:
     """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
     digest. Collectives of different sizes would end the process.
     """
@@ -117,6 +125,6 @@ def check_alike(tree: Tree, group: Group, what: str) -> None:
     if least != -negative:
         here = ", ".join(described[:5]) + f" and {len(described) - 5} others" * (len(described) > 5)
         raise ValueError(
-            f"train_state: expected {what} with the same names, shapes and dtypes on all replicas, found different "
+            f"{where}: expected {what} with the same names, shapes and dtypes on all replicas, found different "
             f"ones; on this replica: {here}. Build them alike everywhere."
         )

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine, view_name, weigh
 from functional_jd.aggregation.views import gramian, gramian_in, needs_no_rows
-from functional_jd.core.arguments import check_option, refuse
+from functional_jd.core.arguments import check_option
 from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
 from functional_jd.distributed.collectives import (
     Group,
     check_alike,
+    check_dense,
     collective,
     gather_columns,
     known_group,
@@ -96,11 +97,7 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
         TypeError: a leaf is not a dense tensor.
         ValueError, RuntimeError: as `mean_jacobian` says.
     """
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse(
-                "replicate", "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...)."
-            )
+    check_dense("replicate", tree)
     return tree_map(lambda leaf: collective("first", leaf, group), tree)
 
 
@@ -122,15 +119,17 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Returns:
         An `Engine`. Row i is the same objective on all replicas, and its mean is meant: losses that are means over
-        examples need equally many on each. The rows of `per_example` losses are the examples of all replicas, the first
-        one's first: R m rows, again with equally many on each; scale i of `[m]` serves the rows i of all replicas. The
-        losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's own. Of buffers,
-        floating-point tensors are averaged, and others are the first replica's.
+        examples need equally many on each, or `weighted_by_examples`. The rows of `per_example` losses are the examples
+        of all replicas, the first one's first: R m rows, with equally many on each; scale i of `[m]` serves the rows i
+        of all replicas. The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's
+        own. Of buffers, floating-point tensors are averaged, and others are the first replica's.
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas; in `step` and `train_state`, one that does not give the rule what it needs,
-            `"columns"` with `per_example` losses, no process group, or a group that this process is not in.
+            dtypes between the replicas; in `step`, `per_example` losses that are more on one replica than on another
+            (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not
+            give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
+            process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
     Laws:
@@ -149,7 +148,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         return _WAYS[way](problem, group)
 
     def replicate_state(tree: Tree) -> Tree:
-        check_alike(tree, group, "parameters and states")
+        check_alike("train_state", tree, group, "parameters and states")
         return replicate(tree, group)
 
     return Engine(partial(_check, engine), partial(_start, group), differentiate, replicate_state)
@@ -184,14 +183,14 @@ def _start(group: Group, problem: Problem) -> Tree:
     rule = problem.aggregator
 
     def init(values: Tensor) -> Tree:
-        check_alike(values, group, "losses")
+        check_alike("train_state", values, group, "losses")
         return rule.init(_pooled(problem.losses, values, group))
 
     if needs_no_rows(rule):  # it starts with the losses, which are pooled afterwards: no rows are needed
         return start_without_rows(problem._replace(aggregator=rule._replace(init=init)))
 
     def view(jacobian: Jacobian, *, losses: Losses) -> Tree:
-        check_alike(losses, group, "losses")
+        check_alike("train_state", losses, group, "losses")
         return rule.view(_pooled(problem.losses, jacobian, group), losses=_pooled(problem.losses, losses, group))
 
     return ENGINES["jacobian"].start(problem._replace(aggregator=rule._replace(view=view)))
@@ -201,6 +200,7 @@ def _by_weights(problem: Problem, group: Group) -> EngineResult:
     (values, carried), pullback = weighted_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
         *problem.args
     )
+    _check_rows(problem, values, group)
     values = _pooled(problem.losses, values, group)
     weights, memory, _ = weigh(
         problem.aggregator, loss_rows(values), problem.memory, losses=values, where=problem.where
@@ -221,6 +221,7 @@ def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
     jacobian, (values, carried) = jacobian_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
         *problem.args
     )
+    _check_rows(problem, values, group)
     jacobian, finite = unscale(problem.scale, jacobian)
     jacobian, values = (_pooled(problem.losses, tree, group) for tree in (jacobian, values))
     weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
@@ -258,6 +259,12 @@ _WAYS: dict[str, Callable[[Problem, Group], EngineResult]] = {
     "columns": _by_columns,
     "weighted": _by_weights,
 }
+
+
+def _check_rows(problem: Problem, values: Losses, group: Group) -> None:
+    """Refuse rows of examples that are more on one replica than on another, where asking does not wait for a device."""
+    if kind_of(problem.losses).rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values)):
+        check_alike(problem.where, values, group, "losses")
 
 
 def _pooled_buffers(carried: Carried, group: Group) -> Carried:

@@ -18,7 +18,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
 
     Args:
         losses: `losses(params, *batch)`, a function of whole tensors, or made by `multitask`; means over the examples
-            of the batch, of which all ranks have equally many.
+            of the batch, of which all ranks have equally many, or `weighted_by_examples`.
         mesh: a `torch.distributed.device_mesh.DeviceMesh`, of any number of dimensions.
         reshard: whether leaves are freed after each use, and gathered again by the next and by the backward pass.
             `False` gathers each once and keeps it, which saves traffic and costs memory; it is needed where the losses

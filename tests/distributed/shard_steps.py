@@ -3,9 +3,10 @@
 import warnings
 from functools import partial
 
+import pytest
 import torch
-from shard_models import EXAMPLES, MESHES, close, mesh, mine, mlp, placed, rank, same_everywhere
-from shard_training import none_is_whole, trained
+from shard_models import EXAMPLES, MESHES, close, mesh, mine, mlp, placed, rank, ranks, same_everywhere
+from shard_training import STEPS, none_is_whole, total_weight, trained
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import functional_jd as fj
@@ -61,6 +62,25 @@ def check_buffers_are_averaged_and_others_are_the_first_ranks():
     assert state.buffers["count"] == 1
     assert torch.equal(info.aux, mine(batch)[1]), "aux is the rank's own"
     assert same_everywhere(state)
+
+
+def check_unequal_batches_count_by_their_examples_and_what_drifts_is_found():
+    params, losses, batch = mlp(torch.float64)
+    parts = [1] * (ranks() - 1) + [EXAMPLES + 1 - ranks()]
+    own = [leaf.split(parts)[rank()] for leaf in batch]
+    weighted = lambda p, *batch: distributed.weighted_by_examples(losses(p, *batch), len(batch[0]), mesh())
+    for rule in (fj.upgrad(), fj.mean()):
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        expected, infos = trained(params, batch, how)
+        state, _ = trained(placed(params), own, how | {"losses": distributed.sharded(weighted, mesh())})
+        # A sum over the examples in another order, in each of the steps; entries of rows are of size 1.
+        bound = STEPS * 0.1 * EXAMPLES * torch.finfo(torch.float64).eps * total_weight(infos)
+        close(state.params, expected.params, bound)
+    distributed.check_replicas(state)
+    plain = torch.tensor([float(rank() == ranks() - 1)])
+    for drifted in (plain, DTensor.from_local(plain, mesh(), [Replicate()], run_check=False)):
+        with pytest.raises(RuntimeError, match=rf"check_replicas: .* in params.gain \(ranks {ranks() - 1}\)"):
+            distributed.check_replicas(state._replace(params=state.params | {"gain": drifted}))
 
 
 def check_losses_that_compute_with_dtensors_themselves():

@@ -1,7 +1,6 @@
 """Replicas: several processes on loopback do what one would do; and one that dies is heard of."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +14,18 @@ from functional_jd import distributed
 
 HERE = Path(__file__).parent
 WORKER = HERE / "worker.py"
-CHECKS = [line[len("def check_") : line.index("(")] for line in WORKER.read_text().splitlines() if "def check_" in line]
-SLOW = {"the_step_compiles_in_a_full_graph", "a_step_of_a_step_can_be_differentiated"}
+CHECKS = [
+    line[len("def check_") : line.index("(")]
+    for file in (WORKER, HERE / "replica_drift.py")
+    for line in file.read_text().splitlines()
+    if "def check_" in line
+]
+SLOW = {
+    "the_step_compiles_in_a_full_graph",
+    "a_step_of_a_step_can_be_differentiated",
+    "more_rows_on_one_replica_are_refused_on_all",
+    "weights_of_batches_compose_with_transforms",
+}
 """On 2 replicas only: with 4 they would show nothing new."""
 
 
@@ -47,31 +56,6 @@ def reports(tmp_path_factory):
 def test_on_replicas(reports, replicas, check):
     for number, report in enumerate(reports(replicas)):
         assert report.get(check, "not reached").startswith("passed"), f"replica {number}: {report.get(check)}"
-
-
-def test_a_replica_that_hangs_or_dies_gives_the_others_an_error_in_time():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    both = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), "survive", port, str(me)], stdout=subprocess.PIPE, text=True, cwd=HERE.parent
-        )
-        for me in range(2)
-    ]
-    try:
-        told, _ = both[0].communicate(timeout=60)
-        assert both[1].wait(timeout=60) == 3
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    (hung, waited), (died, until_death) = map(json.loads, told.splitlines())
-    for message in (hung, died):
-        assert message.startswith("distributed: expected an answer of all 2 replicas, found ")
-        assert "A replica stopped, fell out of step or hangs" in message
-    assert 0.5 < waited < 3.5, "the group's time-out is 1 s, and the other replica sleeps for 4 s"
-    assert until_death < 30, "the time-out is 60 s: a death is heard of at once"
 
 
 def test_the_example_prints_what_it_says():

@@ -6,7 +6,6 @@ Every check runs on all replicas at the same time: they draw the same numbers an
 import itertools
 import json
 import multiprocessing
-import os
 import sys
 import time
 import traceback
@@ -16,11 +15,26 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import replica_drift
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import mse_loss
+from replica_problems import (
+    MULTITASK,
+    PER_EXAMPLE,
+    begin,
+    close,
+    mine,
+    plain,
+    problem,
+    rank,
+    replicas,
+    same,
+    same_everywhere,
+    step,
+    trained,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,89 +42,6 @@ import functional_jd as fj
 from functional_jd import distributed
 from functional_jd.aggregators.famo import famo
 from functional_jd.aggregators.stch import stch
-
-EXAMPLES = 16
-"""In the whole batch: equally many on 2 and on 4 replicas."""
-
-
-def rank():
-    return dist.get_rank()
-
-
-def replicas():
-    return dist.get_world_size()
-
-
-def mine(tree):
-    """This replica's part of what all know."""
-    return tree_map(lambda leaf: leaf.chunk(replicas())[rank()], tree)
-
-
-def same(a, b):
-    return all(torch.equal(u, v) for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True))
-
-
-def same_everywhere(tree):
-    """Whether all replicas hold the same bits, as torch's own gather of objects says."""
-    held = [None] * replicas()
-    dist.all_gather_object(held, tree_leaves(tree))
-    return all(same(held[0], other) for other in held)
-
-
-def close(a, b, **tolerance):
-    for u, v in zip(tree_leaves(a), tree_leaves(b), strict=True):
-        torch.testing.assert_close(u, v, **tolerance)
-
-
-def problem(dtype=torch.float64):
-    """A trunk of odd sizes, so that shards are padded, two heads, and the whole batch."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = {"w": (5, 3), "b": (3,), "gain": ()}, {"one": (3, 1), "two": (3, 1)}
-    shared, heads = (
-        {k: torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for k, s in part.items()} for part in shapes
-    )
-    batch = tuple(torch.randn(EXAMPLES, n, generator=draw, dtype=torch.float64) for n in (5, 1, 1))
-    return {"shared": shared, "heads": heads}, batch
-
-
-def features(p, x, y, z):
-    return torch.tanh(x.to(p["w"].dtype) @ p["w"] + p["b"]) * p["gain"]
-
-
-def top(p, h, x, y, z):
-    return {"one": mse_loss(h @ p["one"], y.to(h.dtype)), "two": mse_loss(h @ p["two"], z.to(h.dtype))}
-
-
-def plain(p, x, y, z):
-    return top(p["heads"], features(p["shared"], x, y, z), x, y, z)
-
-
-def one_example(p, x, y, z):
-    return sum(plain(p, x[None], y[None], z[None]).values())
-
-
-MULTITASK, PER_EXAMPLE = fj.multitask(features, top), fj.per_example(one_example)
-
-
-def engine(sharded=False, group=None):
-    return distributed.replicated("columns" if sharded else "auto", group)
-
-
-def begin(*args, group=None, **how):
-    return fj.train_state(*args, engine=engine(group=group), **how)
-
-
-def step(*args, sharded=False, group=None, **how):
-    return fj.step(*args, engine=engine(sharded, group), **how)
-
-
-def trained(first, next_, method, scale, params, batch, n=3):
-    state = first(params, *batch, scale=scale, **method)
-    infos = []
-    for _ in range(n):
-        state, info = next_(state, *batch, **method)
-        infos.append(info)
-    return state, infos
 
 
 def check_a_modules_parameters_leave_their_graph_behind():
@@ -397,7 +328,12 @@ def check_nothing_runs_in_half_under_autocast_outside():
         assert same(within, around)
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name.removeprefix("check_"): f
+    for names in (globals(), vars(replica_drift))
+    for name, f in list(names.items())
+    if name.startswith("check_")
+}
 
 
 def main(me, count, folder, skipped):
@@ -429,34 +365,8 @@ def launch(count, folder, *skipped):
         process.join()
 
 
-def survive(port, me):
-    """Two replicas without torchrun to end them: the second first hangs, then dies, and the first tells what it saw."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    dist.init_process_group("gloo", rank=int(me), world_size=2, timeout=timedelta(seconds=60))
-    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    params, batch = problem()
-    how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
-    state = begin(params, *mine(batch), **how)
-    for group in (impatient, None):
-        state, _ = step(state, *mine(batch), group=group, **how)
-    if rank():
-        time.sleep(4)
-        os._exit(3)
-    for group in (impatient, None):
-        start = time.perf_counter()
-        try:
-            step(state, *mine(batch), group=group, **how)
-            print(json.dumps(["no error", 0.0]))
-        except RuntimeError as error:
-            print(json.dumps([str(error), time.perf_counter() - start]), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("replicas", deadline=None, derandomize=True, database=None, max_examples=15)
     hypothesis.settings.load_profile("replicas")
-    if sys.argv[1] == "survive":
-        survive(*sys.argv[2:])
-    else:
-        launch(*sys.argv[1:])
+    launch(*sys.argv[1:])

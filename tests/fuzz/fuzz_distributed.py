@@ -27,6 +27,18 @@ DISTRIBUTED = {
         {"tree": TREE | EMPTY, "group": OPTION},
         names=("distributed",),
     ),
+    "check_replicas": Call(
+        distributed.check_replicas,
+        lambda: {"tree": params(), "group": None},
+        {"tree": TREE | EMPTY, "group": OPTION},
+        names=("distributed",),
+    ),
+    "weighted_by_examples": Call(
+        distributed.weighted_by_examples,
+        lambda: {"losses": params(), "examples": 3, "group": None},
+        {"losses": FLOATS, "examples": kinds({"minus_one", "zero", "scalar"}), "group": OPTION},
+        names=("distributed",),
+    ),
     "replicated": Call(
         lambda engine, group: jd.train_state(params(), x(), **method(), engine=distributed.replicated(engine, group)),
         lambda: {"engine": "auto", "group": None},

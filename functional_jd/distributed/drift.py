@@ -1,0 +1,76 @@
+"""Replicas that have come to differ, although they should be equal."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.sharding import is_sharded, over_dimension, shard_of
+from functional_jd.core.torch_internals import under_transform
+from functional_jd.core.tree import tree_leaves, tree_names
+from functional_jd.core.types import Tree
+from functional_jd.distributed.collectives import Group, check_alike, check_dense, collective, known_group
+from functional_jd.training.state import TrainState
+
+
+def check_replicas(tree: Tree, group: Group = None) -> None:
+    """Raise RuntimeError, on all replicas at the same time, unless they hold the same bits.
+
+    Steps keep replicas equal, so that they differ only after a fault: of the program, which did something on one of
+    them only, or of a machine. Call it every few hundred steps, on all replicas: in `on_step` of `fit`, for instance.
+    It sends as much as the tree has, once, and waits for the device, as a step never does.
+
+    Args:
+        tree: what must be equal: a `TrainState`, or any pytree of tensors. Of a `DTensor`, ranks are compared where it
+            is replicated.
+        group: the replicas, as for `mean_jacobian`.
+
+    Raises:
+        RuntimeError: leaves that differ in some bit, by name, with the ranks in the group where they do; or a replica
+            stopped, or did not answer in time.
+        TypeError: a leaf is not a dense tensor.
+        ValueError: names, shapes or dtypes that differ, under a transform or torch.compile, or what `mean_jacobian`
+            raises.
+    """
+    if under_transform():
+        raise ValueError(
+            "check_replicas: expected a call outside of transforms and torch.compile, since it raises because of "
+            "values. Call it between two steps."
+        )
+    replicas = known_group(group)[1]
+    if isinstance(tree, TrainState):  # the names of its fields
+        tree = tree._asdict()
+    check_dense("check_replicas", tree)
+    check_alike("check_replicas", tree, group, "a tree")
+    leaves = tree_leaves(tree)
+    if not leaves:
+        return
+    device = leaves[0].device
+    flags = torch.stack([_differs(leaf, group).to(device) for leaf in leaves])
+    differs = collective("gather", flags.int(), group).reshape(replicas, -1).tolist()
+    found = [
+        f"{name} (ranks {', '.join(str(rank) for rank in range(replicas) if differs[rank][k])})"
+        for k, name in enumerate(tree_names(tree))
+        if any(row[k] for row in differs)
+    ]
+    if found:
+        more = f" and {len(found) - 5} others" * (len(found) > 5)
+        raise RuntimeError(
+            f"check_replicas: expected the same bits on all {replicas} replicas, found others than the first one's in "
+            f"{', '.join(found[:5])}{more}. Go on from the last checkpoint, and look for what one replica alone does."
+        )
+
+
+def _differs(leaf: Any, group: Group) -> Tensor:
+    """Whether this rank's leaf has other bits than the first rank's: bool `[]`."""
+    if not is_sharded(leaf):
+        return _other_bits(collective("first", leaf.detach(), group), leaf)
+    shard = shard_of(leaf.detach())
+    replicated = [dim for dim, placement in enumerate(leaf.placements) if placement.is_replicate()]
+    firsts = [over_dimension("first", shard, leaf.device_mesh, dim) for dim in replicated]
+    return torch.stack([torch.tensor(False), *(_other_bits(first, shard).cpu() for first in firsts)]).any()
+
+
+def _other_bits(first: Tensor, leaf: Tensor) -> Tensor:
+    bits = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (first, leaf)]
+    return (bits[0] != bits[1]).any()

@@ -1,0 +1,58 @@
+"""Ranks that have different numbers of examples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.arguments import is_size, refuse
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import over_dimension
+from functional_jd.core.tree import floating_leaves, tree_map
+from functional_jd.core.types import Losses
+from functional_jd.distributed.collectives import Group, collective, known_group
+
+
+def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = None) -> Losses:
+    """Weight means over this rank's examples so that their mean over the ranks is the mean over all examples.
+
+    `R n_r / sum_s n_s * losses_r`
+
+    To be called inside the losses of `replicated` engines and of `sharded`, where ranks have unequal parts of a batch,
+    or unequally many tokens that count: unweighted, each rank counts as much as another.
+
+    Args:
+        losses: pytree of floating-point tensors, means over `examples` each.
+        examples: how many this rank has, an int or a tensor `[]`, such as the sum of a mask; at least one on each rank.
+        group: the replicas, as for `mean_jacobian`; or the mesh of `sharded`.
+
+    Returns:
+        A pytree like `losses`, in at least float32; on equally many examples, the same values.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor, or `examples` is neither an int nor a tensor `[]`.
+        ValueError, RuntimeError: as `mean_jacobian` says.
+
+    Laws:
+        Linear in the losses. Composes with vmap, grad, jvp and compile. Does not synchronize with the device.
+    """
+    leaves, _ = floating_leaves(losses, "weighted_by_examples")
+    if examples.ndim if isinstance(examples, Tensor) else not is_size(examples):
+        refuse("weighted_by_examples", "examples", "an int or a tensor []", examples, "Pass len(x), or mask.sum().")
+    own = torch.as_tensor(examples, device=leaves[0].device)
+    total, ranks = _summed(own, group)
+
+    def weighted(value: Tensor) -> Tensor:
+        value = at_least_float32(value)
+        return value * (own.to(value.dtype) * ranks / total.to(value.dtype))
+
+    return tree_map(weighted, losses)
+
+
+def _summed(count: Tensor, group: Any) -> tuple[Tensor, int]:
+    """The sum over the ranks, and how many these are."""
+    if not hasattr(group, "get_group"):
+        return collective("sum", count, group), known_group(group)[1]
+    for dim in range(group.ndim):
+        count = over_dimension("sum", count, group, dim)
+    return count, group.size()

@@ -1,0 +1,96 @@
+"""Replicas that have come to differ, and replicas with unequal parts of a batch."""
+
+from functools import partial
+
+import pytest
+import torch
+from replica_problems import (
+    EXAMPLES,
+    PER_EXAMPLE,
+    begin,
+    close,
+    mine,
+    plain,
+    problem,
+    rank,
+    replicas,
+    same,
+    same_everywhere,
+    step,
+    trained,
+)
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+from functional_jd import distributed
+
+
+def check_a_drifted_replica_is_named_on_all():
+    params, batch = problem()
+    how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.adamw(1e-2)}
+    state, _ = step(begin(params, *mine(batch), **how), *mine(batch), **how)
+    distributed.check_replicas(state)
+    distributed.check_replicas({"none": torch.zeros(0), "nan": torch.tensor(torch.nan), "flag": torch.tensor(True)})
+    last = replicas() - 1
+    for value, other in ((1.0, 1 + torch.finfo(torch.float64).eps), (0.0, -0.0)):  # one bit
+        heads = state.params["heads"]
+        heads = heads | {"two": torch.where(torch.tensor(rank() == last), other, torch.full((3, 1), value).double())}
+        drifted = state._replace(params=state.params | {"heads": heads})
+        with pytest.raises(
+            RuntimeError, match=rf"^check_replicas: .* in params.heads.two \(ranks {last}\)\. Go on from"
+        ):
+            distributed.check_replicas(drifted)
+    with pytest.raises(ValueError, match="check_replicas: expected a tree with the same names"):
+        distributed.check_replicas(torch.ones(1 + rank()))
+    with pytest.raises(ValueError, match="check_replicas: expected a call outside of transforms"):
+        torch.vmap(lambda x: distributed.check_replicas(x))(torch.ones(2))
+
+
+def check_more_rows_on_one_replica_are_refused_on_all():
+    params, batch = problem()
+    part = mine(batch)
+    unequal = tree_map(lambda leaf: leaf[rank() == 0 :], part)  # the first has one example less
+    for rule in (fj.upgrad(), fj.mean()):
+        how = {"losses": PER_EXAMPLE, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+        state = begin(params, *part, **how)
+        with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this replica: value float64"):
+            step(state, *unequal, **how)
+
+
+def check_unequal_batches_count_by_their_examples():
+    params, batch = problem()
+    parts = [3] * (replicas() - 1) + [EXAMPLES - 3 * (replicas() - 1)]
+    unequal = tree_map(lambda leaf: leaf.split(parts)[rank()], batch)
+    weighted = lambda count: lambda p, *batch: distributed.weighted_by_examples(plain(p, *batch), count(batch[0]))
+    for rule, count in ((fj.upgrad(), len), (fj.mean(), lambda x: torch.ones_like(x[:, 0]).sum())):
+        how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+        expected, expected_infos = trained(fj.train_state, fj.step, how, None, params, batch)
+        how["losses"] = weighted(count)
+        state, infos = trained(begin, step, how, None, params, unequal)
+        assert same_everywhere((state, infos))
+        # Sums over the batch in another order: a weighted mean of means.
+        bound = EXAMPLES * 8 * torch.finfo(torch.float64).eps
+        close(state.params, expected.params, rtol=bound, atol=bound)
+        close([info.losses for info in infos], [info.losses for info in expected_infos], rtol=bound, atol=bound)
+
+
+def check_weights_of_batches_compose_with_transforms():
+    own, total = 1 + rank(), replicas() * (replicas() + 1) / 2
+    f = partial(distributed.weighted_by_examples, examples=own)
+    factor = torch.tensor(own * replicas() / total, dtype=torch.float64)
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    bound = {"rtol": 4 * torch.finfo(torch.float64).eps, "atol": 0.0}
+    torch.testing.assert_close(f(x), factor * x, **bound)
+    torch.testing.assert_close(torch.vmap(f)(x), factor * x, **bound)
+    torch.testing.assert_close(torch.func.grad(lambda x: f(x).square().sum())(x), 2 * factor**2 * x, **bound)
+    torch.testing.assert_close(torch.func.jvp(f, (x,), (x,))[1], factor * x, **bound)
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="eager")(x), factor * x, **bound)
+    counts = torch.arange(2) + own  # under vmap, as many on each rank as the ranks say
+    weights = counts * replicas() / (total + torch.arange(2) * replicas())
+    found = torch.vmap(lambda n: distributed.weighted_by_examples(x, n))(counts)
+    torch.testing.assert_close(found, weights.double()[:, None] * x, rtol=4 * torch.finfo(torch.float32).eps, atol=0.0)
+    alike = distributed.weighted_by_examples({"a": x, "b": x.bfloat16()}, 5)
+    assert same(alike, {"a": x, "b": x.float()}), "on equally many, the same values, in at least float32"
+    for wrong in (1.5, True, torch.ones(2)):
+        with pytest.raises(TypeError, match="weighted_by_examples: examples must be an int or a tensor"):
+            distributed.weighted_by_examples(x, wrong)
