@@ -40,7 +40,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
     """Turn losses and a rule into a function that returns the weights of the losses, and no direction.
 
     For trainers that call `.backward()` on one loss themselves: the gradient of `sum_i weights_i losses_i` is the
-    rule's direction.
+    rule's direction. Of `multitask` losses this holds for the shared parameters only: there the gradient of each head
+    is multiplied by the weight of its loss, where `step` takes it as it is.
 
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
@@ -51,8 +52,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
     Returns:
         `f(params, *batch, state=None) -> FoundWeights(weights, losses, state)`. `state` is what the last call returned,
         None for the rule's initial state. What the rule needs decides what is computed: nothing but the losses, their
-        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters: the heads need
-        none.
+        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters.
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
@@ -60,8 +60,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
-        constant weights the gradient of `weights @ losses`. A gradient that is not finite gives weights that are not
-        finite where the rule looks at it. Pure; composes with vmap, grad, jvp and compile.
+        constant weights the gradient of `weights @ losses`, but for the heads of `multitask` losses. A gradient that is
+        not finite gives weights that are not finite where the rule looks at it. Pure; composes with vmap, grad, jvp and
+        compile.
 
     Differs:
         From `step`: nothing is scaled, skipped or updated, which is up to the caller.

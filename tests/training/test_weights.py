@@ -54,6 +54,23 @@ def test_the_weighted_sum_of_the_losses_has_the_direction_of_the_rule_as_its_gra
         assert (error <= 8 * eps * terms).all()
 
 
+def test_of_multitask_losses_the_shared_gradient_is_the_direction_and_those_of_the_heads_are_weighted():
+    w, x = torch.tensor([1.0, -2.0], dtype=torch.float64), torch.tensor([3.0, 0.5], dtype=torch.float64)
+    own = {"one": torch.tensor([2.0, 1.0]).double(), "two": torch.tensor([-1.0, 0.25]).double()}
+    params = {"shared": nn.Parameter(w), "heads": {k: nn.Parameter(p) for k, p in own.items()}}
+    tasks = jd.multitask(lambda w, x: w * x, lambda p, h, x: {name: h @ p[name] for name in p})
+    found = jd.weights_fn(tasks, jd.upgrad())(params, x)
+    expected = jd.aggregate(jd.upgrad(), torch.stack([x * p for p in own.values()]))  # the trunk's gradients, by hand
+    values = torch.stack([*tasks(params, x).values()])
+    (found.weights * values).sum().backward()
+    eps = torch.finfo(torch.float64).eps
+    terms = sum(weight * (x * p).abs() for weight, p in zip(expected.weights, own.values(), strict=True))
+    assert ((params["shared"].grad - expected.direction).abs() <= 8 * eps * terms).all()
+    for weight, head in zip(expected.weights, params["heads"].values(), strict=True):
+        torch.testing.assert_close(head.grad, weight * w * x, rtol=8 * eps, atol=0)
+    assert not torch.allclose(params["heads"]["one"].grad, w * x), "step gives a head its whole gradient"
+
+
 def test_a_rule_goes_on_from_the_state_that_is_passed():
     params, x = problem(range(9))
     rule = jd.random_weights(jd.random.key(0))
