@@ -129,6 +129,12 @@ def _is_flat(given: dict[str, Any]) -> bool:
     return _is_real(given) and given["weight"].ndim == 2
 
 
+def _is_linear(given: dict[str, Any]) -> bool:
+    """Whether the bias has an element for each output; torch broadcasts others."""
+    bias = given.get("bias")
+    return _is_flat(given) and (bias is None or bias.shape == given["weight"].shape[:1])
+
+
 def _is_pair(given: dict[str, Any]) -> bool:
     pair = given.get("input"), given.get("other")
     return all(isinstance(x, Tensor) and x.is_floating_point() for x in pair)
@@ -144,7 +150,7 @@ _LINEAR = Layer(
         "weight": lambda x, gradient, _options: Factors(_columns(gradient), _columns(x)),
         "bias": lambda _x, gradient, _options: _sums(_columns(gradient)),
     },
-    _is_flat,
+    _is_linear,
     MATRIX,
 )
 

@@ -79,7 +79,12 @@ class LayerRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in GRAPH_ATTRIBUTES:
             examples = self.examples and transform_level() == self.level
-            return graph_attribute(func, *args) if examples else func(*args)
+            found = graph_attribute(func, *args) if examples else func(*args)
+            if func == GRAPH_ATTRIBUTES[1] and found is not None:
+                self.refuse_layer_node(found)
+            return found
+        if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
+            raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
         if func in _BACKWARD:
             # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
@@ -103,6 +108,11 @@ class LayerRecorder(TorchFunctionMode):
         if func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
+
+    def refuse_layer_node(self, node: Any) -> None:
+        """The gradient of a layer's output is taken before its node, whose hooks would not act."""
+        if any(isinstance(use.edge, GradientEdge) and use.edge.node is node for use in self.uses):
+            raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
 
     def without_view(self, output: Tensor) -> Tensor:
         return without_view(output)
@@ -210,4 +220,4 @@ KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
 
 
-_WATCHED = {*KNOWN, *_BACKWARD, *GRAPH_ATTRIBUTES}
+_WATCHED = {*KNOWN, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}
