@@ -28,9 +28,9 @@ class Thresholds(NamedTuple):
     """
 
     imbalance: float = 10.0
-    conflict: float = 0.5
+    conflict: float = 1.0
     rescale: str = "nash_mtl"
-    project: str = "upgrad"
+    project: str = "aligned_mtl"
 
 
 def advise(
@@ -39,8 +39,8 @@ def advise(
     """Advise on a rule, from the gradients of a window of training steps under `mean`.
 
     First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest, and fixed
-    weights or a rule that does not see lengths would help. Else, if at least half of the pairs of objectives conflict
-    throughout the window, `"project"`. Else `"keep the mean"`, which costs one backward pass.
+    weights or a rule that does not see lengths would help. Else, if all pairs of objectives conflict throughout
+    the window, `"project"`. Else `"keep the mean"`, which costs one backward pass.
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.

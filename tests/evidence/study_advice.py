@@ -69,17 +69,17 @@ def fitted(names: list[str], problems: dict[str, Any], figures: dict[str, Any]) 
 
 
 def words(found: dict[str, Any], problems: dict[str, Any]) -> str:
-    """The tally in two sentences, beside rules that are taken always."""
+    """The tally, beside rules that are taken always."""
     n = len(found)
-    hits = {part: sum(line[part]["hit"] for line in found.values()) for part in ("all", "left_out")}
-    always = {
-        rule: sum(overall(p["rules"][rule]) >= NEAR * best(p) for p in problems.values())
-        for rule in next(iter(problems.values()))["rules"]
-    }
-    top = max(always, key=lambda rule: always[rule])
+    shares = {part: [line[part]["share"] for line in found.values()] for part in ("all", "left_out")}
+    for rule in min((p["rules"] for p in problems.values()), key=len):  # those that exist for every problem
+        shares[rule] = [overall(p["rules"][rule]) / best(p) for p in problems.values()]
+    hits = {who: sum(share >= NEAR for share in values) for who, values in shares.items()}
+    low = {who: f"{min(values):.2f} of the best in the worst case" for who, values in shares.items()}
+    top = max((rule for rule in shares if rule not in ("all", "left_out")), key=lambda rule: hits[rule])
     return (
         f"Within 2 % of the best of all rules: on {hits['all']} of {n} problems with the thresholds of `advise`, "
-        f"which were chosen on these problems; on {hits['left_out']} of {n} with thresholds and rules "
-        f"chosen on the others. "
-        f"`mean()` always: {always['mean']} of {n}; the best single rule, `{top}`, always: {always[top]} of {n}."
+        f"which were chosen on these problems ({low['all']}); on **{hits['left_out']} of {n}** with thresholds and "
+        f"rules chosen on the others ({low['left_out']}). `mean()` always: {hits['mean']} of {n} ({low['mean']}); "
+        f"the best single rule, `{top}()`, always: {hits[top]} of {n} ({low[top]})."
     )

@@ -1,5 +1,7 @@
 """The study from end to end on a tiny problem, and the numbers of its page on results made by hand."""
 
+from pathlib import Path
+
 import pytest
 import study_advice
 import study_page
@@ -7,6 +9,7 @@ import study_pictures
 import torch
 from study_problem import Problem, always, explained, network
 from study_problem import apply as network_values
+from study_problems import PROBLEMS
 from study_results import best, load, near_best, overall, run, share_to_grid, store
 from study_rules import RULES, grid, rules_for
 
@@ -102,3 +105,27 @@ def test_thresholds_are_chosen_on_other_problems():
     assert (found.imbalance, found.rescale) == (10, "imtl_g")
     assert all(study_advice.outcome(problems[name], figures[name], found)["hit"] for name in problems)
     assert study_advice.outcome(problems["far"], figures["far"], Thresholds(imbalance=100))["share"] == 0.5556
+
+
+STORED = load(Path(study_page.__file__).with_name("study.json"))
+
+
+def test_what_is_stored_is_whole():
+    """Every problem, every rule that exists for it, every seed; and no name of a machine."""
+    assert STORED["problems"].keys() == STORED["advice"]["problems"].keys() == PROBLEMS.keys()
+    for name, found in STORED["problems"].items():
+        assert found["rules"].keys() == rules_for(found["m"]).keys(), name
+        assert {len(rule["test"]) for rule in found["rules"].values()} == {5}
+    assert STORED["machine"].keys() == {"cores", "threads", "torch", "functional_jd"}
+
+
+def test_advise_has_the_thresholds_that_the_study_chose():
+    assert Thresholds()._asdict() == STORED["advice"]["best"]
+
+
+def test_the_page_has_the_tables_of_what_is_stored():
+    page = study_page.PAGE.read_text(encoding="utf-8")
+    assert "\n".join(study_page.summary(STORED)) in page
+    assert STORED["advice"]["words"] in page
+    for name in STORED["problems"]:
+        assert "\n".join(study_page.of_problem(STORED["problems"][name])) in page
