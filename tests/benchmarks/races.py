@@ -96,7 +96,7 @@ def run(race: Race, seconds: float, rounds: int) -> Standing:
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])
         for name in columns
-        for other in ("JD", "Engine", "fb", "limit", "plain", "plain compiled")
+        for other in ("JD", "Engine", "Opacus", "conflictfree", "fb", "limit", "plain", "plain compiled")
         if other in columns and name != other
     }
     how = race.table, race.name, race.size

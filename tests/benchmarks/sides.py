@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -86,12 +87,17 @@ def ours(model: Tasks | Examples) -> dict[str, Side]:
 
 
 def of_private(make: Callable[[], Examples]) -> dict[str, Side]:
-    """The sum of gradients that are clipped one by one, and their norms: ours beside `vmap(grad)`."""
+    """The sum of gradients that are clipped one by one, and their norms: ours beside Opacus and `vmap(grad)`."""
+    peer: dict[str, Side] = {}
+    if find_spec("opacus"):
+        from ghost import ghost_clipped
+
+        peer = {"Opacus": ghost_clipped(make(), _MAX_NORM)}
     model = make()
     losses, params, batch = model.losses(), model.tree(values), model.batch
     how: dict[str, Any] = {"losses": losses, "aggregator": jd.clipped(_MAX_NORM), "optimizer": _NO_OPTIMIZER}
     start = jd.train_state(params, *batch, **how)
-    return {
+    return peer | {
         "fb": Side(partial(plain, model.modules, model.mean)),
         "vmap(grad)": Side(lambda: _clipped_rows(losses.loss, params, *batch), flat),
         "norms": Side(lambda: jd.squared_norms_fn(losses)(params, *batch)),
