@@ -5,7 +5,7 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled evidence notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics evidence notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -34,7 +34,10 @@ bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; wr
 	@$(BIN)/python tests/benchmarks/shard_table.py
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32: twenty minutes, to compile
-	@$(BIN)/python tests/benchmarks --only compiled float32 --json bench-compiled.json
+	@$(BIN)/python tests/benchmarks --only compiled physics float32 --json bench-compiled.json
+
+bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at equal CPU time: ten minutes
+	@$(BIN)/python tests/benchmarks/physics.py
 
 evidence: $(VENV)/.test  ## rules beside tuned weights, for docs/evidence.md: twenty minutes; QUICK=1: one or two
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)

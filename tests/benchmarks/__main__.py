@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from report import Row
 
 
+# Tables that compile, and run only by name.
+_GRAPHS = ("compiled", "physics")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what is asked for: tables on stdout, progress on stderr, JSON and pictures where the options say."""
     sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m tests.benchmarks` finds its neighbours too
@@ -81,7 +85,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="these tables, models or rules, sizes (T=2), precisions; default: all but the table `compiled`",
+        help="these tables, models or rules, sizes (T=2), precisions; default: all but `compiled` and `physics`",
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no case is begun")
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="of rules; default: 2 4 8 32 128 256")
@@ -111,13 +115,13 @@ def _chosen(options: argparse.Namespace) -> "list[Case | Race]":
         sys.exit(f"benchmarks: unknown names {', '.join(sorted(unknown))}. Take some of: {all_known}.")
     wanted = [names & column.keys() or column.keys() for column in known]
     chosen = [case for case in cases if all(name in some for name, some in zip(_called(case), wanted, strict=True))]
-    return [case for case in chosen if case.table != "compiled" or "compiled" in names]
+    return [case for case in chosen if case.table not in _GRAPHS or case.table in names]
 
 
 def _called(case: "Case | Race") -> tuple[str, str, str, str]:
     """Its table, its rule or model, its size, its precision: of a kind of which names are given, only those run."""
     size, _, precision = case.size.partition(" ")
-    whole = case.table in ("as run", "compiled")
+    whole = case.table in ("as run", *_GRAPHS)
     return case.table, case.name.partition(",")[0], size, (precision or "float32") if whole else ""
 
 
@@ -125,11 +129,13 @@ def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     import torch
     from as_run import as_run_races, compiled_races
     from cases import example_races, growth_races, private_races, task_races
+    from pinn import pinn_races
     from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     found: list[Case | Race] = []
     for device in devices:
+        found += pinn_races(options.toy, device, options.backend)
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
         found += task_races(options.toy, device) + example_races(options.toy, device)
         found += private_races(options.toy, device) + growth_races(options.toy, device)

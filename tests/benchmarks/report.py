@@ -18,6 +18,7 @@ TITLES = {
     "tasks": "diagnosis: one direction of several tasks on a trunk; milliseconds, MB at the peak",
     "examples": "diagnosis: one direction of a batch, every example an objective; milliseconds, MB at the peak",
     "private": "the sum of clipped gradients of a batch, judged against fb; milliseconds, MB at the peak",
+    "physics": "a step of a network that solves an equation, ours compiled, by two peers; milliseconds, MB at the peak",
     "growth": "diagnosis: one direction of 8 tasks on an MLP, one quantity varied; milliseconds, MB at the peak",
     "weights": "weights of a rule; microseconds",
     "batches": "weights of a rule, a batch of 64; microseconds",
@@ -26,8 +27,9 @@ TITLES = {
 SIDES = {
     "tasks": ("fb", "JD", "jacobian", "gramian", "auto"),
     "examples": ("fb", "JD", "Engine", "jacobian", "gramian", "auto"),
-    "private": ("fb", "vmap(grad)", "norms", "ours"),
+    "private": ("fb", "Opacus", "vmap(grad)", "norms", "ours"),
     "growth": ("fb", "JD", "jacobian", "gramian", "auto"),
+    "physics": ("conflictfree", "JD", "eager", "ours"),
 }
 
 RATIOS = {
@@ -46,7 +48,10 @@ TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled ag
 
 tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
 and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.
-private: ours, what `step` does with `clipped`, without an optimizer; norms, `squared_norms_fn` and nothing more.
+private: ours, what `step` does with `clipped`, without an optimizer; norms, `squared_norms_fn` and nothing more;
+Opacus, its ghost clipping, with its own attention. physics: two losses, `config` and Adam, a thread each; ours, the
+step in one graph; eager, the same step not compiled; ratio, that of ours to conflictfree. Errors at equal time are
+printed by physics.py.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
@@ -121,7 +126,7 @@ def _ratio(ratio: list[float] | None, goal: Figure | None) -> str:
 
 def _standing(row: Standing) -> str:
     cells = [
-        f"{row.seconds[name] * 1e3:9.2f} ({row.memory[name] / _MB:6.1f})" if name in row.seconds else "-"
+        f"{row.seconds[name] * 1e3:9.2f} ({row.memory.get(name, 0) / _MB:6.1f})" if name in row.seconds else "-"
         for name in SIDES[row.table]
     ]
     text = f"{row.name:16}{_place(row):>12}" + "".join(f"{cell:>18}" for cell in cells)
@@ -142,7 +147,7 @@ def _refused(row: Standing) -> str:
 
 def against_peer(row: dict[str, Any]) -> list[float] | None:
     """The quartiles of the ratio of `auto` to the peer's Engine, or to its Jacobian; of private training, to fb."""
-    found = [row["ratios"].get(pair) for pair in ("auto/Engine", "auto/JD", "ours/fb")]
+    found = [row["ratios"].get(pair) for pair in ("auto/Engine", "auto/JD", "ours/fb", "ours/conflictfree")]
     return next((ratio for ratio in found if ratio is not None), None)
 
 

@@ -1,0 +1,152 @@
+"""Differential equations with known solutions, and the residuals of networks that shall solve them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, product
+from math import pi
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+Params = list[Tensor]
+"""Weight and bias of each layer, one after the other."""
+Points = tuple[Tensor, Tensor, Tensor]
+"""Points inside `[n, d]`, points at the edge `[k, d]`, and the solution there `[k]`."""
+Slopes = tuple[Tensor, dict[int, Tensor]]
+"""First derivatives `[..., d]`, and second ones `[...]` by axis."""
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation on a box, with its solution; one point `[d]` and many `[n, d]` are handled alike.
+
+    `left(u, first, second, points)` is zero for the solution. Second derivatives are needed along `axes`; values are
+    known at `sides`, pairs of an axis and an end of it, 0 or 1. `counts` are the numbers of points inside and at the
+    edge, and `weight` is that of the edge in the sum of the mean squares.
+    """
+
+    name: str
+    left: Callable[[Tensor, Tensor, dict[int, Tensor], Tensor], Tensor]
+    solution: Callable[[Tensor], Tensor]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    axes: tuple[int, ...]
+    sides: tuple[tuple[int, int], ...]
+    widths: tuple[int, ...]
+    counts: tuple[int, int]
+    weight: float = 100.0
+
+    def points(self, seed: int = 0) -> Points:
+        """Those that are trained with, always the same ones, float64."""
+        inside, edge = (self.inside(count, seed + i) for i, count in enumerate(self.counts))
+        for index, (axis, end) in enumerate(self.sides):
+            edge[index :: len(self.sides), axis] = (self.low, self.high)[end][axis]
+        return inside, edge, self.solution(edge)
+
+    def inside(self, count: int, seed: int) -> Tensor:
+        """So many points, uniformly."""
+        low, high = (torch.tensor(corner, dtype=torch.float64) for corner in (self.low, self.high))
+        generator = torch.Generator().manual_seed(seed)
+        return low + (high - low) * torch.rand(count, len(low), generator=generator, dtype=torch.float64)
+
+    def network(self, seed: int) -> Params:
+        """Weights of variance 1 / inputs, biases of zero, float64."""
+        generator = torch.Generator().manual_seed(seed)
+        params: Params = []
+        for i, o in pairwise((len(self.low), *self.widths, 1)):
+            params += [torch.randn(o, i, generator=generator, dtype=torch.float64) / i**0.5, torch.zeros(o).double()]
+        return params
+
+    def inside_residual(self, params: Params, x: Tensor, slopes: Callable[..., Slopes]) -> Tensor:
+        """What is left of the equation."""
+        u = partial(value, params)
+        return self.left(u(x), *slopes(u, x, self.axes), x)
+
+    def losses(self, params: Params, points: Points, slopes: Callable[..., Slopes]) -> dict[str, Tensor]:
+        """The two losses of a network: mean squares, that of the edge weighted."""
+        inside, edge, known = points
+        left = self.inside_residual(params, inside, slopes)
+        return {
+            "edge": self.weight * (value(params, edge) - known).square().mean(),
+            "equation": left.square().mean(),
+        }
+
+    def error(self, params: Params) -> float:
+        """The relative L2 distance to the solution, at points that are not trained with."""
+        x = self.inside(2000, seed=99)
+        true = self.solution(x)
+        found = value([p.detach().double() for p in params], x)
+        return float((found - true).norm() / true.norm())
+
+
+def value(params: Params, x: Tensor) -> Tensor:
+    """The network, with tanh between its layers."""
+    *hidden, (weight, bias) = zip(params[::2], params[1::2], strict=True)
+    for w, b in hidden:
+        x = torch.tanh(linear(x, w, b))
+    return linear(x, weight, bias)[..., 0]
+
+
+def by_func(u: Callable[[Tensor], Tensor], x: Tensor, axes: tuple[int, ...]) -> Slopes:
+    """By `torch.func.grad`, which compiles, and which vmap takes."""
+    slope = torch.func.grad(lambda x: u(x).sum())
+    return slope(x), {i: torch.func.grad(lambda x, i=i: slope(x)[..., i].sum())(x)[..., i] for i in axes}
+
+
+def by_autograd(u: Callable[[Tensor], Tensor], x: Tensor, axes: tuple[int, ...]) -> Slopes:
+    """By `torch.autograd.grad`, the fastest way in eager mode."""
+    x = x.detach().requires_grad_()
+    (first,) = torch.autograd.grad(u(x).sum(), x, create_graph=True)
+    second = {i: torch.autograd.grad(first[:, i].sum(), x, create_graph=True)[0][:, i] for i in axes}
+    return first, second
+
+
+def _box(*axes: int) -> tuple[tuple[int, int], ...]:
+    return tuple(product(axes, (0, 1)))
+
+
+_WAVES = torch.tensor([pi, 4 * pi], dtype=torch.float64)
+
+
+def _helmholtz(u: Tensor, first: Tensor, second: dict[int, Tensor], x: Tensor) -> Tensor:
+    return second[0] + second[1] + u - (1 - float(_WAVES.square().sum())) * _sines(x)
+
+
+def _sines(x: Tensor) -> Tensor:
+    return torch.sin(_WAVES.to(x) * x).prod(-1)
+
+
+def _poisson(u: Tensor, first: Tensor, second: dict[int, Tensor], x: Tensor) -> Tensor:
+    return sum(second.values()) + pi**2 * _cosines(x)
+
+
+def _cosines(x: Tensor) -> Tensor:
+    return torch.cos(pi * x).sum(-1)
+
+
+_VISCOSITY = 0.01 / pi
+
+
+def _burgers(u: Tensor, first: Tensor, second: dict[int, Tensor], x: Tensor) -> Tensor:
+    return first[..., 0] + u * first[..., 1] - _VISCOSITY * second[1]
+
+
+def _shock(x: Tensor) -> Tensor:
+    """By the transformation of Cole and Hopf, with the quadrature of Gauss and Hermite."""
+    nodes, weights = (torch.tensor(part) for part in np.polynomial.hermite.hermgauss(100))
+    at = x[..., 1:] - (4 * _VISCOSITY * x[..., :1]).sqrt() * nodes
+    heights = weights * torch.exp(-(torch.cos(pi * at) + 1) / (2 * pi * _VISCOSITY))
+    return -(torch.sin(pi * at) * heights).sum(-1) / heights.sum(-1)
+
+
+_SQUARE, _CUBE = ((-1.0, -1.0), (1.0, 1.0)), ((0.0,) * 5, (1.0,) * 5)
+
+HELMHOLTZ = Equation("Helmholtz", _helmholtz, _sines, *_SQUARE, (0, 1), _box(0, 1), (24, 24), (640, 160))
+POISSON = Equation("Poisson 5-d", _poisson, _cosines, *_CUBE, tuple(range(5)), _box(*range(5)), (32,), (480, 120))
+BURGERS = Equation(
+    "Burgers", _burgers, _shock, (0.0, -1.0), (1.0, 1.0), (1,), ((0, 0), *_box(1)), (20, 20, 20), (500, 100)
+)
+EQUATIONS = (HELMHOLTZ, POISSON, BURGERS)
