@@ -86,13 +86,13 @@ def check_unequal_batches_count_by_their_examples_and_what_drifts_is_found():
 def check_losses_that_compute_with_dtensors_themselves():
     """Tensor parallelism: the batch is whole on every rank, and each multiplies with its own columns and rows."""
     params, _, batch = mlp()
-    whole_losses = lambda p, x, y: ((torch.tanh(x @ p["w"].mT + p["b"]) @ p["v"].mT - y) ** 2).mean(0)
+    whole_losses = lambda p, x, y: ((torch.tanh(x @ p["w"].mT + p["b"]) @ p["v"].mT * p["gain"] - y) ** 2).mean(0)
 
     def parallel(p, x, y):
         x = DTensor.from_local(x, mesh(), [Replicate()], run_check=False)
         y = DTensor.from_local(y, mesh(), [Replicate()], run_check=False)
         h = torch.tanh(x @ p["w"].mT + p["b"])  # its columns lie on the ranks
-        return (((h @ p["v"].mT).redistribute(placements=[Replicate()]) - y) ** 2).mean(0)
+        return (((h @ p["v"].mT).redistribute(placements=[Replicate()]) * p["gain"] - y) ** 2).mean(0)
 
     layouts = {"w": Shard(0), "b": Shard(0), "v": Shard(1), "gain": Replicate()}
     own = {name: distribute_tensor(params[name], mesh(), [layouts[name]]) for name in params}
