@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -27,6 +28,10 @@ _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter", "same": "sum
 
 
 _REDUCTIONS = {"sum": "sum", "mean": "sum", "least": "min", "most": "max"}
+
+
+_LARGE = 1 << 20
+"""Rows of more elements are scattered one by one: together they would be copied, as ranks come before rows."""
 
 
 class _Collective(Function):
@@ -75,6 +80,9 @@ class _Collective(Function):
         return _Collective.apply(tangents[0], *ctx.collective_args)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # noqa: ARG004
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         value, *collective_args = args
+        if args[1] == "scatter" and value.numel() > _LARGE * info.batch_size:
+            rows = [_Collective.apply(row, *collective_args) for row in value.unbind(in_dims[0])]
+            return torch.stack(rows), 0
         return _Collective.apply(value.movedim(in_dims[0], -1), *collective_args), -1

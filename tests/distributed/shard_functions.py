@@ -119,6 +119,18 @@ def check_gathering_composes_with_transforms():
         assert torch.equal(torch.vmap(f)(torch.stack([shard, -shard])), torch.stack([full, -full]))
 
 
+def check_large_rows_are_scattered_one_by_one():
+    """Rows of more than 2^20 elements, whichever dimension is theirs."""
+    numbers = torch.arange(1025.0 * 1024) % 251
+    for placement in (Shard(0), Shard(1)):
+        like = distribute_tensor(numbers.reshape(1025, 1024), mesh(), [placement])
+        _, pull = torch.func.vjp(partial(gathered, like=like, mesh=mesh()), like.to_local())
+        cotangents = torch.stack([like.full_tensor(), -like.full_tensor()])
+        expected = ranks() * torch.stack([like.to_local(), -like.to_local()])
+        assert torch.equal(torch.vmap(pull)(cotangents)[0], expected)
+        assert torch.equal(torch.vmap(pull, in_dims=2, out_dims=2)(cotangents.movedim(0, 2))[0].movedim(2, 0), expected)
+
+
 def check_partial_leaves_and_other_meshes_are_refused_in_one_sentence():
     from torch.distributed.tensor import Partial
 
