@@ -9,6 +9,12 @@ from study_results import best, by_score, near_best, overall, search_cost, share
 from study_rules import RULES, SPELLED
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
+ADVICE = """\
+Figures are those of the record `Advice`, from the first tenth of a training with `mean()` at the middle rate: medians
+over the five seeds. On the left what `advise` says with its own thresholds and rules, which are those that hit most of
+these ten problems, of the few in `CHOICES` of `tests/evidence/study_advice.py`; on the right what it would say if they
+had been chosen on the nine other problems. The right side is what to expect on a problem of your own, as far as ten
+problems can tell."""
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
 
 
@@ -141,7 +147,7 @@ def write_page(stored: dict[str, Any]) -> None:
     ]
     if "advice" in stored:
         found = stored["advice"]
-        made += ["", "## What `advise` says", "", *advice(found, problems), "", found["words"]]
+        made += ["", "## What `advise` says", "", ADVICE, "", *advice(found, problems), "", found["words"]]
     made += ["", "## Problem by problem", *(line for problem in problems.values() for line in of_problem(problem))]
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     if not begin:
