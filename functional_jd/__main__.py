@@ -382,6 +382,7 @@ def settings_from(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every rule, and print the results; returns the exit code."""
     settings = settings_from(arguments)
+    print(f"training under {' and '.join(settings.rule)}: {settings.epochs} epochs each", flush=True)
     try:
         reports = {rule: train(rule, settings) for rule in settings.rule}
     except KeyboardInterrupt:

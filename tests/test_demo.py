@@ -29,6 +29,7 @@ def run(capsys, *arguments):
     assert demo.main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == "", "no progress bar where nobody looks"
+    assert re.match(r"training under \w+( and \w+)*: \d+ epochs each\n", out)
     return {label.strip(): cells.split() for label, cells in re.findall(r"(?m)^(.*?)  +(\S.*)$", out)}
 
 
@@ -212,7 +213,7 @@ def test_an_interruption_ends_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(demo, "train", interrupted)
     assert demo.main([]) == 130
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    assert (out.count("\n"), err.count("\n")) == (1, 1)
 
 
 def test_help_names_every_flag_and_default(capsys):
