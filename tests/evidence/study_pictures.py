@@ -46,15 +46,13 @@ def scores(stored: dict[str, Any]) -> Figure:
     for axis in axes.flat[len(problems) :]:
         axis.set_visible(False)
     for axis, problem in zip(axes.flat, problems.values(), strict=False):
-        top = best(problem)
-        for y, rule in enumerate(rules):
-            if rule in problem["rules"]:
-                value = overall(problem["rules"][rule])
-                near = value >= NEAR * top
-                axis.plot(
-                    value / overall(problem["grid"]), y, "o" if near else "s", markersize=4.5,
-                    color=NEAR_COLOR if near else FAR_COLOR, markerfacecolor=NEAR_COLOR if near else "none",
-                )  # fmt: skip
+        top, tuned = best(problem), overall(problem["grid"])
+        found = [(y, overall(problem["rules"][rule])) for y, rule in enumerate(rules) if rule in problem["rules"]]
+        near = [(value / tuned, y) for y, value in found if value >= NEAR * top]
+        far = [(value / tuned, y) for y, value in found if value < NEAR * top]
+        axis.plot(*zip(*near, strict=True), "o", markersize=4.5, color=NEAR_COLOR)
+        if far:
+            axis.plot(*zip(*far, strict=True), "s", markersize=4.5, color=FAR_COLOR, markerfacecolor="none")
         axis.axvline(1, color=INK, linewidth=0.8)
         axis.set_title(problem["name"], fontsize=9, color=INK)
         axis.set_yticks(range(len(rules)), rules, fontsize=7)
