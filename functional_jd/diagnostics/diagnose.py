@@ -172,7 +172,7 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
             f"diagnose: with gramian=True, expected a single square matrix [m, m], found {found}. "
             "Omit gramian for a Jacobian."
         )
-    if type(value) is tuple and value == ():
+    if not isinstance(value, Tensor) and value == ():
         raise ValueError(
             "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule looks at no "
             "gradients. Pass jacobian_fn(losses)(params, *batch)[0]."
