@@ -165,9 +165,13 @@ def gramian_mode() -> str:
     return "vmap" if torch.compiler.is_compiling() else "auto"
 
 
-def stack_at_once(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether rows are stacked by one call, or written one by one into preallocated memory."""
-    return under_transform() or sum(g.numel() for g in gradients if g is not None) < _STACKED
+def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
+    """Whether the rows of each input are stacked by one call, or written one by one into preallocated memory.
+
+    Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better.
+    """
+    sizes = [g.numel() for g in gradients if g is not None]
+    return under_transform() or sum(sizes) < _STACKED or m * max(sizes, default=0) <= sum(sizes)
 
 
 # Layers of the Gramian engine

@@ -92,7 +92,7 @@ def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
     """Rows by input, from m gradients by row."""
     parts = iter(gradients)
     first = next(parts)
-    if stack_at_once(first):
+    if stack_at_once(first, m):
         return _stacked([first, *parts])
     return _written(enumerate(chain([first], parts)), m)
 
@@ -139,13 +139,17 @@ def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_siz
 
 
 def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
-    rows: Rows = []
-    with autocast_disabled(gradients):
-        for column in zip(*gradients, strict=True):
-            like = next((g for g in column if g is not None), None)
-            filled = [torch.zeros_like(like) if g is None else g for g in column] if like is not None else None
-            rows.append(None if filled is None else torch.stack(filled))
-    return rows
+    """Stack the rows of each input, and let them go before the next one's are stacked."""
+    columns = [list(column) for column in zip(*gradients, strict=True)][::-1]
+    for gradient in gradients:
+        gradient.clear()  # the caller holds the first
+    with autocast_disabled(columns):
+        return [_stack(columns.pop()) for _ in range(len(columns))]
+
+
+def _stack(column: list[Tensor | None]) -> Tensor | None:
+    like = next((g for g in column if g is not None), None)
+    return None if like is None else torch.stack([torch.zeros_like(like) if g is None else g for g in column])
 
 
 def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:

@@ -135,6 +135,26 @@ def test_each_row_is_freed_before_the_next_one_is_differentiated():
     assert torch.equal(rows, torch.arange(3.0)[:, None].expand(3, 1 << 15))
 
 
+def test_rows_of_inputs_of_one_size_are_freed_as_they_are_stacked():
+    made, alive = [], []
+
+    def row(value):
+        gradient = [torch.full((1 << 13,), value) for _ in range(4)]
+        made.extend(map(weakref.ref, gradient))
+        return gradient
+
+    class Stacks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.stack.default:
+                alive.append(sum(reference() is not None for reference in made))
+            return func(*args, **(kwargs or {}))
+
+    with Stacks():
+        rows = stack_rows((row(float(i)) for i in range(3)), 3)
+    assert alive == [12, 9, 6, 3]
+    assert all(torch.equal(x, torch.arange(3.0)[:, None].expand(3, 1 << 13)) for x in rows)
+
+
 def test_losses_of_tasks_that_are_stacked_walk_one_head_each():
     walked = []
 
