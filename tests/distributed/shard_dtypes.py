@@ -33,7 +33,7 @@ def compare(dtype, optimizer, first, bound):
     def alone(params, losses, batch, rule):
         return trained(params, batch, method(losses, rule, optimizer))
 
-    problems = list(cases(first, dtype))
+    problems = list(cases(first, dtype, half=dtype == torch.float64))
     for (params, losses, batch, rule), expected in zip(problems, spread(alone, problems), strict=True):
         own, (expected, expected_infos) = placed(params), expected
         state, infos = trained(own, mine(batch), method(distributed.sharded(losses, mesh()), rule, optimizer))
@@ -66,7 +66,7 @@ def check_bfloat16_steps_equal_those_of_the_mean_over_the_ranks():
     def alone(params, losses, batch, rule):
         return trained(params, batch, method(by_part(fj.autocast(losses, torch.bfloat16)), rule, "plain"))
 
-    problems = list(cases(1))
+    problems = list(cases(1, half=True))
     for (params, losses, batch, rule), expected in zip(problems, spread(alone, problems), strict=True):
         low = fj.autocast(distributed.sharded(losses, mesh()), torch.bfloat16)  # keeps what is declared
         state, infos = trained(placed(params), mine(batch), method(low, rule, "plain"))

@@ -30,7 +30,6 @@ ON = {
     if THOROUGH
     else [
         "float32_steps_of_sgd_equal_those_of_whole_parameters",
-        "an_overflow_on_one_rank_backs_off_its_own_scale_and_nan_none",
         "the_functions_of_a_step_by_hand",
         "gathering_composes_with_transforms",
         "multitask_losses_are_gathered_part_by_part",
