@@ -130,12 +130,14 @@ def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     from as_run import as_run_races, compiled_races
     from cases import example_races, growth_races, private_races, task_races
     from pinn import pinn_races
+    from potential import potential_races
     from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     found: list[Case | Race] = []
     for device in devices:
         found += pinn_races(options.toy, device, options.backend)
+        found += potential_races(options.toy, device, options.backend)
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
         found += task_races(options.toy, device) + example_races(options.toy, device)
         found += private_races(options.toy, device) + growth_races(options.toy, device)

@@ -49,9 +49,9 @@ TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled ag
 tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
 and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.
 private: ours, what `step` does with `clipped`, without an optimizer; norms, `squared_norms_fn` and nothing more;
-Opacus, its ghost clipping, with its own attention. physics: two losses, `config` and Adam, a thread each; ours, the
-step in one graph; eager, the same step not compiled; ratio, that of ours to conflictfree. Errors at equal time are
-printed by physics.py.
+Opacus, its ghost clipping, with its own attention. physics: an equation with two losses and `config`, a potential with
+energies, forces and stresses and `upgrad`, with Adam, a thread each; ours, the step in one graph; eager, the same step
+not compiled; ratio, that of ours to conflictfree. Errors at equal time are printed by physics.py.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
