@@ -156,8 +156,13 @@ def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
     if isinstance(losses, list | tuple) and losses and all(isinstance(row, Tensor) for row in losses):
         rows = torch.stack(list(losses))
     _require_values(rows)
+    if rows.layout != torch.strided:
+        raise TypeError(f"advise: expected dense losses, found layout {rows.layout}. Call .to_dense().")
     if rows.shape != shape:
-        raise ValueError(f"advise: expected losses {list(shape)} of the same steps, found {list(rows.shape)}.")
+        raise ValueError(
+            f"advise: expected losses {list(shape)} of the same steps, found {list(rows.shape)}. Pass all losses of "
+            "every step, or none."
+        )
     return rows.detach().to("cpu", torch.float64)
 
 

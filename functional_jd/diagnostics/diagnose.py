@@ -164,6 +164,14 @@ def _is_square_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
 
 
+def _refuse_no_gramian(value: Any) -> None:
+    if isinstance(value, tuple) and not value:
+        raise ValueError(
+            "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule looks at no "
+            "gradients. Pass jacobian_fn(losses)(params, *batch)[0]."
+        )
+
+
 def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
     """Return the Gramian in float64, the Jacobian if there is one, and the machine epsilon of the products."""
     if gramian and not _is_square_matrix(value):
@@ -172,11 +180,7 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
             f"diagnose: with gramian=True, expected a single square matrix [m, m], found {found}. "
             "Omit gramian for a Jacobian."
         )
-    if not isinstance(value, Tensor) and value == ():
-        raise ValueError(
-            "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule looks at no "
-            "gradients. Pass jacobian_fn(losses)(params, *batch)[0]."
-        )
+    _refuse_no_gramian(value)
     if not (_is_square_matrix(value) if gramian is None else gramian):
         rows = rows_of(value)
         row_count(rows, "diagnose")

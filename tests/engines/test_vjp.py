@@ -45,6 +45,7 @@ KINDS = {"plain": (losses, PARAMS), "examples": (fj.per_example(loss), PARAMS), 
 
 
 @pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+@pytest.mark.filterwarnings("ignore:train_state. no loss reaches:UserWarning")  # the graph does not show it
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rule", "engine"), [("upgrad", "jacobian"), ("upgrad", "gramian"), ("mean", "auto")])
 def test_a_step_refuses_a_backward_pass_that_adds_to_the_leaves(kind, rule, engine):

@@ -183,7 +183,18 @@ AGGREGATION = {
             "gramian": OPTION,
         },
     ),
+    "advise": Call(
+        jd.advise,
+        lambda: {"diagnoses": [jd.diagnose(rows())] * 2, "losses": [torch.ones(2), torch.ones(2)]},
+        {"losses": OPTION},
+    ),
     "describe": Call(
-        jd.describe, lambda: {"diagnosis": jd.diagnose(rows()), "names": ["a", "b"]}, {"names": OPTION | {"numpy"}}
+        jd.describe,
+        lambda: {
+            "diagnosis": jd.diagnose(rows()),
+            "names": ["a", "b"],
+            "advice": jd.advise([jd.diagnose(rows())] * 2),
+        },
+        {"names": OPTION | {"numpy"}, "advice": OPTION},
     ),
 }

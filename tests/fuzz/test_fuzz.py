@@ -34,6 +34,7 @@ EXCLUDED = {
             "Aggregation",
             "Aggregator",
             "Counterexample",
+            "Advice",
             "Diagnosis",
             "Engine",
             "EngineChoice",

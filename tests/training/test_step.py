@@ -740,7 +740,6 @@ def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):
     ("kind", "rule", "sizes"),
     [
         ("plain", fj.mean, (3, 4, 5, 9, 2)),
-        ("per_example", fj.mean, (3, 4, 5, 9, 2)),
         ("per_example", fj.upgrad, (3, 4, 5, 9, 12)),  # two objectives are solved in closed form, in another graph
     ],
 )

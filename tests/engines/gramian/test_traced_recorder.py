@@ -92,7 +92,7 @@ def test_equals_the_inner_products_of_the_rows(name, kind, around, monkeypatch):
 
 
 # One of each make; the kinds in turn, since a compiler takes its time.
-COMPILED = ["tied", "in_place", "reused", "layer_norm", "fused_attention", "scalars", "embedding", "batch_norm_eval"]
+COMPILED = ["tied", "in_place", "reused", "fused_attention", "scalars", "batch_norm_eval"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, list(KINDS)[i % 3]) for i, name in enumerate(COMPILED)])
@@ -108,9 +108,8 @@ def test_inductor_gives_the_same_numbers():
 
 
 # Not of tasks: the compiler would trace the same calls once more per task.
-@pytest.mark.parametrize("kind", ["plain", "by_example"])
-def test_compiles_over_replicas(kind):
-    case = case_of("reused", kind)
+def test_compiles_over_replicas():
+    case = case_of("reused", "by_example")
     torch._dynamo.reset()
     gramian, direction = torch.compile(lambda: replicas(case), fullgraph=True, backend="aot_eager")()
     agree((gramian, direction), expectation(case), 1e-9, 1e-9)
@@ -166,7 +165,7 @@ def test_uses_that_no_tap_may_take_alone_count(predict, kind, around):
     agree(around(case), expected, 1e-6, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["functional_penalty", "mapped", "half_frozen", "overwritten", "changed_copy"])
+@pytest.mark.parametrize("name", ["functional_penalty", "mapped", "half_frozen", "overwritten"])
 def test_uses_that_no_tap_may_take_alone_count_when_compiled(name):
     case = KINDS["by_example" if name == "half_frozen" else "plain"](model_of(ODD[name]))
     agree(compiled(case), expectation(case), 1e-6, 1e-6)
