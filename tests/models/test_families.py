@@ -42,6 +42,7 @@ COMPILED = [
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap of ops without a rule
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),  # packed sequences
+    pytest.mark.filterwarnings("ignore:train_state. no loss reaches:UserWarning"),  # parameters without a use
     # torch.compile hides this by `showwarning`, too late for warnings that are errors: weights that old norms leave.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
