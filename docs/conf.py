@@ -46,6 +46,7 @@ def setup(app: Any) -> None:
     make_reference.write(Path(app.srcdir) / "docs" / "reference")
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-docstring", link_names, priority=400)
+    app.connect("autodoc-process-docstring", keep_returns_whole, priority=400)
     app.connect("build-finished", copy_front_page)
 
 
@@ -69,6 +70,14 @@ def add_contents(app: Any, page: str, source: list[str]) -> None:
         for caption, pages in CONTENTS.items():
             options = f":hidden:\n:glob:\n:caption: {caption}\n:maxdepth: 2"
             source[0] += f"\n```{{toctree}}\n{options}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def keep_returns_whole(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Give what is returned an empty type: napoleon takes all before the first colon of a sentence for one."""
+    for index, line in enumerate(lines[:-1]):
+        if line.strip() == "Returns:":
+            text = lines[index + 1].lstrip()
+            lines[index + 1] = f"{' ' * (len(lines[index + 1]) - len(text))}: {text}"
 
 
 def link_names(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
