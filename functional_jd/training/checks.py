@@ -70,8 +70,8 @@ def _report_unlearned(where: str, losses: LossFunction, values: Losses, params: 
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
     found = {id(getattr(node, "variable", None)) for node in nodes} | {id(y) for y in tree_leaves(values)}
     if isinstance(losses, Multitask):
-        shared, _ = losses.split(params)
-        if not any(id(x) in found for x in tree_leaves(shared)):
+        shared = tree_leaves(losses.split(params)[0])
+        if shared and not any(id(x) in found for x in shared):  # the engines say what an empty one lacks
             raise ValueError(
                 f"{where}: expected features that depend on params['shared'], found that no loss reaches one of them, "
                 "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) "

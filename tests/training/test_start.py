@@ -78,6 +78,12 @@ def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
     assert all("no loss reaches 'heads.bias', 'heads.weight' on this batch" in text for text in told)
 
 
+def test_a_trunk_without_parameters_is_told_as_such():
+    losses = fj.multitask(lambda shared, x: x, lambda own, z, x: (own["w"] * z).sum(0))
+    with pytest.raises(ValueError, match=r"train_state \(shared\): expected at least one parameter"):
+        begin(losses, {"shared": {}, "heads": {"w": torch.ones(3)}})
+
+
 UNREACHED = {
     "detached": lambda p, x: output(p, x).detach().mean(0),
     "an accuracy": lambda p, x: [(output(p, x) > 0).float().mean()],
