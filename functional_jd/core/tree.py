@@ -137,6 +137,7 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
         ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
     """
     rows: list[int] = []
+    uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
     leaves = tree_leaves(jacobian) if leaves is None else leaves
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -153,9 +154,9 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
                 "Stack one gradient per objective along the first dimension."
             )
         rows.append(leaf.shape[0])
+        uneven = uneven or leaf.shape[0] != rows[0]
     check_layouts(leaves, jacobian, where)
-    # No set or dict of sizes: torch.compile takes a size to be hashed for a constant, and compiles anew for each.
-    if any(m != rows[0] for m in rows):
+    if uneven:
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
         raise ValueError(

@@ -168,8 +168,8 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         torch.float32
     """
     # Where it is off already, and that is nearly always, a walk through the tree would only cost time.
-    if not torch.compiler.is_compiling() and not any(map(torch.is_autocast_enabled, _devices())):
-        return _NOTHING
+    if not any(map(torch.is_autocast_enabled, _devices())):
+        return nullcontext() if torch.compiler.is_compiling() else _NOTHING
     return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
 
 
