@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
+# Tests and notebooks start Python dozens of times: it would compile this package each time.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
 .PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics evidence notebooks docs lint types check clean

@@ -13,7 +13,7 @@ hypothesis.settings.register_profile(
     deadline=None,  # the machine is shared: time is not what these tests measure
     derandomize=True,
     print_blob=True,
-    max_examples=24,
+    max_examples=20,
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

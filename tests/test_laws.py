@@ -18,6 +18,7 @@ from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.hyper_parameters import Number
 from functional_jd.aggregation.per_objective import Numbers
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.tree import tree_leaves
 from functional_jd.testing import ALWAYS, BY_CLAIM, RULES, hyper_parameters_are_values
 from functional_jd.testing.conformance import counterexample
 from functional_jd.testing.table import builder, jacobians_for, rule_of
@@ -76,13 +77,23 @@ def test_every_number_that_a_rule_takes_is_a_hyper_parameter():
     assert numbers == {(name, hyper) for name in SWEPT for hyper in RULES[name].hyper}
 
 
-def steps(rule):
-    """The directions of two steps, with losses and another batch where the rule uses them."""
-    J = torch.tensor([[2.0, -1, 3, 0], [-1, 2, 1, 1], [1, 1, -3, 2]], dtype=torch.float64)
+J = torch.tensor([[2.0, -1, 3, 0], [-1, 2, 1, 1], [1, 1, -3, 2]], dtype=torch.float64)
+
+
+def step(rule, rows, state):
+    """With losses and another batch where the rule uses them."""
+    others = (rows.roll(1, 1),) if rule.view is cross_gramian else ()
+    return aggregate(rule, rows, state, *others, losses=rows.square().sum(1) / 8)
+
+
+TWO = J, J.roll(1, 1) + 0.5
+
+
+def steps(rule, jacobians=TWO):
+    """The directions of a step for each Jacobian."""
     state, found = None, []
-    for rows in (J, J.roll(1, 1) + 0.5):
-        others = (rows.roll(1, 1),) if rule.view is cross_gramian else ()
-        result = aggregate(rule, rows, state, *others, losses=rows.square().sum(1) / 8)
+    for rows in jacobians:
+        result = step(rule, rows, state)
         state = result.state
         found.append(result.direction)
     return torch.stack(found)
@@ -91,11 +102,13 @@ def steps(rule):
 @pytest.mark.parametrize("name", SWEPT)
 def test_a_sweep_of_gradients_compiles_into_one_graph(name):
     build, f = RULES[name].build, builder(name)  # torch.compile traces no import
+    remembers = tree_leaves(step(rule_of(name), J, None).state)
+    jacobians = TWO if remembers else TWO[:1]
 
     def size(fractions):
         pairs = zip(RULES[name].hyper.items(), fractions, strict=True)
         hyper = {number: within.low + t * (within.high - within.low) for (number, within), t in pairs}
-        return steps(build(f, **hyper)).square().sum()
+        return steps(build(f, **hyper), jacobians).square().sum()
 
     sweep = torch.linspace(0.2, 0.7, 2 * len(RULES[name].hyper), dtype=torch.float64).reshape(2, -1)
     gradients = torch.vmap(torch.func.grad(size))

@@ -374,8 +374,9 @@ def _compiled_steps(rule: Aggregator) -> Callable[..., Any]:
     torch.compiler.reset()  # the graphs of other rules count against the recompile limit
 
     def f(state: Tree, *case: Any) -> tuple[Aggregation, Tree]:
-        jacobian, others, losses = case
-        later, first = (_step(rule, previous, jacobian, others, losses) for previous in (state, None))
+        later = _step(rule, state, *case)
+        # Without memory, all steps are alike: to trace a second one takes as long and tells nothing.
+        first = _step(rule, None, *case) if tree_leaves(state) else later
         return later, first.state
 
     return torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=False)

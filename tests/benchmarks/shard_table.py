@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/shard_table.py [WIDTH RANKS ...]`: memory and traffic per rank, and those of `fully_shard`.
+"""`python tests/benchmarks/shard_table.py [WIDTH LAYERS RANKS ...]`: memory and traffic per rank, beside `fully_shard`.
 
 A multilayer perceptron of 10.6 million parameters with three losses, trained by AdamW in float32. Memory is the peak of
 live tensors in a step, parameters and moments included, in units of n / R: a rank's share of the parameters. Sent are
@@ -178,10 +178,10 @@ def table_of(count: int) -> dict[str, dict[str, float]]:
         return json.loads((Path(folder) / "found.json").read_text())
 
 
-def main(width: str = str(WIDTH), *counts: str) -> None:
-    """Print the table, for layers of this width on so many ranks."""
-    global WIDTH
-    WIDTH = int(width)
+def main(width: str = str(WIDTH), layers: str = str(LAYERS), *counts: str) -> None:
+    """Print the table, for so many layers of this width on so many ranks."""
+    global WIDTH, LAYERS
+    WIDTH, LAYERS = int(width), int(layers)
     print("| sharded | R | peak memory, n / R | sent, n | collectives |\n| --- | ---: | ---: | ---: | ---: |")
     for count in map(int, counts or ("2", "4")):
         for name, found in table_of(count).items():

@@ -266,9 +266,10 @@ def check_a_step_of_a_step_can_be_differentiated():
 
 
 def check_the_step_compiles_in_a_full_graph():
-    params, batch = problem()
+    params, batch = {"w": torch.ones(5, 3, dtype=torch.float64)}, problem()[1][:1]
+    losses = lambda p, x: torch.tanh(x @ p["w"]).mean(0)
     rule = fj.stateless(fj.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
-    how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), scale=fj.scale_state(), **how)
     take = partial(step, sharded=True, **how)
     compiled = torch.compile(take, fullgraph=True, backend="aot_eager")

@@ -191,7 +191,7 @@ def test_an_engine_that_does_not_serve_the_rule_is_refused_at_the_start(engine, 
         begin(REACHED["dict"], engine=engine, aggregator=rule())
 
 
-VARIED = {"the parameters": (0, None, None), "the batch": (None, 0, None), "the learning rate": (0, None, 0)}
+VARIED = {"the parameters and the learning rate": (0, None, 0), "the batch": (None, 0, None)}
 
 
 @pytest.mark.parametrize("dims", VARIED.values(), ids=VARIED)
