@@ -23,6 +23,10 @@ NAMESPACE = "functional_jd"
 
 
 _TENSORS = {Tensor}
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+# Leaves of up to so many elements are looked at together.
+_SMALL = 1 << 10
 
 
 Structure = Any
@@ -74,7 +78,33 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
     """Return the leaves of a pytree."""
-    return tree_flatten(tree)[0]
+    leaves: list[Any] = []
+    if torch.compiler.is_compiling() or not _append_leaves(tree, leaves):
+        return tree_flatten(tree)[0]
+    return leaves
+
+
+def _append_leaves(tree: Any, leaves: list[Any]) -> bool:
+    """Append the leaves of dicts, lists, tuples and tensors, and return False where something else is among them, which
+    optree knows. Without a structure this takes a quarter of the time of optree's walk.
+    """
+    kind = type(tree)
+    if kind is dict:
+        try:
+            parts = [tree[key] for key in sorted(tree)]
+        except TypeError:  # keys of several classes, which optree sorts in its own way
+            return False
+    elif kind is list or kind is tuple:
+        parts = tree
+    else:
+        leaves.append(tree)
+        return kind in _PLAIN
+    for part in parts:
+        if type(part) is Tensor:
+            leaves.append(part)
+        elif part is not None and not _append_leaves(part, leaves):
+            return False
+    return True
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -100,11 +130,22 @@ def all_finite(tree: Tree) -> Tensor:
     Tests the minimum and the maximum, which propagate NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
     """
     leaves = tree_leaves(tree)
-    shards = [shard_of(leaf.detach() if leaf.requires_grad else leaf) for leaf in leaves]
-    extrema = [value for shard in shards if shard.numel() for value in torch.aminmax(shard)]
-    # Without entries the device of a flag matters to those who add it up over the ranks.
-    none = shards[0].new_ones((), dtype=torch.bool) if any_sharded(leaves) else torch.ones((), dtype=torch.bool)
-    return agreed((torch.stack(extrema).abs() < torch.inf).all() if extrema else none, leaves)
+    sharded = any_sharded(leaves)
+    shards = [leaf.detach() if leaf.requires_grad else leaf for leaf in (map(shard_of, leaves) if sharded else leaves)]
+    extrema = [value for shard in _joined(shards) if shard.numel() for value in torch.aminmax(shard)]
+    if extrema:
+        finite = (torch.stack(extrema).abs() < torch.inf).all()
+    else:  # the device of a flag matters to those who add it up over the ranks
+        finite = torch.ones((), dtype=torch.bool, device=shards[0].device if sharded else None)
+    return agreed(finite, leaves) if sharded else finite
+
+
+def _joined(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, small ones joined: of these a call costs more than what it computes."""
+    small = [leaf for leaf in leaves if leaf.numel() <= _SMALL]
+    if len(small) < 2 or torch.compiler.is_compiling() or any(leaf.device != small[0].device for leaf in small):
+        return leaves
+    return [torch.cat([leaf.reshape(-1) for leaf in small]), *[leaf for leaf in leaves if leaf.numel() > _SMALL]]
 
 
 def shards_of(tree: Tree) -> Tree:
