@@ -1,7 +1,7 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from functional_jd.aggregation.views import View, loss_count
 from functional_jd.core.arguments import described
 from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, in_range
+from functional_jd.core.rows import as_matrix, at_least_float32, in_range, inner_products, joined
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
@@ -24,7 +24,7 @@ from functional_jd.core.tree import (
     tree_sharded_as,
     tree_unflatten,
 )
-from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 
 
@@ -221,17 +221,50 @@ def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Di
     return lambda weights: direction_with_heads(tree_sharded_as(pullback(weights), rows, -1), heads)
 
 
+def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gramian, Callable[[Weights], Direction]]:
+    """The Gramian of rows that hold no float64, and `combine` of them as at least float32, from one set of matrices, in
+    which small leaves are joined. `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
+    """
+    rows, heads = split_heads(jacobian)
+    leaves, structure = tree_flatten(rows)
+    m = row_count(rows, where, leaves)
+    with autocast_disabled(leaves):
+        matrices = joined([as_matrix(at_least_float32(leaf)) for leaf in leaves])
+        products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
+
+    def sums(weights: Tensor) -> list[Tensor]:
+        weights = weights.float()
+        return [weights @ matrix for matrix, _ in matrices]
+
+    def pullback(weights: Weights) -> Direction:
+        if not isinstance(weights, Tensor) or weights.ndim > 1:
+            return combined(where, jacobian, weights)
+        check_row_weights(where, weights, m)
+        with autocast_disabled(leaves):
+            found = in_range(sums)(weights) if scaled else sums(weights)
+        parts = [part for x, (_, widths) in zip(found, matrices, strict=True) for part in x.split(widths)]
+        direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
+        return direction_with_heads(tree_unflatten(structure, direction), heads)
+
+    return products, pullback
+
+
+def check_row_weights(where: str, weights: Tensor, m: int) -> None:
+    """Refuse what is not one number per row."""
+    if weights.shape != (m,) or weights.is_complex():
+        found = described(weights) if weights.is_complex() else list(weights.shape)
+        raise ValueError(
+            f"{where}: expected one weight per row, [{m}], found {found}. "
+            "Check the number of objectives of the rule and of its preference."
+        )
+
+
 def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
     leaves, structure = tree_flatten(jacobian)
     m = row_count(jacobian, where, leaves)
     with autocast_disabled(jacobian):
         if isinstance(weights, Tensor) and weights.ndim < 2:
-            if weights.shape != (m,) or weights.is_complex():
-                found = described(weights) if weights.is_complex() else list(weights.shape)
-                raise ValueError(
-                    f"{where}: expected one weight per row, [{m}], found {found}. "
-                    "Check the number of objectives of the rule and of its preference."
-                )
+            check_row_weights(where, weights, m)
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
                 weights = weights.float()  # once, and not for every leaf
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]

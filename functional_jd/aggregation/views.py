@@ -82,7 +82,7 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
         if any_sharded(leaves):
             return sum_over_shards([inner_products(as_matrix(shard_of(leaf))) for leaf in leaves], leaves)
         matrices = joined([as_matrix(leaf) for leaf in leaves])
-        return reduce(torch.add, [inner_products(matrix) for matrix in matrices])
+        return reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
 
 def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:

@@ -66,9 +66,9 @@ def inner_products(matrix: Tensor) -> Tensor:
     return reduce(torch.add, [symmetric_product(block.double()) for block in _blocks(matrix)])
 
 
-def joined(matrices: Sequence[Tensor]) -> list[Tensor]:
+def joined(matrices: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these `[m, *]`, of which narrow neighbours are joined: adding up m^2 results of each
-    would cost more than the products.
+    would cost more than the products. Beside each matrix, how many columns it has of each.
     """
     groups: list[list[Tensor]] = []
     for matrix in matrices:
@@ -78,7 +78,10 @@ def joined(matrices: Sequence[Tensor]) -> list[Tensor]:
             last.append(matrix)
         else:
             groups.append([matrix])
-    return [group[0] if len(group) == 1 else torch.cat(group, 1) for group in groups]
+    return [
+        (group[0] if len(group) == 1 else torch.cat(group, 1), [matrix.shape[1] for matrix in group])
+        for group in groups
+    ]
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:

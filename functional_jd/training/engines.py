@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import (
     Aggregator,
     combined,
+    products_of_rows,
     pullback_of_scaled,
     start,
     updated,
@@ -30,6 +31,7 @@ from functional_jd.aggregation.views import losses as look_at_losses
 from functional_jd.core.multitask import direction_of_rows, rows_of, split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, LossFunction, Tree, Weights
 from functional_jd.engines.features import features_gramian
@@ -321,16 +323,18 @@ def _products_of_rows(
     weights: no pass over the rows, whose leaves these are.
     """
     rows, heads = split_heads(jacobian)
-    if any(leaf.dtype.itemsize < 4 for leaf in leaves):
-        rows, leaves = tree_map(at_least_float32, rows), [at_least_float32(leaf) for leaf in leaves]
-    products = norms(rows).square() if norms_suffice(problem.aggregator) else gramian_of_leaves(leaves)
+    is_scaled = problem.factor is not None
+    if norms_suffice(problem.aggregator) or any_sharded(leaves):
+        whole = with_heads(tree_map(at_least_float32, rows), heads)
+        products = norms(whole).square() if norms_suffice(problem.aggregator) else gramian_of_leaves(leaves)
+        pullback = pullback_of_scaled(problem.where, whole) if is_scaled else partial(combined, problem.where, whole)
+    else:
+        products, pullback = products_of_rows(problem.where, jacobian, is_scaled)
     if heads:  # an overflow there belongs to no row
         products = torch.where(all_finite(heads), products, torch.nan)
-    whole = with_heads(rows, heads)
-    if problem.factor is None:
-        return products, partial(combined, problem.where, whole)
+    if not is_scaled:
+        return products, pullback
     inverse = multiplier(problem.scale).double().reciprocal().expand(len(products))
-    pullback = pullback_of_scaled(problem.where, whole)
     factors = inverse if products.ndim == 1 else inverse[:, None]
     return products * factors * inverse, lambda weights: pullback(weights.double() * inverse)
 

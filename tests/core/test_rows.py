@@ -67,7 +67,9 @@ def test_joined_matrices_have_the_same_columns_in_the_same_order(m, leaves, widt
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "LEAST_WIDTH", width)
-        found = rows.joined(matrices)
+        joined = rows.joined(matrices)
+    found = [x for x, _ in joined]
+    assert [width for _, widths in joined for width in widths] == [n for n, _ in leaves]
     assert torch.equal(torch.cat([x.double() for x in found], 1), numbers)
     most = max(width, 2 * m)
     for x in found:
