@@ -247,11 +247,20 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
     def one_by_one() -> Parted:
         sums: Rows = [None] * n_heads
         features: list[list[Tensor | None]] = []
-        for factor, gradient in zip(factors.split(1), gradients_one_by_one(above, factors), strict=True):
-            mine, theirs = _one_row(gradient, n_heads, factor, options)
-            sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, mine, strict=True)]
-            features.append(theirs)
-        return sums, stack_rows(features, len(factors))
+        flags: list[Tensor] = []
+        inverses = factors.double().reciprocal().unbind()
+        with autocast_disabled(factors):
+            for inverse, gradient in zip(inverses, gradients_one_by_one(above, factors), strict=True):
+                mine = {index: g for index, g in enumerate(gradient[:n_heads]) if g is not None}
+                features.append(gradient[n_heads:])
+                if _assigns_overflows(options):
+                    reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
+                    flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
+                for index, g in mine.items():
+                    own = _unscaled_row(g, inverse, flags[-1] if flags else None, options)
+                    sums[index] = own if (others := sums[index]) is None else others + own
+        rows = stack_rows(features, len(factors))
+        return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
 
     mode = choose_heads(above, len(factors), options)
     return factors, *by_mode(mode, together, one_by_one, options)
@@ -265,25 +274,32 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Opti
     """
     heads, features = rows[:n_heads], rows[n_heads:]
     present = [row for row in heads if row is not None]
-    scale = options.scale
-    if scale is not None and scale.ndim and present and any(row is not None for row in features):
+    if _assigns_overflows(options) and present and any(row is not None for row in features):
         finite = torch.stack([row.isfinite().reshape(len(row), row.shape[1:].numel()).all(1) for row in present]).all(0)
         heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
-        blame = torch.where(finite, 0.0, torch.nan)
-        features = [None if row is None else row + per_row(blame, row).to(row.dtype) for row in features]
-    scales = None if scale is None else factors
+        features = _nan_unless(finite, features)
+    scales = None if options.scale is None else factors
     return [None if row is None else _unscaled_sum(row, scales, options) for row in heads], features
 
 
-def _one_row(gradient: Rows, n_heads: int, factor: Tensor, options: Options) -> Parted:
-    """The same for a single row, by tensors without a dimension of rows."""
-    if options.scale is None:
-        # Copies: autograd may return one tensor for two parameters.
-        heads = [None if g is None else at_least_float32(g.clone()) for g in gradient[:n_heads]]
-        return heads, gradient[n_heads:]
-    rows = [None if g is None else g[None] for g in gradient]
-    heads, features = _heads_and_features(rows, n_heads, factor, options)
-    return heads, [None if g is None else g[0] for g in features]
+def _assigns_overflows(options: Options) -> bool:
+    """Whether each row has a scale of its own."""
+    return options.scale is not None and options.scale.ndim > 0
+
+
+def _nan_unless(finite: Tensor, rows: Rows) -> Rows:
+    """The rows `[m, *z]`, all NaN where a flag `[m]` is false."""
+    blame = torch.where(finite, 0.0, torch.nan)
+    return [None if row is None else row + per_row(blame, row).to(row.dtype) for row in rows]
+
+
+def _unscaled_row(gradient: Tensor, inverse: Tensor, finite: Tensor | None, options: Options) -> Tensor:
+    """One row of a leaf of the heads, divided by its scale, in at least float32; zeros where it is not finite."""
+    if options.scale is None:  # a copy: autograd may return one tensor for two parameters
+        return at_least_float32(gradient.clone())
+    row = at_least_float32(gradient)
+    row = row if finite is None else torch.where(finite, row, 0)
+    return row * inverse.to(row.dtype)
 
 
 def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tensor:
