@@ -97,13 +97,15 @@ def adamw(
         rate = current_rate(lr, state.steps)
         leaves, structure = floating_leaves(params, "adamw")
         columns = [leaves, *(leaves_like(structure, tree) for tree in (direction, state.first, state.second))]
-        if state.steps.ndim or any(x.shape != y.shape for c in columns[1:] for x, y in zip(c, leaves, strict=True)):
+        shapes = [x.shape for x in leaves]
+        if state.steps.ndim or any(x.shape != s for column in columns[1:] for x, s in zip(column, shapes, strict=True)):
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
                 "adamw: expected a direction and averages of the shapes of the parameters, found others. Start the "
                 "state anew with init(params)."
             )
-        if are_numbers and _undisturbed([*chain(*columns), state.steps, rate]):
+        scalars = [x for x in (state.steps, rate) if isinstance(x, Tensor)]
+        if are_numbers and _undisturbed([*chain(*columns), *scalars]):
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
@@ -141,8 +143,13 @@ def _fused(
     """
     leaves, direction, *averages = columns
     params = [p.clone() for p in leaves]
-    direction = [_beside(d.to(p.dtype), p) for d, p in zip(direction, params, strict=True)]
-    first, second = ([copy_with_strides(x, p) for x, p in zip(average, params, strict=True)] for average in averages)
+    direction = [d if d.dtype is p.dtype else d.to(p.dtype) for d, p in zip(direction, params, strict=True)]
+    copies = [[x.clone() for x in average] for average in averages]
+    strides = [p.stride() for p in params]
+    direction, first, second = (
+        [x if x.stride() == stride else copy_with_strides(x, p) for x, p, stride in zip(*columns, strict=True)]
+        for columns in ((column, params, strides) for column in (direction, *copies))
+    )
     groups: dict[Any, list[int]] = {}
     for index, p in enumerate(params):
         groups.setdefault((p.device, p.dtype), []).append(index)
@@ -162,17 +169,12 @@ def _fused(
     return tree_unflatten(structure, params), state
 
 
-def _undisturbed(values: list[Any]) -> bool:
+def _undisturbed(values: list[Tensor]) -> bool:
     """Whether nothing but the values is asked for, on a device that has fused kernels."""
     if under_transform():
         return False
-    leaves = [x for x in values if isinstance(x, Tensor)]
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    return not recorded and all(x.is_cpu or x.is_cuda for x in leaves)
-
-
-def _beside(leaf: Tensor, like: Tensor) -> Tensor:
-    return leaf if leaf.stride() == like.stride() else copy_with_strides(leaf, like)
+    recorded = torch.is_grad_enabled()
+    return not any((recorded and x.requires_grad) or not (x.is_cpu or x.is_cuda) for x in values)
 
 
 def _pair(betas: Any) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from functional_jd.core.tree import (
     floating_leaves,
     leaves_like,
     shards_of,
+    tree_leaves,
     tree_map,
     tree_names,
     tree_sharded_as,
@@ -81,9 +82,9 @@ def by_shard(update: Callable[..., tuple[Params, Tree]], where: str) -> Callable
 
     def update_shards(*given: Any) -> tuple[Params, Tree]:
         *first, direction, state, params = given
-        leaves, structure = floating_leaves(params, where)
-        if not any_sharded(leaves):
+        if not any_sharded(tree_leaves(params)):
             return update(*given)
+        leaves, structure = floating_leaves(params, where)
         for index, (p, d) in enumerate(zip(leaves, leaves_like(structure, direction), strict=True)):
             if not same_layout(p, d):
                 raise ValueError(
