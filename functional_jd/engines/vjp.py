@@ -58,10 +58,10 @@ def vjp(
 
 
 def refuse_inner_backward(where: str, points: Iterable[Tensor]) -> None:
-    """Refuse leaves to which something added a gradient beside those that `torch.autograd.grad` returned: the backward
-    of a custom function that calls `Tensor.backward`.
+    """Refuse leaves of the graph to which something added a gradient beside those that `torch.autograd.grad` returned:
+    the backward of a custom function that calls `Tensor.backward`.
     """
-    if any(x.is_leaf and x.grad is not None for x in points):
+    if any(x.grad is not None for x in points):
         raise ValueError(
             f"{where}: expected custom autograd functions whose backward returns its gradients, found one that calls "
             "Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are lost. Pass "
@@ -116,6 +116,7 @@ def _by_autograd(
     sources = [source if source is not y or y.requires_grad else None for y, source in separate]
     # One tensor for each device is enough to tell whether autocast is on there.
     devices = list({x.device: x for x in inputs}.values())
+    leaves = [] if where is None else [x for x in points if x.is_leaf]
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
         pairs = [(y, c) for y, c in zip(sources, cotangent, strict=True) if c is not None and y is not None]
@@ -135,7 +136,7 @@ def _by_autograd(
                 allow_unused=True,
             )
         if where is not None:
-            refuse_inner_backward(where, points)
+            refuse_inner_backward(where, leaves)
         return to_dense(found)
 
     return Vjp(outputs, extra if differentiable else detach_tree(extra), pullback, tuple(points))
