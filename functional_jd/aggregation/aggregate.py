@@ -242,7 +242,8 @@ def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gram
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
             found = in_range(sums)(weights) if scaled else sums(weights)
-        parts = [part for x, (_, widths) in zip(found, matrices, strict=True) for part in x.split(widths)]
+        pairs = zip(found, matrices, strict=True)
+        parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
         return direction_with_heads(tree_unflatten(structure, direction), heads)
 

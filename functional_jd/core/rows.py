@@ -109,7 +109,8 @@ def symmetric_product(rows: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    return matrix.split(_width(len(matrix)), dim=1)
+    width = _width(len(matrix))
+    return (matrix,) if matrix.shape[1] <= width else matrix.split(width, dim=1)
 
 
 def _width(m: int) -> int:

@@ -17,6 +17,7 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
 | `_dynamo_marked_constant` | answers that are constant while tracing | loudly |
 | `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
+| `autograd.graph._engine_run_backward` | `vjp` | loudly |
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
 | `_C._len_torch_function_stack`, `_get_function_stack_at` | op tables inside op tables | loudly |
 | `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
@@ -55,7 +56,7 @@ from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge  # pyright: ignore
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -74,6 +75,9 @@ pytree_nodes: dict[Any, Any] = torch_pytree.SUPPORTED_NODES
 traced_grad: Any = _autograd_grad
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
 
+run_backward: Any = _engine_run_backward
+"""What `torch.autograd.grad` calls after it has asked about each tensor."""
+
 fused_adamw: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`."""
 
@@ -86,10 +90,8 @@ cdist_forward, cdist_backward = torch.ops.aten._cdist_forward, torch.ops.aten._c
 collective_ops: Any = torch.ops._c10d_functional
 """Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
 
-
 GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  # pyright: ignore
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
-
 
 _top_hooks: Any = _autograd._top_saved_tensors_default_hooks
 

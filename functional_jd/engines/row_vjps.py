@@ -70,9 +70,9 @@ def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | 
     """The rows of the Jacobian one after the other. Other outputs get no cotangent: zeros would cost time, and turn an
     infinite derivative there into NaN.
     """
-    for owner, (y, own) in enumerate(
-        zip(point.outputs, factors.split([y.numel() for y in point.outputs]), strict=True)
-    ):
+    sizes = [y.numel() for y in point.outputs]
+    parts = factors.unbind() if all(size == 1 for size in sizes) else factors.split(sizes)
+    for owner, (y, own) in enumerate(zip(point.outputs, parts, strict=True)):
         given: list[Tensor | None] = [None] * len(point.outputs)
         for given[owner] in _one_by_one(y, own):
             yield point.pullback(given)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
-from functional_jd.core.torch_internals import scalars_of_stack, under_transform
+from functional_jd.core.torch_internals import run_backward, scalars_of_stack, under_transform
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.engines.evaluate import detach_tree
 from functional_jd.engines.norm_workaround import SeparateNormAffine
@@ -127,16 +128,24 @@ def _by_autograd(
         # The cotangent itself may require grad, when nothing else does.
         create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
         with autocast_disabled(devices):
-            found = torch.autograd.grad(
-                [y for y, _ in pairs],
-                wanted,
-                given,
-                retain_graph=create_graph or not last,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
+            outs, keep = [y for y, _ in pairs], create_graph or not last
+            found = _gradients(outs, wanted, given, keep, create_graph)
         if where is not None:
             refuse_inner_backward(where, leaves)
         return to_dense(found)
 
     return Vjp(outputs, extra if differentiable else detach_tree(extra), pullback, tuple(points))
+
+
+def _gradients(
+    outputs: list[Any], inputs: list[Tensor], cotangents: list[Tensor], retain_graph: bool, create_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` of cotangents that fit, with None for inputs that are not reached.
+
+    Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
+    subclass of tensors is to see the call.
+    """
+    if has_torch_function((*outputs, *inputs)):
+        return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
+    how = retain_graph, create_graph, tuple(inputs), True
+    return run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)

@@ -130,7 +130,8 @@ def _factored(M: Tensor, q: Tensor, free: Tensor) -> tuple[_Solutions, bool]:
     """Solutions with one factor each, and whether they are refined."""
     if q.numel() * q.shape[-1] < _GUESSED_FROM:
         return _finished(M, q, free, _exchange(M, q, free, (q < 0) & free, _EXCHANGES))
-    found = _exchange(M, q, free, guessed_multipliers(M, q, free) > 0, 1)
+    # A guess, which the exchange checks: half of the digits are enough.
+    found = _exchange(M, q, free, guessed_multipliers(M.float(), q.float(), free) > 0, 1)
     found = _search_unsolved(
         found, M, q, free, lambda M, q, free, old: _exchange(M, q, free, old.active ^ old.wrong, _EXCHANGES)
     )

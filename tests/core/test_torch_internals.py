@@ -112,6 +112,19 @@ def test_gradients_are_traced_inside_a_transform():
     torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(x), x.cos())
 
 
+def test_a_backward_pass_takes_cotangents_of_tensors_and_edges_and_tells_what_it_does_not_reach():
+    x, other = (torch.tensor(number, dtype=torch.float64, requires_grad=True) for number in (3.0, 5.0))
+    y, z = x * x, 2 * x
+    outputs, cotangents = (y, torch.autograd.graph.get_gradient_edge(z)), (torch.tensor(10.0).double(),) * 2
+    for create_graph in (False, True):
+        how = True, create_graph, (x, other), True
+        found = internals.run_backward(outputs, cotangents, *how, accumulate_grad=False)
+        assert found[0].item() == 10 * (2 * 3 + 2)
+        assert found[0].requires_grad is create_graph
+        assert found[1] is None
+        assert x.grad is None
+
+
 def test_modes_see_nothing_where_they_are_switched_off():
     with Seen() as seen, internals.torch_function_disabled():
         torch.ones(2).add(1)
