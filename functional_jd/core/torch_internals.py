@@ -7,19 +7,18 @@ means. "Loudly" below says that an exception is raised without the name; "quietl
 | --- | --- | --- |
 | `_C._functorch.peek_interpreter_stack` | `under_functorch` | loudly: every function asks |
 | `autograd.forward_ad._current_level` | `under_transform`, `transform_level` | loudly |
-| `_functorch.pyfunctorch.retrieve_current_functorch_interpreter` | `transform_level`, compiled | loudly |
-| `_C._functorch.maybe_current_level` | `transform_level` | loudly |
+| `_C._functorch.maybe_current_level`, `retrieve_current_functorch_interpreter` | `transform_level` | loudly |
 | `_C._functorch.is_batchedtensor`, `get_unwrapped`, `maybe_get_bdim` | the Gramian of examples | loudly |
-| `_C._functorch._unwrap_batched` | compiled Gramians | loudly |
 | `_C._functorch.get_interpreter_stack`, `CVmapInterpreterPtr`, `_add_batch_dim` | `keyed`, under vmap | loudly |
 | `_dynamo.variables.torch.get_overridable_functions` | `keyed`, compiled | wrong numbers |
 | `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
 | `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
 | `_dynamo_marked_constant` | answers that are constant while tracing | loudly |
-| `_functorch.eager_transforms._autograd_grad` | compiled Gramians | loudly |
+| `_C._functorch._unwrap_batched`, `_autograd_grad` | compiled Gramians | loudly |
 | `autograd.graph._engine_run_backward` | `vjp` | loudly |
 | `_C.DisableTorchFunction` | the layer recorder | loudly |
 | `_C._len_torch_function_stack`, `_get_function_stack_at` | op tables inside op tables | loudly |
+| `_C._len_torch_dispatch_stack` | random numbers without tensors | loudly |
 | `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
 | `_fused_adamw_` | `adamw`, eager | loudly |
 | `Node._input_metadata` | the choice of row groups, losses that were stacked | loudly |
@@ -50,7 +49,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_function_stack_at, _len_torch_function_stack  # pyright: ignore
+from torch._C import _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack  # pyright: ignore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -61,7 +60,6 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 _forward_ad: Any = torch.autograd.forward_ad
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -77,6 +75,9 @@ traced_grad: Any = _autograd_grad
 
 run_backward: Any = _engine_run_backward
 """What `torch.autograd.grad` calls after it has asked about each tensor."""
+
+dispatch_modes: Any = _len_torch_dispatch_stack
+"""How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
 
 fused_adamw: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`."""
@@ -94,7 +95,6 @@ GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
 _top_hooks: Any = _autograd._top_saved_tensors_default_hooks
-
 # From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
 _CHECKPOINT: Any = inspect.unwrap(getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)).__code__
 _REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__

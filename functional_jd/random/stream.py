@@ -5,12 +5,13 @@ more.
 """
 
 import math
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import torch_function_disabled, under_transform
+from functional_jd.core.torch_internals import dispatch_modes, torch_function_disabled, under_transform
 
 # Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
 _RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "integer": 6}
@@ -25,6 +26,8 @@ UNIFORM_BITS = {
 
 # The number of elements drawn at once: on a CPU they fit in the cache; on other devices every kernel launch costs time.
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 22
+# Up to so many numbers of one key are drawn on a CPU without tensors: a word takes as long as one op of forty.
+_FEW = 32
 
 
 def signed(word: int) -> int:
@@ -74,6 +77,8 @@ def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    if keys.ndim == 1 and keys.is_cpu and 0 < n <= _FEW and type(keys) is Tensor and not dispatch_modes():
+        return _few(keys, n, what, dtype)
     out = keys.new_empty((*keys.shape[:-1], n), dtype=dtype)
     chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
     width = max(1, min(n, chunk))
@@ -89,6 +94,64 @@ def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
             piece.copy_(_numbers(words, what, dtype)[:, : piece.shape[1]])
             start += count
     return out
+
+
+def _few(key: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    """A few numbers of one key `[2]`, bit for bit as from tensors, whose words are made of Python's integers."""
+    first, second = key.tolist()
+    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
+    start, count = (_RANGES[what] << 60) + 1, 2 * -(-n // (2 * per_word))
+    words = [_word(first, second, start + index) for index in range(count)]
+    if what == "normal":
+        numbers = [x for pair in zip(words[0::2], words[1::2], strict=True) for x in _normal_pair(*pair)]
+        return torch.tensor(numbers[:n], dtype=torch.float64, device=key.device).to(dtype)
+    return _numbers(torch.tensor([words], device=key.device), what, dtype)[0, :n].to(dtype)
+
+
+def _word(first: int, second: int, counter: int) -> int:
+    """`_words` of one counter."""
+    word = _mixed(first + counter * _STRIDE, *_SPLITMIX64)
+    return signed(_mixed(word ^ second, *_FMIX64))
+
+
+def _mixed(word: int, first: int, left: int, second: int, right: int, third: int) -> int:
+    """`_mix` of one word, from 0 to 2^64 - 1."""
+    word %= 2**64
+    word = (word ^ (word >> first)) * left % 2**64
+    word = (word ^ (word >> second)) * right % 2**64
+    return word ^ (word >> third)
+
+
+def _normal_pair(word: int, angle: int) -> tuple[float, float]:
+    """`_normal` of two words, op by op: the arithmetic of float64 is that of tensors."""
+    u = (word >> 12) * 2.0**-52 + (0.5 + 2.0**-53)
+    fraction, exponent = math.frexp(u)
+    below = float(fraction < math.sqrt(0.5))
+    fraction = fraction * (1 + below)
+    z = (fraction - 1) / (fraction + 1)
+    log = (exponent - below) * math.log(2) + 2 * z * _polynomial(z * z, _ARTANH)
+    radius = _root(-2 * log) * (1 - 2 * (angle & 1))
+    half = (angle >> 11) * (math.pi / 4 * 2.0**-52)
+    sine = half * _polynomial(half * half, _SINE)
+    square = sine * sine
+    return radius * (1 - 2 * square), radius * 2 * sine * _root(1 - square)
+
+
+def _root(x: float) -> float:
+    """`_sqrt` of one number."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", x))
+    (root,) = struct.unpack("<d", struct.pack("<q", (bits >> 1) + (1023 << 51)))
+    for _ in range(4):
+        root = (x / root + root) * 0.5
+    return root
+
+
+def _polynomial(x: float, coefficients: list[float]) -> float:
+    """`_series` of one number."""
+    total = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
 
 
 @draw_op.register_fake

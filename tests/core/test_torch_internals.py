@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -123,6 +124,15 @@ def test_a_backward_pass_takes_cotangents_of_tensors_and_edges_and_tells_what_it
         assert found[0].requires_grad is create_graph
         assert found[1] is None
         assert x.grad is None
+
+
+def test_modes_that_see_what_is_computed_are_counted():
+    assert internals.dispatch_modes() == 0
+    with torch._subclasses.FakeTensorMode():
+        assert internals.dispatch_modes() == 1
+    seen = []
+    make_fx(lambda x: seen.append(internals.dispatch_modes()) or x + 1)(torch.ones(1))
+    assert seen[0] > 0
 
 
 def test_modes_see_nothing_where_they_are_switched_off():

@@ -226,6 +226,8 @@ def test_map_refuses_another_structure():
 def test_what_is_no_container_is_a_leaf():
     assert trees.tree_names(torch.ones(1)) == ["value"]
     assert trees.tree_leaves(None) == []
+    mixed = {"b": None, 1: torch.ones(2), "a": [None, ONE]}  # keys that Python does not sort
+    assert [x.ndim for x in trees.tree_leaves(mixed)] == [x.ndim for x in trees.tree_flatten(mixed)[0]] == [1, 0]
     assert [type(x) for x in trees.tree_leaves({"u": Unregistered(torch.ones(1)), "n": 3})] == [int, Unregistered]
 
 
@@ -291,9 +293,10 @@ def test_floating_leaves_are_the_leaves_or_a_named_mistake():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), None])
-@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("where", [0, 2, 6, 1000])  # in small leaves, and in one that is looked at alone
 def test_one_value_that_is_not_finite_is_seen(poison, where):
-    leaves = [torch.tensor(1.0), torch.tensor([-2.0, 3.0], dtype=torch.float16), torch.zeros(0), torch.ones(2, 2)]
+    small = [torch.tensor(1.0), torch.tensor([-2.0, 3.0], dtype=torch.float16), torch.zeros(0), torch.ones(2, 2)]
+    leaves = [*small, torch.ones(40, 33)]
     values = torch.cat([leaf.flatten().double() for leaf in leaves])
     if poison is not None:
         values[where] = poison

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from torch.func import grad, jacrev, jvp
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_jd import random
 from functional_jd.random import stream as streams
@@ -204,6 +205,12 @@ def test_the_first_draws_do_not_depend_on_how_many_follow(seed, few, more, dtype
     assert torch.equal(random.split(key, n)[:few], random.split(key, few))
     for draw in (random.uniform, random.normal):
         assert torch.equal(draw(key, (n,), dtype=dtype)[:few], draw(key, (few,), dtype=dtype))
+
+
+def test_a_recorded_graph_follows_the_key():
+    draw = lambda key: random.normal(key, (3,))
+    recorded = make_fx(draw)(random.key(0))
+    assert same_bits(recorded(random.key(1)), draw(random.key(1)))
 
 
 def test_the_first_draws_do_not_depend_on_the_cache():
