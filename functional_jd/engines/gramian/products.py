@@ -93,7 +93,11 @@ def _inner_products(f: Factors, m: int) -> Tensor:
         return _pairs(Factors(f.left if f.left.ndim == 2 else f.left.double(), f.right.double()))
     common, own = (f.left, f.right) if len(f.left) < m else (f.right, f.left)
     own, common = own.double(), common if common.ndim == 2 else common.double()
-    across = torch.einsum("gpq,mqgo->mpgo", _alike(common, common), own)
+    alike = _alike(common, common)
+    if len(alike) == 1:  # einsum would copy
+        across = torch.bmm(alike.expand(len(own), *alike.shape[1:]), own.squeeze(2))
+    else:
+        across = torch.einsum("gpq,mqgo->mpgo", alike, own)
     return own.flatten(1) @ across.flatten(1).mT
 
 
