@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from functional_jd.core.torch_internals import run_backward, scalars_of_stack, under_transform
+from functional_jd.core.torch_internals import run_backward, scalars_of_stack, traced_grad, under_transform
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.engines.evaluate import detach_tree
 from functional_jd.engines.norm_workaround import SeparateNormAffine
@@ -79,12 +79,16 @@ def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
 def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool) -> Vjp:
     # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
     aside: list[Any] = []
+    inside: list[list[Tensor]] = []
 
     def tensors_only(points: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        if torch.compiler.is_compiling():  # while it traces, the inputs themselves do not say that they require grad
+            points = [x.view_as(x) for x in points]
         with SeparateNormAffine() if differentiable else nullcontext():
             outputs, extra = f(points)
         leaves, structure = tree_flatten(extra)
         aside[:] = [structure, [None if isinstance(x, Tensor) else x for x in leaves]]
+        inside[:] = [outputs, points]
         return outputs, [x for x in leaves if isinstance(x, Tensor)]
 
     outputs, pull, tensors = cast(tuple[Any, ...], torch.func.vjp(tensors_only, inputs, has_aux=True))
@@ -93,8 +97,12 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
     extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
-        filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
         with autocast_disabled(inputs):
+            if among != slice(None) and torch.compiler.is_compiling():  # traces only what is asked for
+                pairs = [(y, c) for y, c in zip(inside[0], cotangent, strict=True) if c is not None]
+                given = [y for y, _ in pairs], inside[1][among], [c for _, c in pairs]
+                return list(traced_grad(*given, retain_graph=True, create_graph=True))
+            filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
             return to_dense(pull(filled)[0][among])
 
     return Vjp(outputs, extra, pullback)

@@ -961,3 +961,18 @@ def test_a_compiled_function_inside_the_losses_serves_every_mode_one_after_the_o
         found = jacobian_fn(kind(losses), mode=mode)(params, x)[0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
+
+
+def test_compiled_heads_are_differentiated_one_by_one():
+    """A cotangent of zero through the other head's infinite derivative would be NaN."""
+    params = {"shared": {"w": torch.ones(3)}, "heads": {"a": torch.ones(3), "b": torch.zeros(3)}}
+    losses = multitask(lambda p, x: x * p["w"], lambda p, h, x: {"a": h @ p["a"], "b": (h @ p["b"]).sqrt()})
+    torch._dynamo.reset()
+    for scale in (None, torch.tensor(8.0)):
+        find = jacobian_fn(losses, scale=scale)
+        found, values = torch.compile(find, fullgraph=True, backend="aot_eager")(params, torch.arange(3.0))
+        assert values == {"a": 3, "b": 0}
+        assert found.shared["w"][0].tolist() == [0, 1, 2] if scale is None else [0, 8, 16]
+        assert found.shared["w"][1].isnan().all()
+        assert found.heads["a"].tolist() == [0, 1, 2]
+        assert found.heads["b"][1:].isinf().all()

@@ -263,7 +263,25 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
         return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
 
     mode = choose_heads(above, len(factors), options)
+    if mode == "apart":
+        return factors, *_heads_apart(above, n_heads, factors, options)
     return factors, *by_mode(mode, together, one_by_one, options)
+
+
+def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) -> Parted:
+    """The heads' gradient by one pass, and the features' rows by one pass from each loss, which is one number."""
+    cotangent: list[Tensor] = [
+        f.reshape(y.shape).to(y.dtype) for f, y in zip(factors.unbind(), above.outputs, strict=True)
+    ]
+    sums = above.pullback(cotangent, slice(n_heads)) if n_heads else []
+    gradients = [
+        above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
+        for own in range(len(cotangent))
+    ]
+    inverse = None if options.scale is None else factors[0].double().reciprocal()
+    heads = [None if g is None else at_least_float32(g) for g in sums]
+    unscaled_heads = [g if g is None or inverse is None else g * inverse.to(g.dtype) for g in heads]
+    return unscaled_heads, stack_rows(gradients, len(factors))
 
 
 def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Options) -> Parted:
