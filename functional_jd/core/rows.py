@@ -6,6 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
 
@@ -94,7 +95,13 @@ def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
 def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
     blocks = matrix.split(max(1, CACHED // len(matrix)), dim=1)
-    return reduce(torch.add, [block.double().square().sum(1) for block in blocks])
+    return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
+
+
+def _squares(block: Tensor) -> Tensor:
+    if block.dtype == torch.float64 or under_transform() or block.requires_grad:
+        return block.double().square()
+    return block.double().square_()  # of a copy, in place: a second one would leave the cache
 
 
 def symmetric_product(rows: Tensor) -> Tensor:

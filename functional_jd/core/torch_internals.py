@@ -343,7 +343,7 @@ def without_view(x: Tensor) -> Tensor:
     """The same numbers as a tensor that is not a view, without a copy. Autograd records another graph for a view that
     is changed in place, in which an edge recorded before does not lie.
     """
-    return torch.ops.aten._unsafe_view(x, x.shape) if _base(x)._is_view() else x
+    return torch.ops.aten._unsafe_view.default(x, x.shape) if _base(x)._is_view() else x
 
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:

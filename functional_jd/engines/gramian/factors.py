@@ -41,11 +41,13 @@ def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -
         scaled = _weighted(right, weights, alone=len(left) < m).flatten(0, 2)
         return scaled.new_zeros(leaf.shape).index_add(0, left.flatten(), scaled).to(leaf.dtype)
     left = at_least_float32(left)
-    if len(left) < m:
-        right = _weighted(right, weights, alone=True)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    if len(left) < m or (len(right) == m and right.shape[-1] < left.shape[-1]):  # the smaller side is multiplied
+        right = _weighted(right, weights, alone=len(left) < m)
     else:
         left = _weighted(left, weights, alone=len(right) < m)
-    dtype = torch.promote_types(left.dtype, right.dtype)
+    if left.dtype is right.dtype and left.shape[2] == 1 and left.is_contiguous() and right.is_contiguous():
+        return (left.flatten(0, 2).mT @ right.flatten(0, 2)).reshape(leaf.shape).to(leaf.dtype)
     # The positions last, as they are in memory: pixels next to one another are copied in runs.
     left, right = (side.to(dtype).permute(2, 3, 0, 1).flatten(2) for side in (left, right))
     total = left[0] @ right[0].mT if len(left) == 1 else left @ right.mT

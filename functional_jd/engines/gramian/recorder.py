@@ -28,6 +28,7 @@ from functional_jd.core.torch_internals import (
 )
 from functional_jd.core.tree import tree_leaves
 from functional_jd.engines.choose import record_layer
+from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, ParameterView, view_of
@@ -99,15 +100,22 @@ class LayerRecorder(TorchFunctionMode):
                 fits = bool(uses) and self.fits(layer, given, uses)
             if fits:
                 taken = given | {name: part.constant for name, part in uses.items()}
-                output = func(*[taken[name] for name in layer.names[: len(args)]], **{k: taken[k] for k in kwargs})
+                args, kwargs = [taken[name] for name in layer.names[: len(args)]], {k: taken[k] for k in kwargs}
+                output = self.call(func, args, kwargs)
                 with torch_function_disabled():
                     output = self.without_view(output)
                     self.record(layer, given, uses, output)
                 return output
-        output = func(*args, **kwargs)
+        output = self.call(func, args, kwargs)
         if func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an op, for all examples at once where that is another way."""
+        if self.examples and func in BATCHED_OPS:
+            return on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
+        return func(*args, **kwargs)
 
     def refuse_layer_node(self, node: Any) -> None:
         """The gradient of a layer's output is taken before its node, whose hooks would not act."""
@@ -182,8 +190,7 @@ class LayerRecorder(TorchFunctionMode):
     def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
         source, axis = given[input_name(uses)], 0
         if self.examples:
-            source, hidden = unwrap_batched(source)
-            source = source.movedim(hidden, 0).detach()
+            source = examples_first(source).detach()
             output, axis = unwrap_batched(output)
         else:
             source = source.detach()[None]
@@ -220,4 +227,4 @@ KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
 
 
-_WATCHED = {*KNOWN, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}
+_WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import as_matrix, squared_norms
+from functional_jd.core.torch_internals import under_transform
 from functional_jd.engines.choose import position_norms_are_cheaper, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
@@ -18,6 +19,9 @@ from functional_jd.engines.gramian.factors import (
     weighted_sum_of_factors,
 )
 
+# So many elements of factors are cast to float64 at once: fresh memory in large blocks costs more than the products.
+_AT_ONCE = 1 << 16
+
 
 def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
     """The squared norms of the rows of a leaf, which are the sum of these parts, and the pullback of weights.
@@ -28,6 +32,10 @@ def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Bl
     factors = [part for part in parts if isinstance(part, Factors)]
     if not parts:
         return Block(leaf.new_zeros(m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
+    if len(parts) == 1 and factors and _has_one_position(factors[0]):
+        f = factors[0]
+        products = squared_norms(f.left.flatten(1)) * squared_norms(f.right.flatten(1))
+        return Block(products.expand(m), lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
     if len(factors) == len(parts) and _are_alike(factors, leaf) and position_norms_are_cheaper(factors, leaf, m):
         return Block(_norms_by_positions(factors, m), lambda weights: _weighted_sum(factors, weights, leaf, m))
     if len(parts) == len(factors) == 1 and factors[0].left.ndim > 2 and not rows_are_smaller(factors[0], leaf, m):
@@ -37,6 +45,11 @@ def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Bl
     rows = [part for part in parts if isinstance(part, Tensor)] + [rows_of_factors(f, leaf, m) for f in factors]
     total = sum(rows[1:], start=rows[0])
     return Block(squared_norms(as_matrix(total)), lambda weights: combined(total, weights, leaf))
+
+
+def _has_one_position(f: Factors) -> bool:
+    """Whether a row is the product of two vectors."""
+    return f.left.ndim > 2 and f.right.shape[1] * f.right.shape[2] == 1
 
 
 def _are_alike(factors: list[Factors], leaf: Tensor) -> bool:
@@ -57,6 +70,19 @@ def _norms_by_positions(factors: list[Factors], m: int) -> Tensor:
 
 def _crossed(f: Factors, other: Factors) -> Tensor:
     """The inner product of two parts of each row: `[m]`, or `[1]` where all rows share both."""
+    if under_transform():
+        return _crossed_at_once(f, other)
+    sides = (*f, *other)
+    m, elements = max(map(len, sides)), sum(side[0].numel() for side in sides)
+    at_once = max(1, _AT_ONCE // max(1, elements))
+    if at_once >= m:
+        return _crossed_at_once(f, other)
+    count = -(-m // at_once)
+    pieces = zip(*[side.split(at_once) if len(side) == m else [side] * count for side in sides], strict=True)
+    return torch.cat([_crossed_at_once(Factors(a, b), Factors(c, d)) for a, b, c, d in pieces])
+
+
+def _crossed_at_once(f: Factors, other: Factors) -> Tensor:
     return (_alike(f.left, other.left) * _alike(f.right, other.right)).sum((1, 2, 3))
 
 

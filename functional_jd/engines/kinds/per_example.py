@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.core.torch_internals import as_batch, transform_level
 from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
@@ -84,16 +85,18 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
     points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
 
-    def one(points: list[Tensor], *example: Any) -> tuple[list[Tensor], Any]:
+    def one(*example: Any) -> tuple[list[Tensor], Any]:
+        level = transform_level()[0]
+        copies = [as_batch(x, level) for x in points]
+
         def recorded_loss(*given: Any) -> Any:
-            with LayerRecorder(points, constants, uses, examples=True):
+            with LayerRecorder(copies, constants, uses, examples=True):
                 return losses.loss(*given)
 
-        return evaluate_losses(recorded_loss, (tree_unflatten(structure, points), *example), options)
+        return evaluate_losses(recorded_loss, (tree_unflatten(structure, copies), *example), options)
 
-    with torch.enable_grad(), _batched_attention(leaves):
-        dims = (0, *losses.dims(batch))
-        outputs, extra = torch.vmap(one, dims, randomness="different")(points, *batch)
+    with torch.enable_grad():
+        outputs, extra = torch.vmap(one, losses.dims(batch), randomness="different")(*batch)
     check_example_losses(outputs, (m,))
     edges = edges_of(uses)
     factors = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
