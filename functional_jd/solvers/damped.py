@@ -29,8 +29,12 @@ def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
     """
     m = len(b)
     ridge = _ROUNDING * m * nonzero(matrix.detach().diagonal().amax())
-    eye = torch.eye(m, dtype=matrix.dtype, device=matrix.device)
-    factor, info = torch.linalg.cholesky_ex(matrix + (damping + ridge) * eye)
-    x = torch.cholesky_solve(b.unsqueeze(1), factor).squeeze(1)
+    shift = damping + ridge
+    # Without a matrix of zeros to be added.
+    shifted = torch.diagonal_scatter(matrix, matrix.diagonal() + shift)
+    factor, info = torch.linalg.cholesky_ex(shifted)
+    # Not `cholesky_solve`, which copies the factor: with one right-hand side that takes longer than the rest.
+    y = torch.linalg.solve_triangular(factor, b.unsqueeze(1), upper=False)
+    x = torch.linalg.solve_triangular(factor.mT, y, upper=True).squeeze(1)
     # What is not finite stops the decomposition halfway, and leaves numbers that mean nothing.
-    return nan_unless((info == 0) & matrix.sum().isfinite(), x)
+    return nan_unless((info == 0) & (matrix.sum() + shift).isfinite(), x)

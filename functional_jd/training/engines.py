@@ -145,7 +145,9 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
         jacobian, values, carried = rows(problem)
         if inner_products_suffice(problem.aggregator):
             leaves = tree_leaves(rows_of(jacobian))
-            if all(leaf.dtype.itemsize <= 4 for leaf in leaves):  # the squares of finite numbers are finite in float64
+            # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a
+            # step is skipped for rows or for squares that overflow.
+            if problem.factor is None or all(leaf.dtype.itemsize <= 4 for leaf in leaves):
                 return _by_products(problem, values, carried, *_products_of_rows(problem, jacobian, leaves))
         jacobian, finite = unscale(problem.scale, jacobian)
         weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
