@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import as_matrix, squared_norms
+from functional_jd.core.rows import CACHED, as_matrix, squared_norms
 from functional_jd.core.torch_internals import under_transform
 from functional_jd.engines.choose import position_norms_are_cheaper, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
@@ -18,9 +18,6 @@ from functional_jd.engines.gramian.factors import (
     rows_of_factors,
     weighted_sum_of_factors,
 )
-
-# So many elements of factors are cast to float64 at once: fresh memory in large blocks costs more than the products.
-_AT_ONCE = 1 << 16
 
 
 def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
@@ -74,9 +71,10 @@ def _crossed(f: Factors, other: Factors) -> Tensor:
         return _crossed_at_once(f, other)
     sides = (*f, *other)
     m, elements = max(map(len, sides)), sum(side[0].numel() for side in sides)
-    at_once = max(1, _AT_ONCE // max(1, elements))
+    at_once = max(1, CACHED // max(1, elements))
     if at_once >= m:
         return _crossed_at_once(f, other)
+    # Fresh memory in large blocks costs more than the products.
     count = -(-m // at_once)
     pieces = zip(*[side.split(at_once) if len(side) == m else [side] * count for side in sides], strict=True)
     return torch.cat([_crossed_at_once(Factors(a, b), Factors(c, d)) for a, b, c, d in pieces])

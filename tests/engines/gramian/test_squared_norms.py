@@ -99,6 +99,7 @@ def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, 
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
         patch.setattr(factors, "CACHED", cached)
+        patch.setattr(squared_norms, "CACHED", cached)
         agree_leaf(parts, leaf, m)
 
 
