@@ -339,11 +339,12 @@ def version(x: Tensor) -> int:
         return _base(x)._version
 
 
-def without_view(x: Tensor) -> Tensor:
-    """The same numbers as a tensor that is not a view, without a copy. Autograd records another graph for a view that
-    is changed in place, in which an edge recorded before does not lie.
+def without_view(x: Tensor, shape: Any = None) -> Tensor:
+    """The same numbers, in this shape, as a tensor that is not a view, without a copy. Autograd records another graph
+    for a view that is changed in place, in which an edge recorded before does not lie.
     """
-    return torch.ops.aten._unsafe_view.default(x, x.shape) if _base(x)._is_view() else x
+    alone = shape is None and not _base(x)._is_view()
+    return x if alone else torch.ops.aten._unsafe_view.default(x, x.shape if shape is None else shape)
 
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:

@@ -46,12 +46,12 @@ class EngineChoice(NamedTuple):
 #   2^18 and m = 2, 8; 1.15, 0.95 at 2^20.
 # - m tasks on convolutions: 1.21, 1.13 at n = 2^12 and m = 2, 8; 1.12, 1.15 at 2^16; 1.05, 1.48 at 2^18; 0.94, 0.89 at
 #   2^20.
-# - m examples, P for each. MLP, P = 1: 1.06 at m n = 2^13, 1.03 at 2^15, 0.96 at 2^17, 0.82 at 2^19, 0.43 at 2^22, 0.26
-#   at 2^23. Transformer, P = 16: 1.17 at 2^16, 1.08 at 2^20, 0.99 at 2^22, 1.01 at 2^24. Convolutions: 1.05 at 2^16,
-#   1.06 at 2^20, 1.02 at 2^22, 0.77 at 2^24.
+# - m examples, P for each, with inner products and with norms only. MLP, P = 1: 0.95, 0.99 at m n = 2^14; 0.88, 0.94 at
+#   2^16; 0.81, 0.88 at 2^18; 0.43 at 2^22, 0.26 at 2^23. Transformer, P = 16: 1.06, 1.13 at 2^18; 1.02, 0.99 at 2^19;
+#   0.88, 0.81 at 2^20; 0.83, 0.74 at 2^21. Convolutions: 0.99, 0.99 at 2^16; 0.98, 0.92 at 2^18; 1.04, 0.86 at 2^20.
 _RECORDED_FROM = 1 << 17
 # So many parameters for each position of all tasks; so many elements of rows for each position of one example.
-_BY_TASK, _BY_EXAMPLE = 6_000, 1 << 17
+_BY_TASK, _BY_EXAMPLE = 6_000, 1 << 16
 # Rows of so many elements, 32 MB, make the difference in memory larger than that in time.
 MANY_ELEMENTS = 1 << 23
 

@@ -215,6 +215,8 @@ def test_a_view_becomes_a_tensor_of_its_own_without_a_copy():
     assert alone.data_ptr() == x.data_ptr()
     assert not alone._is_view()
     assert internals.without_view(x) is x
+    other = internals.without_view(x, (1, 4))
+    assert (other.data_ptr(), other.shape, other._is_view()) == (x.data_ptr(), (1, 4), False)
 
 
 def test_the_graph_tells_its_nodes_and_the_shapes_of_their_gradients():

@@ -38,19 +38,22 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
 
 
 @pytest.mark.parametrize(
-    ("shapes", "example", "engine"),
+    ("shapes", "example", "m", "engine"),
     [
-        ([(16, 16)] * 2, (16,), "jacobian"),
-        (MLP, (96,), "gramian"),
-        (CONV, (3, 32, 32), "jacobian"),
-        (LAYER * 2, (16, 64), "gramian"),  # as fast as rows, which take more memory
+        ([(16, 16)] * 2, (16,), 64, "jacobian"),
+        (MLP, (96,), 64, "gramian"),
+        (MLP, (96,), 4, "gramian"),
+        (CONV, (3, 32, 32), 64, "jacobian"),
+        (LAYER * 2, (16, 64), 4, "jacobian"),
+        (LAYER * 2, (16, 64), 16, "gramian"),
+        (LAYER * 2, (16, 64), 64, "gramian"),
     ],
 )
-def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example, engine):
+def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example, m, engine):
     losses = fj.per_example(lambda params, x, y: y)
     params = [torch.empty(shape) for shape in (*shapes, (10, shapes[-1][0]), (10,))]
     state = fj.TrainState(params, (), (), (), fj.no_scale())
-    batch = torch.empty(64, *example), torch.empty(64, dtype=torch.int64)
+    batch = torch.empty(m, *example), torch.empty(m, dtype=torch.int64)
     assert fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine == engine
 
 

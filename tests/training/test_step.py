@@ -492,7 +492,7 @@ def engines(monkeypatch):
 @pytest.mark.parametrize("shape", [(), (4,)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_takes_the_gramian_engine_where_the_jacobian_is_large(engines, kind, shape):
-    least = 1 << (15 if kind == "per_example" else 17)
+    least = 1 << (14 if kind == "per_example" else 17)
     for n, expected in ((least, "gramian"), (least // 2, "jacobian")):
         params, losses, batch = wide_losses(kind, n)
         how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}

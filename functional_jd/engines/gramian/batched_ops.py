@@ -11,7 +11,13 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.torch_internals import as_batch, is_batched, torch_function_disabled, unwrap_batched
+from functional_jd.core.torch_internals import (
+    as_batch,
+    is_batched,
+    torch_function_disabled,
+    unwrap_batched,
+    without_view,
+)
 
 F = nn.functional
 
@@ -48,9 +54,11 @@ def _together(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     names, batched, call = BATCHED_OPS[func]
     given = dict(zip(names, args, strict=False)) | kwargs
     with torch_function_disabled():
-        if not given.keys() <= set(names) or any(is_batched(x) is not (name in batched) for name, x in given.items()):
-            return None
-        given |= {name: examples_first(given[name]) for name in batched}
+        for name, x in given.items():
+            if name not in names or is_batched(x) is not (name in batched):
+                return None
+        for name in batched:
+            given[name] = examples_first(given[name])
     return call(given)
 
 
@@ -63,7 +71,7 @@ def _linear(given: Given) -> Tensor | None:
         flat = x if x.ndim == 2 else x.flatten(0, -2)
     found = F.linear(flat, weight, bias)
     with torch_function_disabled():
-        return found if x.ndim == 2 else found.unflatten(0, x.shape[:-1])
+        return found if x.ndim == 2 else without_view(found, (*x.shape[:-1], *found.shape[1:]))
 
 
 def _layer_norm(given: Given) -> Tensor | None:
