@@ -340,9 +340,7 @@ def version(x: Tensor) -> int:
 
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
-    """The same numbers, in this shape, as a tensor that is not a view, without a copy. Autograd records another graph
-    for a view that is changed in place, in which an edge recorded before does not lie.
-    """
+    """The same numbers, in this shape, without a copy and not as a view: one that is changed in place gets a new graph."""
     alone = shape is None and not _base(x)._is_view()
     return x if alone else torch.ops.aten._unsafe_view.default(x, x.shape if shape is None else shape)
 
