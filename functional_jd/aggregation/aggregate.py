@@ -222,7 +222,7 @@ def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Di
 
 
 def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gramian, Callable[[Weights], Direction]]:
-    """The Gramian of rows that hold no float64, and `combine` of them as at least float32, from one set of matrices, in
+    """The Gramian of rows, and `combine` of them as at least float32, from one set of matrices, in
     which small leaves are joined. `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
     """
     rows, heads = split_heads(jacobian)
@@ -233,8 +233,7 @@ def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gram
         products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:
-        weights = weights.float()
-        return [weights @ matrix for matrix, _ in matrices]
+        return [weights.to(matrix.dtype) @ matrix for matrix, _ in matrices]
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:

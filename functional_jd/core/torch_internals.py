@@ -340,7 +340,7 @@ def version(x: Tensor) -> int:
 
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
-    """The same numbers, in this shape, without a copy and not as a view: one that is changed in place gets a new graph."""
+    """The same numbers, in this shape, without a copy and not as a view, which in place changes give another graph."""
     alone = shape is None and not _base(x)._is_view()
     return x if alone else torch.ops.aten._unsafe_view.default(x, x.shape if shape is None else shape)
 
