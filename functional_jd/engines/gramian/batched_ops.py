@@ -46,7 +46,8 @@ def on_batch(func: Any, args: Any, kwargs: Any, level: int | None) -> Any:
             with torch_function_disabled():
                 return as_batch(found, level)
     # On a CPU, torch has no rule that batches its fused attention.
-    with sdpa_kernel(SDPBackend.MATH) if func is F.scaled_dot_product_attention and args[0].is_cpu else nullcontext():
+    attention = func is F.scaled_dot_product_attention and (args[0] if args else kwargs["query"]).is_cpu
+    with sdpa_kernel(SDPBackend.MATH) if attention else nullcontext():
         return func(*args, **kwargs)
 
 
@@ -81,7 +82,8 @@ def _layer_norm(given: Given) -> Tensor | None:
 def _group_norm(given: Given) -> Tensor | None:
     x = given.pop("input")
     with torch_function_disabled():
-        flat = x.flatten(0, 1) if x.ndim > 2 else None
+        # Of one value in each group torch tells that it has no deviation.
+        flat = x.flatten(0, 1) if x.ndim > 2 and x.shape[1:].numel() > given["num_groups"] else None
     if flat is None:
         return None
     found = F.group_norm(flat, **given)
@@ -90,11 +92,13 @@ def _group_norm(given: Given) -> Tensor | None:
 
 
 def _attention(given: Given) -> Tensor | None:
-    """Without dropout, which draws for every example, and without a mask that has dimensions beside the positions."""
+    """Without dropout, which draws for every example, and without a mask that has dimensions beside the positions, or
+    that torch refuses beside `is_causal`.
+    """
     sides, mask = [given.pop(name) for name in ("query", "key", "value")], given.get("attn_mask")
     with torch_function_disabled():
         batch = sides[0].shape[:-3]
-        masked = mask is not None and mask.ndim > 2
+        masked = mask is not None and (mask.ndim > 2 or given.get("is_causal"))
         if given.get("dropout_p") or masked or not batch or any(x.shape[:-3] != batch for x in sides):
             return None
         flat = [x.flatten(0, -4) for x in sides]
@@ -119,8 +123,8 @@ def _cross_entropy(given: Given) -> Tensor | None:
         if reduction == "none":
             return found if alone else found.unflatten(0, target.shape[:2])
         total = found if alone else found.unflatten(0, target.shape[:2]).flatten(1).sum(1)
-        # As torch: NaN where everything is ignored.
-        return total / (target != ignored).reshape(len(x), -1).sum(1) if reduction == "mean" else total
+        # As torch: NaN where everything is ignored. As a byte, `ignored` might be another class.
+        return total / (target.long() != ignored).reshape(len(x), -1).sum(1) if reduction == "mean" else total
 
 
 _REDUCTIONS = ("mean", "sum", "none")

@@ -80,6 +80,16 @@ def attention_of_one_head(p, x, y):
     return F.scaled_dot_product_attention(linear(p, x, y), x, x.cos())
 
 
+def attention_by_keywords_behind_masks(p, x, y):
+    q, mask = heads(p, x), MASK & (x[:, 0] < 9)
+    return F.scaled_dot_product_attention(query=q, key=q.cos(), value=q, attn_mask=mask)
+
+
+def entropy_of_bytes(p, x, y):
+    """To a byte, -253 is class 3."""
+    return F.cross_entropy(linear(p, x, y), y.to(torch.uint8), ignore_index=-253)
+
+
 def entropy(p, x, y):
     return F.cross_entropy(linear(p, x, y)[0], y[0])
 
@@ -121,6 +131,7 @@ TOGETHER = {
     entropy: "nll_loss_forward",
     entropy_without_reduction: "nll_loss_forward",
     entropy_of_positions: "nll_loss_forward",
+    entropy_of_bytes: "nll_loss_forward",
     entropy_summed: "nll_loss2d_forward",
 }
 """Losses, and the op of torch that they call once for all examples."""
@@ -131,6 +142,7 @@ APART = [
     attention_behind_masks_of_examples,
     attention_to_what_all_share,
     attention_of_one_head,
+    attention_by_keywords_behind_masks,
     entropy_of_probabilities,
     smoothed_entropy,
     weighted_entropy,
@@ -192,3 +204,20 @@ def test_what_is_ignored_has_no_mean():
     expected, rows = one_by_one(loss, x, y)
     assert values.isnan().tolist() == expected.isnan().tolist() == [False, True, False, False]
     assert torch.equal(squares.isnan(), rows.isnan().any(1))
+
+
+def masked_twice(p, x, y):
+    q = heads(p, x)
+    return F.scaled_dot_product_attention(q, q, q, MASK, is_causal=True)
+
+
+def one_value_in_each_group(p, x, y):
+    return F.group_norm(linear(p, x[:1], y), 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "words"), [(masked_twice, "should not be set"), (one_value_in_each_group, "more than 1")]
+)
+def test_what_torch_refuses_of_one_example_is_refused(f, words):
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        squared_norms_fn(per_example(lambda p, x, y: f(p, x, y).sum()))(PARAMS, *batch())
