@@ -150,18 +150,19 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     return "auto", size if chunk_size is None else min(size, chunk_size)
 
 
-def choose_heads(point: Vjp, m: int, options: Options) -> str:
+def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, options: Options) -> str:
     """How the rows of `multitask` heads are differentiated.
 
     One scalar per task: the loop walks each head once, where vmap walks every head for every row. Compiled, `"apart"`
     is one pass to all heads, and one from each loss to the features: of vmap's time .78 for 8 tasks and .5 for 32 on
-    an MLP of 52,000 parameters. A scale for each objective needs to know which row of the heads overflowed.
+    an MLP of 52,000 parameters. A scale for each objective needs to know which row of the heads overflowed, and one
+    pass would add up the rows of heads in half precision in half precision.
     """
     if options.mode == "auto" and len(point.outputs) > 1:
         if not under_transform():
             return "loop"
-        one_scale = options.scale is None or not options.scale.ndim
-        if torch.compiler.is_compiling() and one_scale and len(point.outputs) == m:
+        summable = (options.scale is None or not options.scale.ndim) and all(x.dtype.itemsize >= 4 for x in own)
+        if torch.compiler.is_compiling() and summable and len(point.outputs) == m:
             return "apart"
     return choose_rows(point, m, options)[0]
 

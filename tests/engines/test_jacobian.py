@@ -976,3 +976,13 @@ def test_compiled_heads_are_differentiated_one_by_one():
         assert found.shared["w"][1].isnan().all()
         assert found.heads["a"].tolist() == [0, 1, 2]
         assert found.heads["b"][1:].isinf().all()
+
+
+def test_compiled_rows_of_heads_in_half_precision_are_added_in_float32():
+    """Two rows of 40,000 each, multiplied by their scale: their sum is no float16."""
+    params = {"shared": {"w": torch.ones(2)}, "heads": {"v": torch.ones(2, dtype=torch.float16)}}
+    losses = multitask(lambda p, x: x * p["w"], lambda p, h, x: {name: (h @ p["v"].float()) for name in "ab"})
+    torch._dynamo.reset()
+    find = torch.compile(jacobian_fn(losses, scale=torch.tensor(8.0)), fullgraph=True, backend="aot_eager")
+    found, _ = find(params, torch.full((2,), 5000.0))
+    assert found.heads["v"].tolist() == [10000, 10000]

@@ -262,7 +262,7 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
         rows = stack_rows(features, len(factors))
         return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
 
-    mode = choose_heads(above, len(factors), options)
+    mode = choose_heads(above, point.own[0], len(factors), options)
     if mode == "apart":
         return factors, *_heads_apart(above, n_heads, factors, options)
     return factors, *by_mode(mode, together, one_by_one, options)
