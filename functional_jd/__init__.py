@@ -51,7 +51,6 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
-from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
 from functional_jd.diagnostics.advice import Advice
 from functional_jd.diagnostics.advise import advise
@@ -77,6 +76,7 @@ from functional_jd.precision.loss_scale import scale, select, unscale, update_sc
 from functional_jd.precision.policy import Policy, policy
 from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
 from functional_jd.precision.scaled_grad import scaled_grad
+from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.choice import chosen_engine
 from functional_jd.training.engines import Engine, features_engine, gramian_engine, jacobian_engine, weighted_engine

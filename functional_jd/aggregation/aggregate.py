@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.views import View, loss_count
 from functional_jd.core.arguments import described
-from functional_jd.core.multitask import direction_with_heads, rows_of, split_heads
+from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32, in_range, inner_products, joined
 from functional_jd.core.sharding import shard_of, sharded_as

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import described
 from functional_jd.core.safe import nan_unless
-from functional_jd.core.torch_internals import is_wrapped
+from functional_jd.torch_compat.torch_internals import is_wrapped
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.core.arguments import described
-from functional_jd.core.multitask import rows_of
+from functional_jd.core.heads import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.sharding import any_sharded, shard_of, sum_over_shards

@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View
 from functional_jd.core.arguments import check_mapping
-from functional_jd.core.multitask import rows_of
+from functional_jd.core.heads import rows_of
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree, Weights

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from functional_jd.core.torch_internals import collective_ops
+from functional_jd.torch_compat.torch_internals import collective_ops
 
 
 def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:

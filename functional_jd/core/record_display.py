@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import has_values, pytree_nodes
+from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""

@@ -6,9 +6,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
+from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
 # made. From HALVE_FROM rows on, computing one off-diagonal block instead of both is faster than the full product.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.collectives import collective
-from functional_jd.core.torch_internals import sharded_like
+from functional_jd.torch_compat.torch_internals import sharded_like
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 """Classes of leaves that are not sharded: a step asks so often that it counts."""

@@ -14,10 +14,10 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_jd.core import traced_tree
 from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
-from functional_jd.core.torch_internals import pytree_nodes
 from functional_jd.core.types import Tree
+from functional_jd.torch_compat import traced_tree
+from functional_jd.torch_compat.torch_internals import pytree_nodes
 
 NAMESPACE = "functional_jd"
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import refuse
-from functional_jd.core.torch_internals import has_values
 from functional_jd.core.types import Gramian
 from functional_jd.diagnostics.advice import Advice
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
+from functional_jd.torch_compat.torch_internals import has_values
 
 # A pair of objectives conflicts throughout a window if its mean cosine lies so many standard errors below zero: chance
 # alone, the noise of batches, puts it there for one pair in forty.

@@ -10,15 +10,15 @@ from functional_jd.aggregation.views import cross_gramian
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregators.mgda import mgda
 from functional_jd.core.arguments import check_flag, check_type
-from functional_jd.core.multitask import rows_of, split_heads
+from functional_jd.core.heads import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, as_text, displayed_as, number, outline, shortened
-from functional_jd.core.torch_internals import has_values, under_transform
 from functional_jd.core.tree import row_count, tree_flatten, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.diagnostics.advice import Advice, line_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
+from functional_jd.torch_compat.torch_internals import has_values, under_transform
 
 # Values below this multiple of the machine epsilon of the products count as zero.
 _ROUNDINGS = 16

@@ -9,10 +9,10 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine, view_name, weigh
 from functional_jd.aggregation.views import gramian, gramian_in, needs_no_rows
 from functional_jd.core.arguments import check_option
-from functional_jd.core.multitask import direction_of_rows, direction_with_heads, split_heads
+from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
-from functional_jd.distributed.collectives import (
+from functional_jd.distributed.group import (
     Group,
     check_alike,
     check_dense,

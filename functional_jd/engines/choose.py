@@ -15,11 +15,11 @@ from functional_jd.aggregation.aggregate import Aggregator, view_name
 from functional_jd.aggregation.views import gramian_and_losses, inner_products_suffice, needs_no_rows
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.core.sharding import any_sharded
-from functional_jd.core.torch_internals import graph_nodes, largest_gradient, under_transform
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT
 from functional_jd.engines.vjp import Vjp
+from functional_jd.torch_compat.torch_internals import graph_nodes, largest_gradient, under_transform
 
 
 class EngineChoice(NamedTuple):

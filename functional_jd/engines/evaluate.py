@@ -9,10 +9,10 @@ from torch import Tensor
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
 from functional_jd.core.names import leaf_names
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.slow_path import StateJournal
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
+from functional_jd.torch_compat.slow_path import StateJournal
 
 
 def any_requires_grad(values: Any) -> bool:

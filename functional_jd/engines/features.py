@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Direction, Gramian, Losses
 from functional_jd.engines.evaluate import Options, any_requires_grad
 from functional_jd.engines.kinds.multitask import features
 from functional_jd.objectives import Multitask
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def features_gramian(

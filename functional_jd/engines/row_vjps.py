@@ -7,12 +7,12 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.core.slow_path import attempt
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.engines.choose import choose_rows, stack_at_once
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.slow_path import attempt
+from functional_jd.torch_compat.torch_internals import under_transform
 
 Rows: TypeAlias = list[Tensor | None]
 """m cotangents or gradients, by tensor: each `[m, *x]`, or `None` where all rows are zero."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from functional_jd.core.torch_internals import run_backward, scalars_of_stack, traced_grad, under_transform
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.engines.evaluate import detach_tree
-from functional_jd.engines.norm_workaround import SeparateNormAffine
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
+from functional_jd.torch_compat.torch_internals import run_backward, scalars_of_stack, traced_grad, under_transform
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""

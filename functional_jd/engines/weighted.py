@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
 
 Pullback = Callable[..., tuple[Direction, Tensor]]
 """`pullback(weights, *, last=False) -> (direction, finite)`."""

@@ -1,8 +1,8 @@
 """What is differentiated: losses with a declared structure, modules as pure functions, trained and constant parts."""
 
 from functional_jd.objectives.functional import functional
+from functional_jd.objectives.over_shards import Sharded
 from functional_jd.objectives.partition import merge, partition
-from functional_jd.objectives.sharded import Sharded
 from functional_jd.objectives.structured import (
     Dims,
     ExampleSets,

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from functional_jd.core.torch_internals import converts_as_usual, module_tensors
+from functional_jd.torch_compat.torch_internals import converts_as_usual, module_tensors
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_jd.core.sharding import gathered, is_sharded
-from functional_jd.core.torch_internals import version
 from functional_jd.core.tree import tree_map
+from functional_jd.torch_compat.torch_internals import version
 
 Keep = Callable[[Tensor, Tensor, Any], None]
 """`keep(whole, shard, like)`: autograd may save the shard in the place of the whole leaf."""

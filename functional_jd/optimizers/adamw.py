@@ -9,7 +9,6 @@ from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.torch_internals import fused_adamw, under_transform
 from functional_jd.core.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
@@ -22,6 +21,7 @@ from functional_jd.optimizers.base import (
     in_dtype_of,
     no_steps,
 )
+from functional_jd.torch_compat.torch_internals import fused_adamw, under_transform
 
 
 @displayed_as(outline)

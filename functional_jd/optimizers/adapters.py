@@ -9,7 +9,6 @@ from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import any_sharded, shard_of, sharded_as
-from functional_jd.core.torch_internals import under_functorch
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
@@ -21,6 +20,7 @@ from functional_jd.optimizers.base import (
     in_dtypes_of,
     no_steps,
 )
+from functional_jd.torch_compat.torch_internals import under_functorch
 
 _ENTRYWISE = {
     getattr(torch.optim, name): None

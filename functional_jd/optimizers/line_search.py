@@ -9,10 +9,10 @@ from torch import Tensor
 from functional_jd.core.arguments import check_function, check_number, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params, Tree
 from functional_jd.optimizers.base import Optimizer, in_dtype_of
+from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
 
 
 @displayed_as(outline)

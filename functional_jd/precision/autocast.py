@@ -12,19 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.core.declared import Declared
-from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.recurrent import batched_form
-from functional_jd.core.slow_path import StateJournal, changes_in_place
-from functional_jd.core.torch_internals import (
-    constant_while_tracing,
-    function_name,
-    in_reentrant_checkpoint,
-    innermost_mode,
-    traceable,
-    untraced,
-)
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
@@ -34,7 +22,19 @@ from functional_jd.precision.op_tables import (
     compute_dtype,
     is_foreign_operator,
 )
-from functional_jd.precision.repaired_ops import REPAIRED
+from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.recomputation import RecomputedMode
+from functional_jd.torch_compat.recurrent import batched_form
+from functional_jd.torch_compat.repaired_ops import REPAIRED
+from functional_jd.torch_compat.slow_path import StateJournal, changes_in_place
+from functional_jd.torch_compat.torch_internals import (
+    constant_while_tracing,
+    function_name,
+    in_reentrant_checkpoint,
+    innermost_mode,
+    traceable,
+    untraced,
+)
 
 
 def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:

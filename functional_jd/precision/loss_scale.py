@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_type
-from functional_jd.core.multitask import split_heads, with_heads
+from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import check_layouts, tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
 
 FLOOR = 2.0**-14
 """The scale below which `update_scale` does not back off: the smallest normal float16.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.declared import Declared
-from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.torch_internals import function_name, traceable
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import LOSS_FUNCTIONS, NORM_LAYERS
+from functional_jd.torch_compat.recomputation import RecomputedMode
+from functional_jd.torch_compat.torch_internals import function_name, traceable
 
 _DTYPES = {
     **dict.fromkeys(("half", "f16", "float16"), torch.float16),

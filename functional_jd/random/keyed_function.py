@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.slow_path import random_state
-from functional_jd.core.torch_internals import (
+from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.keys import check_key, split
+from functional_jd.torch_compat.recomputation import RecomputedMode
+from functional_jd.torch_compat.slow_path import random_state
+from functional_jd.torch_compat.torch_internals import (
     as_batch,
     constant_while_tracing,
     function_name,
@@ -23,8 +25,6 @@ from functional_jd.core.torch_internals import (
     untraced,
     vmaps_inside,
 )
-from functional_jd.random.draws import DRAWS, Numbers
-from functional_jd.random.keys import check_key, split
 
 # Keys are split off in advance, as one call of `split` takes longer than an index; more only where more are needed.
 _AHEAD = 32

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import transform_level, under_functorch, under_transform
+from functional_jd.torch_compat.torch_internals import transform_level, under_functorch, under_transform
 
 # From so many elements of all factors on, two triangular solves take half the time of `torch.cholesky_solve`, which
 # copies the factors. The bits are the same.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.names import objective_names
-from functional_jd.core.slow_path import StateJournal, random_state, set_random_state, user_level
-from functional_jd.core.torch_internals import nodes_from
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.objectives import Multitask
+from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
+from functional_jd.torch_compat.torch_internals import nodes_from
 from functional_jd.training.engines import Problem
 
 

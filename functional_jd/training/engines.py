@@ -28,7 +28,7 @@ from functional_jd.aggregation.views import (
     view_of_products,
 )
 from functional_jd.aggregation.views import losses as look_at_losses
-from functional_jd.core.multitask import direction_of_rows, rows_of, split_heads, with_heads
+from functional_jd.core.heads import direction_of_rows, rows_of, split_heads, with_heads
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import any_sharded

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_integer
 from functional_jd.core.names import objective_names
-from functional_jd.core.slow_path import user_level
 from functional_jd.core.tree import tree_leaves
+from functional_jd.torch_compat.slow_path import user_level
 from functional_jd.training.state import StepInfo, TrainState
 
 WARN_AFTER = 20

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.arguments import described
-from functional_jd.core.torch_internals import under_functorch, under_transform
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.training.checks import check_batch, check_learning
 from functional_jd.training.choice import find_engine, refuse_engine
 from functional_jd.training.engines import Engine, Problem

@@ -10,11 +10,11 @@ from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
-from functional_jd.core.torch_internals import has_values
 from functional_jd.core.tree import tree_difference, tree_leaves
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import has_values
 
 
 def step_table(info: Any) -> Table:

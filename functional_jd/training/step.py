@@ -9,7 +9,6 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.sharding import any_sharded
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
@@ -17,6 +16,7 @@ from functional_jd.objectives.buffers import Form
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.precision.loss_scale import select, update_scale
+from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.choice import find_engine
 from functional_jd.training.engines import Engine, EngineResult, Problem
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer

@@ -947,7 +947,7 @@ def test_forward_mode_refuses_backward_hooks_of_modules():
         jacobian_fn(losses, mode="forward")(params, torch.randn(5, 3))
 
 
-@pytest.mark.filterwarnings("ignore::functional_jd.core.slow_path.SlowPathWarning")
+@pytest.mark.filterwarnings("ignore::functional_jd.torch_compat.slow_path.SlowPathWarning")
 def test_a_compiled_function_inside_the_losses_serves_every_mode_one_after_the_other():
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh())
 

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import numbers
 
-from functional_jd.core.torch_internals import graph_nodes, largest_gradient
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
@@ -17,6 +16,7 @@ from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives import multitask
+from functional_jd.torch_compat.torch_internals import graph_nodes, largest_gradient
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
     "images": [(70_000, 2), (2, 2), (2, 2)],

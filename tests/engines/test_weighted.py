@@ -13,10 +13,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
 
-from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
+from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

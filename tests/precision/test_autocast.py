@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.core.torch_internals import innermost_mode
 from functional_jd.precision import op_tables
 from functional_jd.precision.autocast import autocast, autocast_disabled, with_op_tables
+from functional_jd.torch_compat.torch_internals import innermost_mode
 
 LOW = [torch.float16, torch.bfloat16]
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.torch_internals import (
+from functional_jd.torch_compat.torch_internals import (
     as_batch,
     is_batched,
     torch_function_disabled,

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
@@ -19,6 +18,7 @@ from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
 
 _WHERE = "cross_gramian_fn"
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregation.views import norms
-from functional_jd.core.multitask import split_heads
+from functional_jd.core.heads import split_heads
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.slow_path import StateJournal, attempt
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Jacobian, LossFunction
 from functional_jd.engines.choose import gramian_mode
@@ -26,10 +24,12 @@ from functional_jd.engines.evaluate import (
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.engines.kinds.base import FoundGramian
+from functional_jd.engines.kinds.kind import FoundGramian
 from functional_jd.engines.kinds.multitask import nan_unless_heads_are_finite
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.slow_path import StateJournal, attempt
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def gramian_fn(

@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from functional_jd.core.recurrent import RECURRENT, batched_form
-from functional_jd.core.torch_internals import (
+from functional_jd.core.tree import tree_leaves
+from functional_jd.engines.choose import record_layer
+from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
+from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
+from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, ParameterView, view_of
+from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
+from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
     in_custom_function,
@@ -26,12 +32,6 @@ from functional_jd.core.torch_internals import (
     version,
     without_view,
 )
-from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import record_layer
-from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, ParameterView, view_of
 
 
 class LayerUse(NamedTuple):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import CACHED, as_matrix, squared_norms
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.engines.choose import position_norms_are_cheaper, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
@@ -18,6 +17,7 @@ from functional_jd.engines.gramian.factors import (
     rows_of_factors,
     weighted_sum_of_factors,
 )
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:

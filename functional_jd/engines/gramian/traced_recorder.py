@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.slow_path import IN_PLACE_NAMES
-from functional_jd.core.torch_internals import (
+from functional_jd.engines.gramian.layers import Form, Layer
+from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
+from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
+from functional_jd.engines.row_vjps import Rows
+from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.slow_path import IN_PLACE_NAMES
+from functional_jd.torch_compat.torch_internals import (
     function_name,
     traceable,
     traced_grad,
@@ -19,12 +25,6 @@ from functional_jd.core.torch_internals import (
     untraced,
     varies_in_vmap,
 )
-from functional_jd.engines.gramian.layers import Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
-from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
-from functional_jd.engines.row_vjps import Rows
-from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
-from functional_jd.precision.autocast import autocast_disabled
 
 
 class TracedUse(NamedTuple):

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_jd.core.types import Tree
-from functional_jd.engines.kinds.base import Kind
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
+from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.multitask import MULTITASK
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.engines.kinds.sharded import SHARDED
+from functional_jd.engines.kinds.shards import SHARDED
 from functional_jd.objectives import ExampleSets, Multitask, PerExample, Sharded
-from functional_jd.objectives.sharded import has_sharded_leaves
+from functional_jd.objectives.over_shards import has_sharded_leaves
 
 KINDS: dict[type, Kind] = {
     PerExample: PER_EXAMPLE,

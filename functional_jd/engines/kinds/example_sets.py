@@ -14,7 +14,7 @@ from functional_jd.engines.evaluate import Options, check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.products import products_of_leaves
-from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, Form, Threaded, next_as_found

@@ -10,7 +10,6 @@ from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, shard_of
-from functional_jd.core.torch_internals import graph_nodes, under_transform
 from functional_jd.core.tree import (
     Structure,
     all_finite,
@@ -34,13 +33,14 @@ from functional_jd.engines.evaluate import (
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.base import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
+from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.slow_path import StateJournal, attempt, random_state, set_random_state
-from functional_jd.core.torch_internals import as_batch, transform_level
 from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
@@ -25,7 +23,7 @@ from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_us
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, to_dense, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
@@ -33,6 +31,8 @@ from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import Form, Threaded, check_buffers, is_key, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.random import split
+from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.torch_compat.torch_internals import as_batch, transform_level
 
 
 def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:

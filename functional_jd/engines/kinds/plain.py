@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.torch_internals import graph_nodes, under_transform, untraced
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
@@ -22,12 +21,13 @@ from functional_jd.engines.evaluate import (
 )
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
-from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform, untraced
 
 
 def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:

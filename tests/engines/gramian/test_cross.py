@@ -10,7 +10,6 @@ from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
-from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.engines.gramian import crossed_leaves, factors
 from functional_jd.engines.gramian.cross import cross_gramian_fn
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
@@ -18,6 +17,7 @@ from functional_jd.engines.gramian.engine import gramian_fn
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
+from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

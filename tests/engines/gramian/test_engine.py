@@ -32,9 +32,9 @@ from jacobian_by_hand import CASES, KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import ASKS, BATCH, MODELS, Case, Model, mlp, numbers, plain, with_hook
 
-from functional_jd.core.slow_path import SlowPathWarning
 from functional_jd.objectives import PerExample, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
+from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
 from functional_jd.aggregation.views import gramian as gramian_of
-from functional_jd.core.multitask import split_heads, with_heads
+from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import agreed, over_dimension
-from functional_jd.core.slow_path import SlowPathWarning, user_level
-from functional_jd.core.torch_internals import under_transform
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
-from functional_jd.engines.kinds.base import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.multitask import MULTITASK, nan_unless_heads_are_finite
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Form, Threaded
-from functional_jd.objectives.sharded import Sharded
+from functional_jd.objectives.over_shards import Sharded
+from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import NumpyCube
 
 import functional_jd as fj
-from functional_jd.core.slow_path import SlowPathWarning, StateJournal, attempt
+from functional_jd.torch_compat.slow_path import SlowPathWarning, StateJournal, attempt
 
 
 class Refusing(torch.autograd.Function):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import functional_jd as fj
-from functional_jd.precision.repaired_ops import cdist, select_scatter
+from functional_jd.torch_compat.repaired_ops import cdist, select_scatter
 
 EPS = torch.finfo(torch.float64).eps
 WAYS = ("use_mm_for_euclid_dist_if_necessary", "donot_use_mm_for_euclid_dist", "use_mm_for_euclid_dist")

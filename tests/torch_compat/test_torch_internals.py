@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.core import torch_internals as internals
+from functional_jd.torch_compat import torch_internals as internals
 
 
 class Seen(TorchFunctionMode):

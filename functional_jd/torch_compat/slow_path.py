@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.core.recurrent import batched_form
-from functional_jd.core.torch_internals import GRAPH_ATTRIBUTES, graph_attribute, is_wrapped, transform_level, untraced
+from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.recurrent import batched_form
+from functional_jd.torch_compat.torch_internals import (
+    GRAPH_ATTRIBUTES,
+    graph_attribute,
+    is_wrapped,
+    transform_level,
+    untraced,
+)
 
 Result = TypeVar("Result")
 

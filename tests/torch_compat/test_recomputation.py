@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.core.recomputation import RecomputedMode
+from functional_jd.torch_compat.recomputation import RecomputedMode
 
 
 class Scales(RecomputedMode):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_jd.core.recomputation import RecomputedMode
-from functional_jd.core.torch_internals import traceable, untraced, weight_norm
+from functional_jd.torch_compat.recomputation import RecomputedMode
+from functional_jd.torch_compat.torch_internals import traceable, untraced, weight_norm
 
 
 class SeparateNormAffine(RecomputedMode):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from functional_jd.core.torch_internals import cdist_backward, cdist_forward, under_transform
+from functional_jd.torch_compat.torch_internals import cdist_backward, cdist_forward, under_transform
 
 # As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
 _WITHOUT_PRODUCTS = 2

@@ -1,0 +1,1 @@
+"""What must be done because torch is as it is."""
