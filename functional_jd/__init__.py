@@ -56,10 +56,12 @@ from functional_jd.diagnostics.advice import Advice
 from functional_jd.diagnostics.advise import advise
 from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
 from functional_jd.engines.choose import EngineChoice
-from functional_jd.engines.gramian.cross import cross_gramian_fn
-from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import jacobian_fn
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.engines.cross_products import cross_gramian_fn
+from functional_jd.engines.features import features_engine
+from functional_jd.engines.inner_products import gramian_engine, gramian_fn, squared_norms_fn
+from functional_jd.engines.jacobian import jacobian_engine, jacobian_fn
+from functional_jd.engines.plan import Engine
+from functional_jd.engines.weighted import weighted_engine, weighted_fn
 from functional_jd.objectives import functional, merge, multitask, partition, per_example
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
@@ -78,9 +80,8 @@ from functional_jd.precision.scale_state import ScaleState, no_scale, scale_stat
 from functional_jd.precision.scaled_grad import scaled_grad
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
-from functional_jd.training.choice import chosen_engine
-from functional_jd.training.engines import Engine, features_engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.training.fit import fit
+from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.views import View, loss_count
+from functional_jd.aggregation.observation import Observation
+from functional_jd.aggregation.views import View, as_view, loss_count
 from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
@@ -33,16 +34,17 @@ class Aggregator(NamedTuple):
     """An aggregation rule: three functions; its hyper-parameters live in their closures.
 
     Attributes:
-        view: `view(jacobian, *others, losses=None)`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian` or
-            `full_jacobian`. It tells the engines what the rule needs, and so what a step costs.
+        view: a `View`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or one made of
+            these. It tells the engines what the rule needs, and so what a step costs. A function
+            `view(jacobian, *others, losses=None)`, which tells nothing, is given the rows.
         init: `init(view) -> state`, a pytree of tensors; `()` for a stateless rule.
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
             weights.
     """
 
-    view: Callable[..., View]
-    init: Callable[[View], Tree]
-    update: Callable[[View, Tree], tuple[Weights, Tree]]
+    view: View | Callable[..., Any]
+    init: Callable[[Any], Tree]
+    update: Callable[[Any, Tree], tuple[Weights, Tree]]
 
 
 @displayed_as(outline)
@@ -51,7 +53,7 @@ class Aggregation(NamedTuple):
 
     Attributes:
         direction: pytree like params, in their dtypes: the weighted sum of the rows.
-        weights: float64 `[m]`, or a pytree like the Jacobian.
+        weights: float64 `[m]`, a dict of those of groups, or a pytree like the Jacobian.
         state: the rule's state for the next call.
     """
 
@@ -109,7 +111,8 @@ def aggregate(
             f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
             "with the Jacobian."
         )
-    weights, state, _ = weigh(aggregator, jacobian, state, *others, losses=losses)
+    seen = Observation(losses, rows=jacobian, others=others)
+    weights, state = weigh(aggregator, as_view(aggregator.view), seen, state)
     return Aggregation(combined("aggregate", jacobian, weights), weights, state)
 
 
@@ -125,26 +128,15 @@ class CannotStartError(ValueError):
     """A rule that continues the state of another one was asked for a state of its own."""
 
 
-def view_name(aggregator: Aggregator) -> str:
-    """The name of the view that a rule needs, for errors."""
-    return repr(getattr(aggregator.view, "__name__", aggregator.view))
-
-
 def weigh(
-    aggregator: Aggregator,
-    jacobian: Jacobian,
-    state: Tree = None,
-    *others: Jacobian,
-    losses: Losses = None,
-    where: str = "aggregate",
-) -> tuple[Weights, Tree, View]:
-    """The weights that `aggregate` multiplies the rows by, the next state, and the view that the rule received."""
-    with autocast_disabled(jacobian):
-        view = aggregator.view(jacobian, *others, losses=losses)
-        return *updated(aggregator, view, state, where), view
+    aggregator: Aggregator, view: View, seen: Observation, state: Tree = None, where: str = "aggregate"
+) -> tuple[Weights, Tree]:
+    """The weights and the next state of a rule with this view."""
+    with autocast_disabled(seen[:3]):
+        return updated(aggregator, view.receive(seen), state, where)
 
 
-def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tuple[Weights, Tree]:
+def updated(aggregator: Aggregator, view: Any, state: Tree, where: str) -> tuple[Weights, Tree]:
     """The weights and the next state of a rule. A state of another rule, or for another number of objectives, is
     refused: if `update` raises, and in a step also if the state does not keep its structure.
     """
@@ -165,7 +157,7 @@ def updated(aggregator: Aggregator, view: View, state: Tree, where: str) -> tupl
     return weights, new
 
 
-def _refuse_other_memory(aggregator: Aggregator, view: View, state: Tree, where: str, error: Exception | None) -> None:
+def _refuse_other_memory(aggregator: Aggregator, view: Any, state: Tree, where: str, error: Exception | None) -> None:
     try:
         difference = tree_difference(aggregator.init(view), state)
     except CannotStartError:  # such a rule looks at the state itself
@@ -180,7 +172,7 @@ def _refuse_other_memory(aggregator: Aggregator, view: View, state: Tree, where:
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
     """The initial state of a rule, which `aggregate` uses for `state=None`."""
     with autocast_disabled(jacobian):
-        return aggregator.init(aggregator.view(jacobian, *others, losses=losses))
+        return aggregator.init(as_view(aggregator.view)(jacobian, *others, losses=losses))
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
@@ -188,8 +180,9 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
 
     Args:
         jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry; a
-            leaf may be `AffineWeights(weights, rest)`, where `rest` `[*p]`, from earlier rows, is added.
+        weights: `[m]`; or a pytree like the Jacobian with leaves that broadcast to `[m, *p]`, one weight per entry, and
+            `[m]` where all rows below a key have one weight each; a leaf may be `AffineWeights(weights, rest)`, where
+            `rest` `[*p]`, from earlier rows, is added.
 
     Returns:
         A pytree with leaves `[*p]` in the Jacobian's dtypes, summed in at least float32. For a `MultitaskJacobian` the
@@ -269,12 +262,24 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
                 weights = weights.float()  # once, and not for every leaf
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
+        weights = _by_leaf(weights, jacobian)
         if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(
                 f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
                 f"Jacobian, found {_found(weights)}. Check what the rule returns."
             )
         return tree_map(_entrywise, jacobian, weights)
+
+
+def _by_leaf(weights: Weights, rows: Tree) -> Weights:
+    """Weights by leaf, of those that may be `[m]` for all rows below a key."""
+    if isinstance(rows, Tensor):
+        return weights
+    if isinstance(weights, Tensor) and weights.ndim == 1:
+        return tree_map(lambda _: weights, rows)
+    if isinstance(weights, dict) and isinstance(rows, dict) and weights.keys() == rows.keys():
+        return {key: _by_leaf(own, rows[key]) for key, own in weights.items()}
+    return weights
 
 
 def _entrywise(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:

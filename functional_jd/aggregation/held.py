@@ -1,11 +1,11 @@
 """A rule every few steps: a pair of rules with one state, of which the second repeats the weights of the first."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, CannotStartError
-from functional_jd.aggregation.views import View, no_gradients
+from functional_jd.aggregation.views import no_gradients
 from functional_jd.core.types import Tree, Weights
 
 
@@ -64,7 +64,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
     if not isinstance(rule, Aggregator):
         raise TypeError(f"held: expected a rule, found {type(rule).__name__}. Call its builder first: held(upgrad()).")
 
-    def weigh(view: View, inner: Tree) -> tuple[Tensor, Tree]:
+    def weigh(view: Any, inner: Tree) -> tuple[Tensor, Tree]:
         weights, inner = rule.update(view, inner)
         if not (isinstance(weights, Tensor) and weights.ndim == 1):
             raise ValueError(
@@ -73,18 +73,18 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
             )
         return weights, inner
 
-    def init(view: View) -> HeldState:
+    def init(view: Any) -> HeldState:
         inner = rule.init(view)
         return HeldState(weigh(view, inner)[0], inner)
 
-    def update(view: View, state: HeldState) -> tuple[Weights, HeldState]:
+    def update(view: Any, state: HeldState) -> tuple[Weights, HeldState]:
         weights, inner = weigh(view, state.inner)
         return weights, HeldState(weights, inner)
 
     return Aggregator(rule.view, init, update), Aggregator(no_gradients, _cannot_start, _repeat)
 
 
-def _cannot_start(view: View) -> Tree:  # noqa: ARG001
+def _cannot_start(view: Any) -> Tree:  # noqa: ARG001
     raise CannotStartError(
         "held: the second rule of the pair repeats the weights of the first, and cannot start. Give the first one to "
         "train_state, or to aggregate without a state."

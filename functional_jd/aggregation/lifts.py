@@ -1,6 +1,7 @@
 """Lifts: rules from plain functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from functional_jd.core.arguments import check_function
 from functional_jd.core.types import Weights
 
 
-def stateless(view: Callable[..., View], weigh: Callable[[View], Weights]) -> Aggregator:
+def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights]) -> Aggregator:
     """A stateless rule: `weigh(view) -> weights`.
 
     Args:
-        view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian` or `full_jacobian`.
+        view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or
+            one of these that is mapped: `gramian.map(f)` gives `f(G)`, at the cost of `gramian`.
         weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
 
     Returns:

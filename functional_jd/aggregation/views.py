@@ -1,12 +1,14 @@
-"""Views: the inputs of rules, which tell the engines what a step costs."""
+"""Views: what rules receive, as data, which tells the engines what a step costs."""
 
+from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.moving_average import row_norms
+from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import described
 from functional_jd.core.heads import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
@@ -16,12 +18,107 @@ from functional_jd.core.tree import row_count, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 
-View = Any
-"""The input of a rule: a tensor, or for `full_jacobian` the Jacobian itself."""
+Products = Literal["none", "norms", "gramian", "rows"]
+
+_NEEDS = {
+    "none": "no gradients",
+    "norms": "the norms of the rows",
+    "gramian": "inner products of rows",
+    "rows": "the rows themselves",
+}
 
 
-def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
-    """The view of a rule that needs the number of rows only: float64 zeros `[m]`.
+class View:
+    """What a rule receives: data, and a function of the Jacobian.
+
+    `view(jacobian, *others, losses=None)` returns it for rows that are known, with leaves `[m, *p]`; of a
+    `MultitaskJacobian`, for `shared`.
+
+    Attributes:
+        receive: `receive(observation)` returns what the rule receives.
+        products: what it takes of the rows: `"none"`, their `"norms"`, their `"gramian"`, or the `"rows"` themselves.
+        losses: whether it takes the losses.
+        batches: of how many independent batches it takes rows.
+        groups: for a rule of each top-level key of the parameters, its view; else `None`.
+        passes: how many backward passes give the direction, where `products` is `"none"`.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[Observation], Any],
+        products: Products,
+        *,
+        losses: bool = False,
+        batches: int = 1,
+        groups: "Mapping[str, View] | None" = None,
+        passes: int = 1,
+    ):
+        self.receive, self.losses, self.batches = receive, losses, batches
+        self.products: Products = products
+        self.groups, self.passes = groups, passes
+        self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
+
+    def __call__(self, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Any:
+        return self.receive(Observation(losses, rows=jacobian, others=others))
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def map(self, f: Callable[[Any], Any]) -> "View":
+        """The view whose rule receives `f` of what the rule of this one does, at the same cost."""
+
+        def mapped(seen: Observation) -> Any:
+            return f(self.receive(seen))
+
+        return self._like(mapped)
+
+    def _like(self, receive: Callable[[Observation], Any], losses: bool = False) -> "View":
+        more: dict[str, Any] = {"batches": self.batches, "groups": self.groups, "passes": self.passes}
+        return View(receive, self.products, losses=self.losses or losses, **more)
+
+    @property
+    def inner_products_suffice(self) -> bool:
+        """Whether the rule needs inner products of rows, or norms, and no rows."""
+        return self.products in ("norms", "gramian")
+
+    @property
+    def needs(self) -> str:
+        """What the rule needs, in words."""
+        by_group = " of each group" if self.groups else ""
+        return _NEEDS[self.products] + by_group + " and the losses" * (self.losses and self.products != "none")
+
+
+def as_view(given: Any) -> View:
+    """A view; of a bare function `f(jacobian, *others, losses)`, which says nothing of its needs, one of rows."""
+    if isinstance(given, View):
+        return given
+
+    def receive(seen: Observation) -> Any:
+        return given(seen.rows, *seen.others, losses=seen.losses)
+
+    found = View(receive, "rows", losses=True)
+    found.__name__ = getattr(given, "__name__", repr(given))
+    return found
+
+
+def with_losses(view: View) -> View:
+    """The view of a rule that receives a pair: what the rule of this one does, and the losses, float64 `[m]`."""
+
+    def both(seen: Observation) -> tuple[Any, Tensor]:
+        return view.receive(seen), loss_vector(seen.losses)
+
+    both.__name__ = f"{view.__name__}_and_losses"
+    both.__doc__ = f"The view of a rule that needs both `{view.__name__}` and `losses`."
+    return view._like(both, losses=True)  # pyright: ignore[reportPrivateUsage]
+
+
+def _view(products: Products, **needs: Any) -> Callable[..., View]:
+    return lambda receive: View(receive, products, **needs)
+
+
+@_view("none")
+def no_gradients(seen: Observation) -> Tensor:
+    """The view of a rule that needs the number of objectives only: float64 zeros `[m]`.
 
     Args:
         jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
@@ -31,13 +128,15 @@ def no_gradients(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -
     Returns:
         float64 `[m]`.
     """
-    rows = rows_of(jacobian)
+    if seen.rows is None:
+        return torch.zeros_like(loss_vector(seen.losses))
+    rows = rows_of(seen.rows)
     m = row_count(rows, "no_gradients")
-    leaf = tree_leaves(rows)[0]
-    return torch.zeros(m, dtype=torch.float64, device=leaf.device)
+    return torch.zeros(m, dtype=torch.float64, device=tree_leaves(rows)[0].device)
 
 
-def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+@_view("none", losses=True)
+def losses(seen: Observation) -> Tensor:
     """The view of a rule that needs the losses: float64 `[m]`, in leaf order.
 
     Args:
@@ -51,10 +150,11 @@ def losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tens
     Raises:
         ValueError: `losses` is `None`.
     """
-    return loss_vector(losses)
+    return loss_vector(seen.losses)
 
 
-def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gramian:
+@_view("gramian")
+def gramian(seen: Observation) -> Gramian:
     """The inner products of the rows, `G = J J'`: float64 `[m, m]`, symmetric.
 
     Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are then exact,
@@ -71,8 +171,10 @@ def gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Gra
     Raises:
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
-    leaves = tree_leaves(rows_of(jacobian))
-    row_count(rows_of(jacobian), "gramian", leaves)
+    if isinstance(seen.products, Tensor):
+        return seen.products
+    leaves = tree_leaves(rows_of(seen.rows))
+    row_count(rows_of(seen.rows), "gramian", leaves)
     return gramian_of_leaves(leaves)
 
 
@@ -85,7 +187,8 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
         return reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
 
-def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+@_view("norms")
+def norms(seen: Observation) -> Tensor:
     """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
 
     Args:
@@ -99,15 +202,20 @@ def norms(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tenso
     Raises:
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
-    row_count(rows_of(jacobian), "norms")
-    if any_sharded(tree_leaves(rows_of(jacobian))):
-        squares = gramian(jacobian).diagonal()
+    if isinstance(seen.products, Tensor):
+        return sqrt_or_zero(seen.products, seen.products == 0)
+    rows = rows_of(seen.rows)
+    leaves = tree_leaves(rows)
+    row_count(rows, "norms", leaves)
+    if any_sharded(leaves):
+        squares = gramian_of_leaves(leaves).diagonal()
         return sqrt_or_zero(squares, squares == 0)
-    with autocast_disabled(jacobian):
-        return row_norms(rows_of(jacobian))
+    with autocast_disabled(leaves):
+        return row_norms(rows)
 
 
-def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tensor:
+@_view("rows", batches=2)
+def cross_gramian(seen: Observation) -> Tensor:
     """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
 
     Args:
@@ -121,12 +229,12 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     Raises:
         TypeError, ValueError: no other Jacobian; leaves that are not tensors of rows, or disagree on m.
     """
-    if not others:
+    if not seen.others:
         raise ValueError(
             "aggregate: this rule needs Jacobians on two independent batches, found only one. Pass another: "
             "aggregate(rule, jacobian, state, other_jacobian)."
         )
-    left, right = (rows_of(rows) for rows in (jacobian, others[0]))
+    left, right = (rows_of(rows) for rows in (seen.rows, seen.others[0]))
     row_count(left, "cross_gramian")
     row_count(right, "cross_gramian")
     shapes, others_shapes = ([list(leaf.shape[1:]) for leaf in tree_leaves(rows)] for rows in (left, right))
@@ -135,14 +243,15 @@ def cross_gramian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
             f"cross_gramian: expected Jacobians of the same parameters, found leaves [m, *p] with {shapes} and "
             f"{others_shapes} for *p. Compute both with jacobian_fn of the same losses."
         )
-    with autocast_disabled(jacobian):
+    with autocast_disabled(seen.rows):
         leaves = tree_leaves(left)
         pairs = zip(leaves, tree_leaves(right), strict=True)
         products = [cross_inner_products(*(as_matrix(shard_of(leaf)) for leaf in pair)) for pair in pairs]
         return sum_over_shards(products, leaves)
 
 
-def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
+@_view("rows")
+def full_jacobian(seen: Observation) -> Jacobian:
     """The view of a rule that needs the Jacobian itself: the pytree with leaves `[m, *p]`.
 
     Args:
@@ -157,7 +266,7 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m; the rows are sharded, so that no
             rank holds them.
     """
-    rows = rows_of(jacobian)
+    rows = rows_of(seen.rows)
     row_count(rows, "full_jacobian")
     if any_sharded(tree_leaves(rows)):
         raise ValueError(
@@ -167,7 +276,8 @@ def full_jacobian(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) 
     return rows
 
 
-def jacobian_entries(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Jacobian:
+@_view("rows")
+def jacobian_entries(seen: Observation) -> Jacobian:
     """The view of a rule that looks at one entry of all rows at a time: the Jacobian, of which a rank may hold shards.
 
     Args:
@@ -181,24 +291,14 @@ def jacobian_entries(jacobian: Jacobian, *others: Jacobian, losses: Losses = Non
     Raises:
         TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
-    rows = rows_of(jacobian)
+    rows = rows_of(seen.rows)
     row_count(rows, "jacobian_entries")
     return rows
 
 
-def jacobian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Jacobian, Tensor]:
-    """The view of a rule that needs both `full_jacobian` and `losses`."""
-    return full_jacobian(jacobian), loss_vector(losses)
-
-
-def gramian_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Gramian, Tensor]:
-    """The view of a rule that needs both `gramian` and `losses`."""
-    return gramian(jacobian), loss_vector(losses)
-
-
-def norms_and_losses(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> tuple[Tensor, Tensor]:
-    """The view of a rule that needs both `norms` and `losses`."""
-    return norms(jacobian), loss_vector(losses)
+jacobian_and_losses = with_losses(full_jacobian)
+gramian_and_losses = with_losses(gramian)
+norms_and_losses = with_losses(norms)
 
 
 def loss_vector(losses: Losses) -> Tensor:
@@ -227,38 +327,3 @@ def loss_count(losses: Losses, where: str) -> int:
     if not leaves:
         raise ValueError(f"{where}: expected at least one loss, found none. Pass what the loss function returned.")
     return sum(leaf.numel() for leaf in leaves)
-
-
-def needs_no_rows(aggregator: Any) -> bool:
-    """Whether a rule needs no gradients: one weighted backward pass serves it."""
-    return aggregator.view in (no_gradients, losses)
-
-
-def norms_suffice(aggregator: Any) -> bool:
-    """Whether a rule needs no inner products of different rows."""
-    return aggregator.view in (norms, norms_and_losses)
-
-
-def inner_products_suffice(aggregator: Any) -> bool:
-    """Whether a rule needs the Gramian or its diagonal, and no rows."""
-    return norms_suffice(aggregator) or aggregator.view in (gramian, gramian_and_losses)
-
-
-def view_of_products(aggregator: Any, products: Tensor, losses: Losses) -> View:
-    """The view of a rule for which `inner_products_suffice`, without rows.
-
-    Args:
-        aggregator: the rule.
-        products: the Gramian `[m, m]`; where `norms_suffice`, its diagonal `[m]`.
-        losses: the m values.
-
-    Returns:
-        What the rule's view returns for rows with these inner products.
-    """
-    seen = products if products.ndim == 2 else sqrt_or_zero(products, products == 0)
-    return seen if aggregator.view in (gramian, norms) else (seen, loss_vector(losses))
-
-
-def gramian_in(aggregator: Any, view: View) -> Gramian | tuple[()]:
-    """The Gramian that a rule received, `()` for rules that need none."""
-    return view if aggregator.view is gramian else view[0] if aggregator.view is gramian_and_losses else ()

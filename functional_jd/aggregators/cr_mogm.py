@@ -1,13 +1,12 @@
 """CR-MOGM: a moving average of another rule's weights."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import BELOW_1, Number, hyper_parameter
-from functional_jd.aggregation.views import View
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
 
@@ -62,13 +61,13 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         )
     keep = hyper_parameter(momentum, "cr_mogm: momentum", BELOW_1, "The default is 0.9.")
 
-    def init(view: View) -> CrMogmState:
+    def init(view: Any) -> CrMogmState:
         inner = rule.init(view)
         weights, _ = rule.update(view, inner)  # only the rule knows the shape of its weights
         started = torch.zeros((), dtype=torch.bool, device=tree_leaves(weights)[0].device)
         return CrMogmState(tree_map(torch.zeros_like, weights), inner, started)
 
-    def update(view: View, state: CrMogmState) -> tuple[Weights, CrMogmState]:
+    def update(view: Any, state: CrMogmState) -> tuple[Weights, CrMogmState]:
         new, inner = rule.update(view, state.inner)
 
         # Exact where old and new agree, which momentum * old + (1 - momentum) * new is not.

@@ -1,30 +1,14 @@
 """Grouped: one rule per top-level group of parameters (partial Jacobian descent)."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import View
+from functional_jd.aggregation.groups import view_of_groups
+from functional_jd.aggregation.views import as_view
 from functional_jd.core.arguments import check_mapping
-from functional_jd.core.heads import rows_of
-from functional_jd.core.rows import per_row
-from functional_jd.core.tree import tree_map
-from functional_jd.core.types import Jacobian, Losses, Tree, Weights
-
-
-class GroupView(NamedTuple):
-    """The view of `grouped` for one group.
-
-    Attributes:
-        seen: the view of the group's rule.
-        ones: pytree like the group, leaves `[1, ..., 1]` with as many dimensions, in the dtype of the sum.
-    """
-
-    seen: View
-    ones: Tree
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Tree, Weights
 
 
 def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
@@ -37,9 +21,9 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
             `MultitaskJacobian`, the groups are those of `shared`.
 
     Returns:
-        A rule whose view is, for every group, that of the group's rule. Its weights are a pytree like the Jacobian that
-        broadcasts to it, leaves `[m, 1, ..., 1]` (or entrywise, as the group's rule returns them), at least float32.
-        Its state is the dict of the groups' states.
+        A rule that receives, for every group, what the group's rule does, and costs what these cost together: one
+        backward pass for groups whose rules need no gradients and are one rule, inner products by group, or rows. Its
+        weights are a dict of the groups' weights, `[m]` or entrywise. Its state is the dict of the groups' states.
 
     Raises:
         TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
@@ -70,55 +54,22 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
                 "Call its builder first: upgrad(), not upgrad."
             )
     chosen = dict(rules)
+    views = {key: as_view(rule.view) for key, rule in chosen.items()}
+    first_with = {rule: key for key, rule in reversed(chosen.items())}
 
-    def view(jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> dict[str, GroupView]:
-        groups, *other_groups = (_groups(rows, chosen) for rows in (jacobian, *others))
-        return {
-            key: GroupView(
-                rule.view(groups[key], *(other[key] for other in other_groups), losses=losses),
-                tree_map(_ones, groups[key]),
-            )
-            for key, rule in chosen.items()
-        }
+    def init(received: dict[str, Any]) -> dict[str, Tree]:
+        return {key: rule.init(received[key]) for key, rule in chosen.items()}
 
-    def init(views: dict[str, GroupView]) -> dict[str, Tree]:
-        return {key: rule.init(views[key].seen) for key, rule in chosen.items()}
+    def update(received: dict[str, Any], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
+        weights: dict[str, Weights] = {}
+        states: dict[str, Tree] = {}
+        for key, rule in chosen.items():
+            twin = first_with[rule]
+            if twin in weights and views[key].products == "none" and not tree_leaves(state[key]):
+                # The same tensor, and not only an equal one, tells the engine that one backward pass serves both.
+                weights[key], states[key] = weights[twin], ()
+            else:
+                weights[key], states[key] = rule.update(received[key], state[key])
+        return weights, states
 
-    def update(views: dict[str, GroupView], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
-        updated = {key: rule.update(views[key].seen, state[key]) for key, rule in chosen.items()}
-        weights = {key: _broadcastable(weights, views[key].ones) for key, (weights, _) in updated.items()}
-        return weights, {key: state for key, (_, state) in updated.items()}
-
-    return Aggregator(view, init, update)
-
-
-def _groups(jacobian: Jacobian, rules: Mapping[str, Aggregator]) -> Mapping[str, Any]:
-    rows = rows_of(jacobian)
-    if not isinstance(rows, Mapping):
-        raise TypeError(
-            f"grouped: expected parameters in a dict, one key per group, found {type(rows).__name__}. "
-            "Put them in a dict: {'backbone': ..., 'decoder': ...}."
-        )
-    if missing := [key for key in rows if key not in rules]:
-        raise ValueError(
-            f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
-            "Add one, mean() for instance."
-        )
-    if unused := [key for key in rules if key not in rows]:
-        raise ValueError(
-            f"grouped: expected a group of parameters for every rule, found none for {', '.join(map(repr, unused))}; "
-            f"the groups are {', '.join(map(repr, rows))}. Check its spelling."
-        )
-    return rows
-
-
-def _ones(leaf: Tensor) -> Tensor:
-    wide = torch.promote_types(leaf.dtype, torch.float32)
-    return torch.ones([1] * leaf.ndim, dtype=wide, device=leaf.device)
-
-
-def _broadcastable(weights: Weights, ones: Tree) -> Tree:
-    """Weights `[m]` as a pytree that broadcasts to the group; entrywise weights are returned as they are."""
-    if not (isinstance(weights, Tensor) and weights.ndim == 1):
-        return weights
-    return tree_map(lambda one: one * per_row(weights, one).to(one.dtype), ones)
+    return Aggregator(view_of_groups(views, passes=len(first_with)), init, update)

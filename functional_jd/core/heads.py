@@ -1,5 +1,11 @@
 """Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
 
+from typing import Any
+
+import torch
+
+from functional_jd.core.rows import of_groups
+from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
 
 Heads = tuple[Tree, ...]
@@ -29,3 +35,11 @@ def direction_with_heads(direction: Direction, heads: Heads) -> Direction:
 def direction_of_rows(direction: Direction, heads: Heads) -> Direction:
     """The part of a direction that the weights made."""
     return direction["shared"] if heads else direction
+
+
+def nan_unless_finite(products: Any, heads: Heads) -> Any:
+    """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
+    if not tree_leaves(heads):
+        return products
+    finite = all_finite(heads)
+    return of_groups(lambda own: torch.where(finite, own, torch.nan), products)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,13 @@ def per_row(numbers: Tensor, leaf: Tensor) -> Tensor:
     return numbers.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
-def in_range(pullback: Callable[[Tensor], Tree]) -> Callable[[Tensor], Tree]:
+def of_groups(f: Callable[..., Any], *values: Any) -> Any:
+    """`f` of values that are tensors, or group by group of dicts of them."""
+    first = values[0]
+    return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
+
+
+def in_range(pullback: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
     """The pullback of rows that were multiplied by a loss scale, for weights that are divided by it.
 
     Such weights may lie below float32's range, and such rows near its end. Therefore a power of two brings the largest
@@ -42,18 +49,21 @@ def in_range(pullback: Callable[[Tensor], Tree]) -> Callable[[Tensor], Tree]:
     rounding.
 
     Args:
-        pullback: a linear function of weights `[m]`, with a pytree of tensors as result.
+        pullback: a linear function of weights `[m]`, or of a dict of them, with a pytree of tensors as result.
 
     Returns:
         The same function, for weights float64 `[m]` of any size. Weights below 2^-100 of the largest may count as 0.
     """
 
-    def pulled(weights: Tensor) -> Tree:
-        _, exponent = torch.frexp(weights.detach().abs().amax() * len(weights))
+    def pulled(weights: Tree) -> Tree:
+        groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
+        largest = reduce(torch.maximum, [own.detach().abs().amax() for own in groups])
+        _, exponent = torch.frexp(largest * len(groups[0]))
         half = exponent // 2
-        one = weights.new_ones(())
+        one = largest.new_ones(())
         first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
-        return tree_map(lambda x: x * first.to(x.dtype) * second.to(x.dtype), pullback(weights / first / second))
+        smaller = of_groups(lambda own: own / first / second, weights)
+        return tree_map(lambda x: x * first.to(x.dtype) * second.to(x.dtype), pullback(smaller))
 
     return pulled
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine, view_name, weigh
-from functional_jd.aggregation.views import gramian, gramian_in, needs_no_rows
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.observation import Observation, Pulled
+from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
-from functional_jd.core.types import Jacobian, Losses, LossFunction, Tree
+from functional_jd.core.types import Jacobian, Losses, Tree, Weights
 from functional_jd.distributed.group import (
     Group,
     check_alike,
@@ -24,13 +26,10 @@ from functional_jd.distributed.group import (
     sum_over_group,
 )
 from functional_jd.engines.choose import choose_replica_engine
-from functional_jd.engines.jacobian import jacobian_for
-from functional_jd.engines.kinds import kind_of
-from functional_jd.engines.weighted import weighted_for
-from functional_jd.objectives import ExampleSets
-from functional_jd.objectives.buffers import Carried
+from functional_jd.engines.jacobian import rows_of_plan
+from functional_jd.engines.plan import Engine, Plan
+from functional_jd.engines.table import ENGINES
 from functional_jd.precision.loss_scale import unscale
-from functional_jd.training.engines import ENGINES, Engine, EngineResult, Problem, loss_rows, start_without_rows
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -143,139 +142,123 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
     """
     check_option("replicated", "engine", engine, ("auto", *_WAYS), "'auto' takes the cheapest that the rule allows.")
 
-    def differentiate(problem: Problem) -> EngineResult:
-        way = choose_replica_engine(problem.aggregator, problem.scale.scale, engine).engine
-        return _WAYS[way](problem, group)
+    def observe(plan: Plan) -> Observation:
+        way = choose_replica_engine(plan.view, plan.scale.scale, engine).engine
+        return _WAYS[way](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
         check_alike("train_state", tree, group, "parameters and states")
         return replicate(tree, group)
 
-    return Engine(partial(_check, engine), partial(_start, group), differentiate, replicate_state)
+    return Engine(observe, partial(_check, engine), replicate_state)
 
 
-def _check(engine: str, where: str, problem: Problem) -> None:
-    if isinstance(problem.losses, ExampleSets):
+def _check(engine: str, plan: Plan) -> None:
+    where, view = plan.where, plan.view
+    if plan.kind.several_sets:
         raise ValueError(
             f"{where}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
             "name. Return the mean over each set of examples."
         )
-    blind = needs_no_rows(problem.aggregator)
-    if engine == "weighted" and (not blind or problem.scale.scale.ndim):
+    without_rows = view.products == "none" and view.groups is None
+    if engine == "weighted" and (not without_rows or plan.scale.scale.ndim):
         raise ValueError(
             f"{where}: replicated('weighted') serves rules that need no gradients, with one scale, found one that "
-            f"needs {view_name(problem.aggregator)} and a scale {list(problem.scale.scale.shape)}. Use replicated()."
+            f"needs {view.needs} and a scale {list(plan.scale.scale.shape)}. Use replicated()."
         )
-    if engine == "columns" and not blind and problem.aggregator.view is not gramian:
+    gramian_only = view.products == "gramian" and not view.losses and view.groups is None
+    if engine == "columns" and not without_rows and not gramian_only:
         raise ValueError(
             f"{where}: replicated('columns') serves rules that need no gradients, the losses or the Gramian, found one "
-            f"that needs {view_name(problem.aggregator)}. Use replicated()."
+            f"that needs {view.needs}. Use replicated()."
         )
-    if engine == "columns" and kind_of(problem.losses).rows_are_examples:
+    if engine == "columns" and plan.kind.rows_are_examples:
         raise ValueError(
             f"{where}: replicated('columns') needs rows that are the same objectives on all replicas, found "
             "per_example losses, whose rows are each replica's own examples. Use replicated()."
         )
 
 
-def _start(group: Group, problem: Problem) -> Tree:
-    """The rule starts with what it sees in the mean over the replicas."""
-    rule = problem.aggregator
+def _by_weights(plan: Plan, group: Group) -> Observation:
+    mine = ENGINES["weighted"].observe(plan)
+    _check_rows(plan, mine.losses, group)
+    add = sum_over_group if plan.kind.rows_are_examples else mean_over_group
 
-    def init(values: Tensor) -> Tree:
-        check_alike("train_state", values, group, "losses")
-        return rule.init(_pooled(problem.losses, values, group))
+    def pullback(weights: Tensor) -> Pulled:
+        own = weights
+        if plan.kind.rows_are_examples:
+            _, replicas, rank = known_group(group)
+            own = weights.reshape(replicas, -1)[rank]
+        direction, finite, _ = mine.pullback(own)
+        direction = add(direction, group)
+        # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
+        return Pulled(direction, agree(finite, group), all_finite(weights) & all_finite(direction))
 
-    if needs_no_rows(rule):  # it starts with the losses, which are pooled afterwards: no rows are needed
-        return start_without_rows(problem._replace(aggregator=rule._replace(init=init)))
-
-    def view(jacobian: Jacobian, *, losses: Losses) -> Tree:
-        check_alike("train_state", losses, group, "losses")
-        return rule.view(_pooled(problem.losses, jacobian, group), losses=_pooled(problem.losses, losses, group))
-
-    return ENGINES["jacobian"].start(problem._replace(aggregator=rule._replace(view=view)))
-
-
-def _by_weights(problem: Problem, group: Group) -> EngineResult:
-    (values, carried), pullback = weighted_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
-        *problem.args
-    )
-    _check_rows(problem, values, group)
-    values = _pooled(problem.losses, values, group)
-    weights, memory, _ = weigh(
-        problem.aggregator, loss_rows(values), problem.memory, losses=values, where=problem.where
-    )
-    add, mine = mean_over_group, weights
-    if kind_of(problem.losses).rows_are_examples:
-        _, replicas, rank = known_group(group)
-        add, mine = sum_over_group, weights.reshape(replicas, -1)[rank]
-    # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-    weights_finite = all_finite(weights)
-    direction, finite = pullback(torch.where(weights_finite, mine, 0), last=True)
-    direction, finite = add(direction, group), agree(finite, group)
-    carried = _pooled_buffers(carried, group)
-    return EngineResult(direction, weights, memory, values, finite, weights_finite & all_finite(direction), carried)
+    return _pooled(plan, mine, group)._replace(pullback=pullback)
 
 
-def _by_jacobian(problem: Problem, group: Group) -> EngineResult:
-    jacobian, (values, carried) = jacobian_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
-        *problem.args
-    )
-    _check_rows(problem, values, group)
-    jacobian, finite = unscale(problem.scale, jacobian)
-    jacobian, values = (_pooled(problem.losses, tree, group) for tree in (jacobian, values))
-    weights, memory, view = weigh(problem.aggregator, jacobian, problem.memory, losses=values, where=problem.where)
-    direction = combine(jacobian, weights)
-    direction_finite = all_finite(direction_of_rows(direction, split_heads(jacobian)[1]))
-    seen = gramian_in(problem.aggregator, view)
-    carried = _pooled_buffers(carried, group)
-    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
+def _by_jacobian(plan: Plan, group: Group) -> Observation:
+    mine, finite = _own_rows(plan, group)
+    seen = _pooled(plan, mine, group)
+    rows: Any = _pooled_rows(plan, mine.rows, group)
+
+    def pullback(weights: Weights) -> Pulled:
+        direction = combine(rows, weights)
+        return Pulled(direction, finite, all_finite(direction_of_rows(direction, split_heads(rows)[1])))
+
+    return seen._replace(rows=rows, pullback=pullback)
 
 
-def _by_columns(problem: Problem, group: Group) -> EngineResult:
-    jacobian, (values, carried) = jacobian_for(problem.where, problem.losses, has_aux=True, scale=problem.scale)(
-        *problem.args
-    )
-    jacobian, finite = unscale(problem.scale, jacobian)
-    values = mean_over_group(values, group)
-
-    rows, heads = split_heads(jacobian)
-    like = direction_of_rows(problem.args[0], heads)
+def _by_columns(plan: Plan, group: Group) -> Observation:
+    mine, finite = _own_rows(plan, group)
+    rows, heads = split_heads(mine.rows)
+    like = direction_of_rows(plan.args[0], heads)
     shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
-    rule = problem.aggregator
-    if rule.view is gramian:
-        rule = rule._replace(view=lambda *seen, losses: sum_over_group(gramian(*seen), group))  # noqa: ARG005
-    weights, memory, view = weigh(rule, shard, problem.memory, losses=values, where=problem.where)
-    direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
-    direction_finite = all_finite(direction)
-    direction = direction_with_heads(direction, mean_over_group(heads, group))
-    seen = gramian_in(problem.aggregator, view)
-    carried = _pooled_buffers(carried, group)
-    return EngineResult(direction, weights, memory, values, agree(finite, group), direction_finite, carried, seen)
+
+    def pullback(weights: Weights) -> Pulled:
+        direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
+        whole = direction_with_heads(direction, mean_over_group(heads, group))
+        return Pulled(whole, finite, all_finite(direction))
+
+    products = sum_over_group(gramian(shard), group) if plan.view.products == "gramian" else None
+    return _pooled(plan, mine, group)._replace(products=products, rows=shard, pullback=pullback)
 
 
-_WAYS: dict[str, Callable[[Problem, Group], EngineResult]] = {
+_WAYS: dict[str, Callable[[Plan, Group], Observation]] = {
     "jacobian": _by_jacobian,
     "columns": _by_columns,
     "weighted": _by_weights,
 }
 
 
-def _check_rows(problem: Problem, values: Losses, group: Group) -> None:
-    """Refuse rows of examples that are more on one replica than on another, where asking does not wait for a device."""
-    if kind_of(problem.losses).rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values)):
-        check_alike(problem.where, values, group, "losses")
+def _own_rows(plan: Plan, group: Group) -> tuple[Observation, Tensor]:
+    """The unscaled rows of this replica, and which are finite on all."""
+    jacobian, values, carried = rows_of_plan(plan)
+    _check_rows(plan, values, group)
+    jacobian, finite = unscale(plan.scale, jacobian)
+    return Observation(values, rows=jacobian, carried=carried), agree(finite, group)
 
 
-def _pooled_buffers(carried: Carried, group: Group) -> Carried:
-    """Means of floating-point buffers, the first replica's of others; aux is the replica's own."""
-    buffers, aux = carried
+def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
+    """Refuse losses that differ between the replicas where training starts; later, rows of examples that are more on
+    one than on another, where asking does not wait for a device.
+    """
+    examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
+    if examples or plan.where == "train_state":
+        check_alike(plan.where, values, group, "losses")
+
+
+def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
+    """The losses of all replicas, and what they carry: means of floating-point buffers, the first replica's of others;
+    aux is the replica's own.
+    """
+    buffers, aux = mine.carried
     pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
-    return tree_map(pool, buffers), aux
+    return mine._replace(losses=_pooled_rows(plan, mine.losses, group), carried=(tree_map(pool, buffers), aux))
 
 
-def _pooled(losses: LossFunction, tree: Tree, group: Group) -> Tree:
+def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:
     """Rows or values of all replicas: their mean; for rows of examples, one replica's after the other's."""
-    if not kind_of(losses).rows_are_examples:
+    if not plan.kind.rows_are_examples:
         return mean_over_group(tree, group)
     return tree_map(lambda leaf: collective("gather", leaf, group).flatten(0, 1), tree)

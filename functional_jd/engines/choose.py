@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, view_name
-from functional_jd.aggregation.views import gramian_and_losses, inner_products_suffice, needs_no_rows
+from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.core.sharding import any_sharded
 from functional_jd.engines.evaluate import Options
@@ -57,37 +56,42 @@ MANY_ELEMENTS = 1 << 23
 
 
 def choose_engine(
-    aggregator: Aggregator,
+    view: View,
     m: int,
     leaves: Sequence[Tensor],
     scale: Tensor,
     *,
     positions: int = 1,
     examples: bool = False,
+    several_sets: bool = False,
 ) -> EngineChoice:
     """The engine of a step.
 
     Args:
-        aggregator: the rule; its view says what it needs.
+        view: what the rule receives.
         m: the number of objectives, or an estimate.
         leaves: the parameters that have rows.
         scale: the loss scale, `[]` or `[m]`: one backward pass has one scale.
         positions: at how many positions a linear layer is applied in all: the examples of a batch, times the length of
             a sequence.
         examples: whether every example is an objective, which has its share of the positions.
+        several_sets: whether these are several sets of examples.
     """
-    if needs_no_rows(aggregator) and not scale.ndim:
-        return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
-    if needs_no_rows(aggregator):
+    if view.products == "none" and scale.ndim:
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
-    if not inner_products_suffice(aggregator):
-        return EngineChoice("jacobian", f"the rule needs {view_name(aggregator)}, which only rows give")
+    if view.products == "none" and view.passes < max(2, m):
+        passes = "one backward pass" if view.passes == 1 else f"each of {view.passes} backward passes"
+        return EngineChoice("weighted", f"the rule needs {view.needs}, and one scale serves {passes}")
+    if not view.inner_products_suffice:
+        return EngineChoice("jacobian", f"the rule needs {view.needs}")
+    if view.groups is not None and several_sets:
+        return EngineChoice("jacobian", "groups of parameters under several sets of examples have their rows")
     if any_sharded(leaves):
         return EngineChoice("jacobian", "sharded rows have the sum of the shards' Gramians: m^2 numbers travel")
     if any(leaf.dtype.itemsize < 4 for leaf in leaves):
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
-    if aggregator.view is gramian_and_losses:
+    if view.products == "gramian" and view.losses:
         # Residuals, whose number the parameters do not tell: there are many, and their rows are what takes memory.
         return EngineChoice("gramian", "the rule solves in the space of the losses, of which there are many")
     n = sum(leaf.numel() for leaf in leaves)
@@ -99,9 +103,9 @@ def choose_engine(
     return EngineChoice("gramian", "parameters are many for so few positions: recorded layers cost less than rows")
 
 
-def choose_replica_engine(aggregator: Aggregator, scale: Tensor, engine: str) -> EngineChoice:
+def choose_replica_engine(view: View, scale: Tensor, engine: str) -> EngineChoice:
     """The engine of a step on several replicas, of which the user named one."""
-    if needs_no_rows(aggregator) and not scale.ndim:
+    if view.products == "none" and view.groups is None and not scale.ndim:
         return EngineChoice("weighted", "the rule needs no gradients, and one scale serves one backward pass")
     if engine == "columns":
         return EngineChoice("columns", "each replica keeps a share of the columns")
@@ -129,7 +133,7 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     devices, rows go together.
     """
     mode, chunk_size = options.mode, options.chunk_size
-    if mode == "shards":
+    if mode == "auto" and options.on_shards:
         # Together, the gathered leaves and the reduced rows travel once for all rows. The sizes of shards differ from
         # rank to rank, which must all do the same: they have no say.
         few = m == 1 or (m <= _FEW_ROWS and all(x.is_cpu for x in point.inputs))

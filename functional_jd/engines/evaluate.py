@@ -1,7 +1,7 @@
 """Evaluate losses: what the engines check and convert before they differentiate."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ def detach_tree(tree: Tree) -> Tree:
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
 
 
+Group: TypeAlias = tuple[str, int, str]
+"""A group of leaves that follow one another: its name, how many they are, and what is needed of their products."""
+
+
 class Options(NamedTuple):
     """How to differentiate: what the caller of an engine asked for.
 
@@ -33,13 +37,14 @@ class Options(NamedTuple):
         has_aux: whether the losses return `(losses, aux)`.
         scale: float32 `[]` or `[m]`, what the cotangents are multiplied by; or None.
         differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
-        mode: how rows are differentiated: `"auto"`, `"vmap"`, `"loop"`, `"forward"`, or `"shards"`, which is
-            `"auto"` for ranks that hold shards.
+        mode: how rows are differentiated: `"auto"`, `"vmap"`, `"loop"` or `"forward"`.
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
         products: what is needed of the inner products of rows: the `"gramian"`, the squared `"norms"`, or the
             `"factors"` that they are made of.
+        groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
+        on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
     """
 
     where: str
@@ -51,6 +56,8 @@ class Options(NamedTuple):
     journal: StateJournal | None = None
     examples: bool = False
     products: Literal["gramian", "norms", "factors"] = "gramian"
+    groups: Sequence[Group] | None = None
+    on_shards: bool = False
 
 
 def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Options) -> tuple[list[Tensor], Any]:

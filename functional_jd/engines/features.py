@@ -1,34 +1,56 @@
 """The features engine: for multitask losses, inner products of the rows with respect to the features."""
 
-from collections.abc import Callable
-from typing import Any
-
+import torch
 from torch import Tensor
 
-from functional_jd.core.types import Direction, Gramian, Losses
-from functional_jd.engines.evaluate import Options, any_requires_grad
-from functional_jd.engines.kinds.multitask import features
-from functional_jd.objectives import Multitask
-from functional_jd.precision.loss_scale import multiplier
-from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.aggregation.observation import Observation, Pulled
+from functional_jd.engines.observed import without_overflow
+from functional_jd.engines.plan import Engine, Plan, require
 
 
-def features_gramian(
-    where: str, losses: Multitask, args: tuple[Any, ...], scale: ScaleState | None
-) -> tuple[Gramian, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]:
-    """The Gramian `Z Z'` of the rows by feature, with losses and aux, and the pullback of weights.
+def features_engine() -> Engine:
+    """Inner products of the rows with respect to the features of `multitask` losses, for rules that need the Gramian.
 
-    Args:
-        where: the function that the user called, for errors and warnings.
-        losses: made by `multitask`; they return `(losses, aux)`.
-        args: the parameters and the batch.
-        scale: the scale of the backward passes, or None.
+    The heads are differentiated once per objective, the trunk once for all: the weighted sum of the rows goes through
+    it. The Gramian is that of the features, and the weights are those for the features, not for the parameters:
+    `"auto"` never takes this engine.
 
     Returns:
-        `(gramian, losses, aux, pullback)`, unscaled. Gramian float64 `[m, m]`; `pullback(weights) -> (direction,
-        finite)`, one pass through the trunk: weights `[m]`, direction a pytree like params, finite bool `[]`.
+        An `Engine`, for `step` and `train_state`. With one scale per objective, an overflow in the trunk cannot be
+        assigned to an objective: all scales back off.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for losses that are not made by `multitask`, or a rule with another
+            view.
+
+    Laws:
+        The direction of the trunk is `sum_i w_i J_i`, with w the rule's weights for `Z Z'` and Z the rows by feature.
+
+    Source:
+        Sener and Koltun, Multi-task learning as multi-objective optimization, NeurIPS 2018, arXiv 1810.04650, section
+        3.3 (MGDA-UB).
     """
-    factor = None if scale is None else multiplier(scale, where)
-    differentiable = under_transform() or any_requires_grad((args, factor))
-    return features(losses, args, Options(where, True, factor, differentiable))
+
+    def observe(plan: Plan) -> Observation:
+        assert plan.kind.features is not None
+        products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan.options)
+        products, rows = without_overflow(products, plan.scale.scale)
+
+        def pullback(weights: Tensor) -> Pulled:
+            finite = weights.isfinite().all()
+            direction, passed = pull(torch.where(finite, weights, 0))
+            # A row that overflowed is to blame for what comes after it.
+            return Pulled(direction, rows & (passed | ~rows.all()), finite)
+
+        return Observation(values, products=products, pullback=pullback, carried=carried)
+
+    def check(plan: Plan) -> None:
+        if plan.kind.features is None:
+            raise ValueError(
+                f"{plan.where}: features_engine() serves losses with features, found {type(plan.losses).__name__}. "
+                "Make them with multitask(features, heads), or use engine='auto'."
+            )
+        serves = plan.view.products == "gramian" and not plan.view.losses and plan.view.groups is None
+        require(plan, "features", serves=serves, rules="the Gramian")
+
+    return Engine(observe, check)

@@ -1,15 +1,19 @@
-"""The Jacobian engine: one row per objective, by leaf, in the parameters' dtypes."""
+"""The Jacobian engine: one row per objective, by leaf."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_integer, check_option
-from functional_jd.core.types import Jacobian, LossFunction
+from functional_jd.core.types import LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
 from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.precision.loss_scale import multiplier
+from functional_jd.engines.kinds.kind import FoundJacobian
+from functional_jd.engines.observed import of_rows
+from functional_jd.engines.plan import Engine, Plan
+from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -24,7 +28,7 @@ def jacobian_fn(
     scale: ScaleState | Tensor | None = None,
     mode: str = "auto",
     chunk_size: int | None = None,
-) -> Callable[..., tuple[Jacobian, Any]]:
+) -> Callable[..., Any]:
     """Turn losses into a function that returns their Jacobian and their values.
 
     `J_i = scale_i * d losses_i / d params`
@@ -35,8 +39,8 @@ def jacobian_fn(
         argnums: the argument to differentiate, or several; with several, the Jacobian is a tuple. Other than 0, the
             structure of `per_example` and `multitask` is not used.
         has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
-        scale: a `ScaleState` or tensor, `[]` or `[m]`: row i comes out multiplied by it, because the cotangent is
-            scaled. The returned losses are never scaled.
+        scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass of row i runs at that scale, the rows come out
+            unscaled, with flags of those that did not overflow.
         mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"forward"` column by
             column, which costs less where m is far above the number of parameters (fused attention has no forward mode:
             enter `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`); `"auto"` chooses by shapes (a loop for few or wide
@@ -44,11 +48,13 @@ def jacobian_fn(
         chunk_size: rows (or columns) differentiated at once; 1 is the loop.
 
     Returns:
-        `f(*args) -> (jacobian, losses)`, with `has_aux` `(jacobian, (losses, aux))`. Jacobian: pytree like params with
-        leaves `[m, *p]` in the parameters' dtypes; for `multitask` losses `MultitaskJacobian(shared, heads)`. Losses
+        `f(*args) -> (jacobian, losses)`, with `has_aux` `(jacobian, (losses, aux))`. With `scale`, a third value
+        `finite`, bool of the scale's shape: rows that overflowed are zeros, all of them where one scale serves all, as
+        `unscale` returns them. Jacobian: pytree like params with leaves `[m, *p]` in the parameters' dtypes, with
+        `scale` in at least float32; for `multitask` losses `MultitaskJacobian(shared, heads)`. Losses
         come back in the structure that the function gave them. Parameters that no objective depends on have rows of
-        zeros. With one scale per objective, a row that overflowed in the heads is NaN in `shared` and left out of the
-        sum `heads`, so that only its own scale backs off. Where rows are differentiated together, an infinite
+        zeros. With one scale per objective, a row that overflowed in the heads is left out of the sum `heads`, so that
+        only its own scale backs off. Where rows are differentiated together, an infinite
         derivative of one objective can make other rows NaN, as 0 x inf; examples stay apart, and in the loop so do
         losses that are separate tensors.
 
@@ -59,7 +65,7 @@ def jacobian_fn(
             checkpoints.
 
     Laws:
-        Equal to a loop of plain autograd in every mode. Linear in the scale. Composes with vmap, grad, jvp and compile;
+        Equal to a loop of plain autograd in every mode. Composes with vmap, grad, jvp and compile;
         a derivative of the Jacobian is right, but for `"forward"` mode with layer, batch or instance norms, whose
         second forward derivative is wrong in torch (pytorch#196700). Where no transform is active and no input
         requires grad, plain autograd does the work and the result is detached. Parameters that only a closure captures
@@ -81,9 +87,49 @@ def jacobian_fn(
     """
     check_losses("jacobian_fn", losses, argnums, has_aux)
     check_rows("jacobian_fn", mode, chunk_size)
-    return jacobian_for(
-        "jacobian_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale, mode=mode, chunk_size=chunk_size
-    )
+    factor = None if scale is None else multiplier(scale, "jacobian_fn")
+
+    def jacobian_and_losses(*args: Any) -> Any:
+        given, _ = select_arguments(argnums, args, "jacobian_fn")  # a mistake is named before anything is evaluated
+        differentiable = any_requires_grad((args, factor)) or under_transform()
+        options = Options("jacobian_fn", has_aux, factor, differentiable, *_rows_at_once(mode, chunk_size))
+        objectives = of_arguments(losses, given)
+        jacobian, values, aux = kind_of(objectives, argnums).jacobian(objectives, args, argnums, options)
+        found = (values, aux) if has_aux else values
+        if factor is None:
+            return jacobian, found
+        jacobian, finite = unscale(factor, jacobian)
+        return jacobian, found, finite
+
+    return jacobian_and_losses
+
+
+def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine:
+    """All rows, for every rule.
+
+    Args:
+        mode: how rows are differentiated, as for `jacobian_fn`.
+        chunk_size: the number of rows differentiated at once, as for `jacobian_fn`.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`.
+
+    Raises:
+        ValueError: an unknown mode, or a chunk size below 1.
+    """
+    check_rows("jacobian_engine", mode, chunk_size)
+    mode, chunk_size = _rows_at_once(mode, chunk_size)
+
+    def observe(plan: Plan) -> Observation:
+        return of_rows(plan, *rows_of_plan(plan, mode, chunk_size))
+
+    return Engine(observe)
+
+
+def rows_of_plan(plan: Plan, mode: str = "auto", chunk_size: int | None = None) -> FoundJacobian:
+    """The scaled rows, the losses, and `(buffers, aux)`."""
+    options = plan.options._replace(mode=mode, chunk_size=chunk_size)
+    return plan.kind.jacobian(plan.losses, plan.args, 0, options)
 
 
 def check_rows(where: str, mode: str, chunk_size: int | None) -> None:
@@ -93,26 +139,5 @@ def check_rows(where: str, mode: str, chunk_size: int | None) -> None:
         check_integer(where, "chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")
 
 
-def jacobian_for(
-    where: str,
-    losses: LossFunction,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    scale: ScaleState | Tensor | None = None,
-    mode: str = "auto",
-    chunk_size: int | None = None,
-) -> Callable[..., tuple[Jacobian, Any]]:
-    """`jacobian_fn`, whose errors and warnings name the function that the user called."""
-    factor = None if scale is None else multiplier(scale, where)
-    chosen = "loop" if chunk_size == 1 and mode in ("auto", "vmap") else mode
-
-    def jacobian_and_losses(*args: Any) -> tuple[Jacobian, Any]:
-        given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
-        differentiable = any_requires_grad((args, factor)) or under_transform()
-        options = Options(where, has_aux, factor, differentiable, chosen, chunk_size)
-        objectives = of_arguments(losses, given)
-        jacobian, values, aux = kind_of(objectives, argnums).jacobian(objectives, args, argnums, options)
-        return jacobian, (values, aux) if has_aux else values
-
-    return jacobian_and_losses
+def _rows_at_once(mode: str, chunk_size: int | None) -> tuple[str, int | None]:
+    return ("loop" if chunk_size == 1 and mode in ("auto", "vmap") else mode), chunk_size

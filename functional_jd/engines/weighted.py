@@ -1,15 +1,30 @@
 """The weighted engine: for rules that need no gradients, one backward pass with the weights as cotangent."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.groups import check_groups
+from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
+from functional_jd.core.heads import Heads, direction_with_heads, split_heads
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
+from functional_jd.engines.evaluate import (
+    Options,
+    any_requires_grad,
+    check_losses,
+    check_weights,
+    objective_count,
+    select_arguments,
+)
 from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.precision.loss_scale import multiplier
+from functional_jd.engines.kinds.kind import FoundWeighted, Kind
+from functional_jd.engines.plan import Engine, Plan, require
+from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -56,26 +71,80 @@ def weighted_fn(
         (tensor([2., 2.]), tensor(True))
     """
     check_losses("weighted_fn", losses, 0, has_aux)
-    return weighted_for("weighted_fn", losses, has_aux=has_aux, scale=scale)
-
-
-def weighted_for(
-    where: str, losses: LossFunction, *, has_aux: bool = False, scale: ScaleState | Tensor | None = None
-) -> Callable[..., tuple[Any, Pullback]]:
-    """`weighted_fn`, whose errors and warnings name the function that the user called."""
-    factor = None if scale is None else multiplier(scale, where)
+    factor = None if scale is None else multiplier(scale, "weighted_fn")
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
-        given, _ = select_arguments(0, args, where)  # a mistake is named before anything is evaluated
+        given, _ = select_arguments(0, args, "weighted_fn")  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
-        options = Options(where, has_aux, factor, differentiable)
+        options = Options("weighted_fn", has_aux, factor, differentiable)
         objectives = of_arguments(losses, given)
-        values, aux, unchecked = kind_of(objectives).weighted(objectives, args, options)
+        values, aux, unchecked = _weighted(kind_of(objectives), objectives, args, options)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
-            check_flag(where, "last", last)
-            return unchecked(weights, last=last)
+            check_flag("weighted_fn", "last", last)
+            direction, heads, finite = unchecked(weights, last=last)
+            return direction_with_heads(direction, heads), finite
 
         return (values, aux) if has_aux else values, pullback
 
     return losses_and_pullback
+
+
+def _weighted(kind: Kind, losses: LossFunction, args: tuple[Any, ...], options: Options) -> FoundWeighted:
+    if kind.weighted is not None:
+        return kind.weighted(losses, args, options)
+    jacobian, values, aux = kind.jacobian(losses, args, 0, options)
+    scale = torch.ones(()) if options.scale is None else options.scale
+    rows, flags = unscale(scale, jacobian)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:  # noqa: ARG001
+        check_weights(options.where, weights, objective_count(values))
+        trunk, heads = split_heads(rows)
+        return combine(trunk, weights), heads, flags.all().expand(flags.shape)
+
+    return values, aux, pullback
+
+
+def weighted_engine() -> Engine:
+    """One backward pass with the weights as cotangent, for rules whose view is `no_gradients` or `losses`.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`. With one scale per objective, the backward pass runs at the largest
+        scale that serves all, and all flags are equal. Groups of parameters whose rules differ take one pass each.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule with another view.
+
+    Laws:
+        The direction is that of `jacobian_engine`, up to the order of sums.
+    """
+
+    def observe(plan: Plan) -> Observation:
+        if plan.view.groups is not None:
+            check_groups(plan.kind.row_params(plan.losses, plan.args[0]), plan.view.groups)
+        values, carried, pull = _weighted(plan.kind, plan.losses, plan.args, plan.options)
+
+        def pullback(weights: Any) -> Pulled:
+            if plan.view.groups is None:
+                check_weights(plan.where, weights, objective_count(values))
+            by_group = weights if plan.view.groups is not None else {"": weights}
+            passes = {id(own): own for own in by_group.values()}
+            found: dict[int, Any] = {}
+            # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
+            usable = {key: own.isfinite().all() for key, own in passes.items()}
+            for left, (key, own) in enumerate(passes.items(), start=1 - len(passes)):
+                found[key] = pull(torch.where(usable[key], own, 0), last=not left)
+            direction, heads, _ = next(iter(found.values()))
+            if by_group is weights:
+                direction = {name: found[id(own)][0][name] for name, own in by_group.items()}
+            finite = reduce(torch.logical_and, [flags for _, _, flags in found.values()])
+            return Pulled(
+                direction_with_heads(direction, heads), finite, reduce(torch.logical_and, list(usable.values()))
+            )
+
+        return Observation(values, pullback=pullback, carried=carried)
+
+    def check(plan: Plan) -> None:
+        require(plan, "weighted", serves=plan.view.products == "none", rules="no gradients")
+
+    return Engine(observe, check)

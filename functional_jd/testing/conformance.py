@@ -15,6 +15,7 @@ from hypothesis.errors import Flaky, NoSuchExample
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.aggregation.views import as_view
 from functional_jd.core.arguments import check_function, check_mapping, check_type
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
@@ -315,7 +316,7 @@ def _needed_arguments(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacob
     losses = torch.ones(len(tree_leaves(jacobian)[0]), dtype=torch.float64)
     for others, values in (((), None), ((), losses), ((jacobian,), None)):
         try:
-            rule.view(jacobian, *others, losses=values)
+            as_view(rule.view)(jacobian, *others, losses=values)
         except ValueError:
             continue
         return others, values

@@ -37,7 +37,7 @@ _VIEWS = {
     "cross_gramian": "Gramian of two batches",
     "full_jacobian": "Jacobian",
     "jacobian_entries": "Jacobian",
-    "jacobian_and_losses": "Jacobian and losses",
+    "full_jacobian_and_losses": "Jacobian and losses",
     "norms": "norms of rows",
     "norms_and_losses": "norms of rows and losses",
     "gramian_and_losses": "Gramian and losses",

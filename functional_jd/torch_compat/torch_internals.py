@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses: what it is for, and what breaks without it.
 
-`tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what it
-means. "Loudly" below says that an exception is raised without the name; "quietly", that only time or memory is lost.
+`tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what
+it means. "Loudly" below says that an exception is raised without the name; "quietly", that only time or memory is lost.
 
 | name of torch | used by | without it |
 | --- | --- | --- |

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, LossFunction, Params
+from functional_jd.core.types import Losses, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
-from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.objectives import Multitask
+from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import nodes_from
-from functional_jd.training.engines import Problem
 
 
 def check_batch(where: str, batch: tuple[Any, ...]) -> None:
@@ -25,26 +23,25 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
 
 
-def check_learning(where: str, problem: Problem) -> None:
+def check_learning(plan: Plan) -> None:
     """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
 
     The losses are evaluated once, as if they had not been: what they change is put back.
     """
     journal, draws = StateJournal(), random_state()
-    leaves, structure = tree_flatten(problem.args[0])
+    where, losses, kind = plan.where, plan.losses, plan.kind
+    leaves, structure = tree_flatten(plan.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
-    losses = of_arguments(problem.losses, problem.args[0])
-    kind = kind_of(losses)
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad():
-            args = (tree_unflatten(structure, points), *problem.args[1:])
+            args = (tree_unflatten(structure, points), *plan.args[1:])
             _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
     finally:
         journal.undo()
         set_random_state(draws)
     _refuse_unreached(where, values, points)
-    _report_unlearned(where, losses, values, args[0])
+    _report_unlearned(plan, values, args[0])
     _warn_unless_finite(where, values)
 
 
@@ -65,24 +62,23 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
         )
 
 
-def _report_unlearned(where: str, losses: LossFunction, values: Losses, params: Params) -> None:
+def _report_unlearned(plan: Plan, values: Losses, params: Params) -> None:
     """Refuse a trunk that no loss reaches, and warn of other parameters that none does."""
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
     found = {id(getattr(node, "variable", None)) for node in nodes} | {id(y) for y in tree_leaves(values)}
-    if isinstance(losses, Multitask):
-        shared = tree_leaves(losses.split(params)[0])
-        if shared and not any(id(x) in found for x in shared):  # the engines say what an empty one lacks
-            raise ValueError(
-                f"{where}: expected features that depend on params['shared'], found that no loss reaches one of them, "
-                "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) "
-                "and not trunk(...), and do not detach the features."
-            )
+    trunk = tree_leaves(plan.kind.row_params(plan.losses, params))
+    if trunk and not any(id(x) in found for x in trunk):  # the engines say what an empty one lacks
+        raise ValueError(
+            f"{plan.where}: expected features that depend on params['shared'], found that no loss reaches one of them, "
+            "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) and "
+            "not trunk(...), and do not detach the features."
+        )
     pairs = zip(tree_names(params), tree_leaves(params), strict=True)
-    unlearned = [name for name, x in pairs if id(x) not in found]
+    unlearned = [repr(name) for name, x in pairs if id(x) not in found]
     if unlearned:
         warnings.warn(
-            f"{where}: no loss reaches {', '.join(map(repr, unlearned[:3]))}{' and others' * (len(unlearned) > 3)} on "
-            "this batch, so they do not learn from it. Use the parameters that the losses receive, "
+            f"{plan.where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "
+            "on this batch, so they do not learn from it. Use the parameters that the losses receive, "
             "functional(model)(params, ...) and not model(...), or leave out what is constant by partition.",
             UserWarning,
             stacklevel=user_level(),

@@ -10,14 +10,13 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.arguments import described
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.engines.kinds import kind_of
-from functional_jd.objectives.buffers import Form
+from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.training.checks import check_batch, check_learning
-from functional_jd.training.choice import find_engine, refuse_engine
-from functional_jd.training.engines import Engine, Problem
+from functional_jd.training.driver import started
+from functional_jd.training.prepare import prepare, refuse_engine
 from functional_jd.training.state import TrainState, check_method
 
 
@@ -95,12 +94,20 @@ def train_state(
     scale = no_scale(device=leaves[0].device) if scale is None else scale
     _refuse_no_tensors(buffers)
     buffers = tree_map(lambda x: x.detach().clone(), buffers)
-    threaded = kind_of(losses).thread(losses, batch, Form("train_state", buffers, has_aux))
-    problem = Problem(threaded.losses, (params, *threaded.args), aggregator, None, scale, "train_state")
+    plan, chosen = prepare(
+        "train_state",
+        losses,
+        params,
+        batch,
+        aggregator,
+        scale=scale,
+        buffers=buffers,
+        has_aux=has_aux,
+        engine=engine,
+    )
     if not under_transform():
-        check_learning("train_state", problem)
-    state = TrainState(params, buffers, optimizer.init(params), (), scale)
-    state = state._replace(aggregator=_memory(engine, problem, state, losses, batch))
+        check_learning(plan)
+    state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), scale)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
@@ -118,13 +125,6 @@ def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
     tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
     return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)
-
-
-def _memory(
-    engine: str | Engine, problem: Problem, state: TrainState, losses: LossFunction, batch: tuple[Any, ...]
-) -> Tree:
-    """The rule's initial state."""
-    return find_engine(engine, "train_state", problem, state, losses, batch).start(problem)
 
 
 def _refuse_no_tensors(buffers: Tree) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.aggregation.views import cross_gramian
+from functional_jd.aggregation.views import as_view
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
@@ -119,7 +119,7 @@ def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Opt
     check_function(where, "losses", losses, "Pass losses(params, ...).")
     check_flag(where, "has_aux", has_aux)
     check_rule(aggregator, where)
-    if aggregator.view is cross_gramian:
+    if as_view(aggregator.view).batches > 1:
         raise ValueError(
             f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
             "hand: aggregate(rule, jacobian, memory, other_jacobian)."

@@ -11,14 +11,13 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
-from functional_jd.engines.kinds import kind_of
-from functional_jd.objectives.buffers import Form
+from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.precision.loss_scale import select, update_scale
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.training.choice import find_engine
-from functional_jd.training.engines import Engine, EngineResult, Problem
+from functional_jd.training.driver import Directed, directed
+from functional_jd.training.prepare import prepare
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
 
 
@@ -79,39 +78,44 @@ def step(
     """
     check_state("step", state)
     check_method("step", losses, aggregator, optimizer, has_aux)
-    form = Form("step", state.buffers, has_aux)
-    threaded = kind_of(losses).thread(losses, batch, form)
-    problem = Problem(threaded.losses, (state.params, *threaded.args), aggregator, state.aggregator, state.scale)
-    chosen = find_engine(engine, "step", problem, state, losses, batch)
+    plan, chosen = prepare(
+        "step",
+        losses,
+        state.params,
+        batch,
+        aggregator,
+        scale=state.scale,
+        buffers=state.buffers,
+        has_aux=has_aux,
+        engine=engine,
+    )
     if optimizer.search is not None:
-        optimizer = _with_losses(optimizer.search, optimizer, problem, chosen)
-    found = chosen.differentiate(problem)
-    return _finished(state, optimizer, found, threaded.next_buffers(found.carried[0]))
+        optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
+    found = directed(plan, chosen, state.aggregator)
+    return _finished(state, optimizer, found, plan.next_buffers(found.carried[0]))
 
 
-def _with_losses(search: Callable[..., Any], optimizer: Optimizer, problem: Problem, engine: Engine) -> Optimizer:
+def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
     """The optimizer that compares the losses of this step, as one that needs none."""
     if engine.is_replicated:
         raise ValueError(
             "step: expected an optimizer that needs no losses, since replicas have different batches and would move "
             "apart, found one that compares losses (line_search). Pass the optimizer inside it."
         )
-    if any_sharded(tree_leaves(problem.args[0])):
+    if any_sharded(tree_leaves(plan.args[0])):
         raise ValueError(
             "step: expected an optimizer that needs no losses, for sharded parameters, found one that compares losses "
             "(line_search). Pass the optimizer inside it."
         )
-    evaluate = with_op_tables(problem.losses, where="step")
+    evaluate = with_op_tables(plan.losses, where="step")
 
     def losses_at(params: Params) -> Losses:
-        return evaluate(params, *problem.args[1:])[0]
+        return evaluate(params, *plan.args[1:])[0]
 
     return Optimizer(optimizer.init, partial(search, losses_at))
 
 
-def _finished(
-    state: TrainState, optimizer: Optimizer, found: EngineResult, buffers: Tree
-) -> tuple[TrainState, StepInfo]:
+def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers: Tree) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
     direction, weights, memory, values, rows_finite, direction_finite, (_, aux), gramian = found
     losses_finite = _finite_losses(values, state.scale.scale)

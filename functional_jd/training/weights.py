@@ -5,17 +5,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule, updated, weigh
-from functional_jd.aggregation.views import inner_products_suffice, needs_no_rows, norms_suffice, view_of_products
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
-from functional_jd.engines.gramian.engine import products_for
-from functional_jd.engines.jacobian import jacobian_for
-from functional_jd.engines.weighted import weighted_for
-from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.training.engines import loss_rows
+from functional_jd.training.driver import weighed
+from functional_jd.training.prepare import prepare
 from functional_jd.training.start import detach_parameters
 
 _WHERE = "weights_fn"
@@ -77,7 +73,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
     check_rule(aggregator, _WHERE)
 
     def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
-        found = _found(losses, aggregator, (detach_parameters(params), *batch), state)
+        plan, engine = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, guarded=False)
+        seen, weights, new = weighed(plan, engine, state)
+        found = FoundWeights(weights, seen.losses, new)
         if not isinstance(found.weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"{_WHERE}: expected a rule that gives one weight per loss, found {described(found.weights)}: it "
@@ -86,19 +84,3 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
         return found
 
     return weights_of
-
-
-def _found(losses: LossFunction, rule: Aggregator, args: tuple[Any, ...], state: Tree) -> FoundWeights:
-    if needs_no_rows(rule):
-        values, _ = weighted_for(_WHERE, losses)(*args)
-        weights, state, _ = weigh(rule, loss_rows(values), state, losses=values, where=_WHERE)
-        return FoundWeights(weights, values, state)
-    if inner_products_suffice(rule):
-        kind = "norms" if norms_suffice(rule) else "gramian"
-        products, values, _ = products_for(_WHERE, losses, products=kind)(*args)
-        with autocast_disabled(products):
-            weights, state = updated(rule, view_of_products(rule, products, values), state, _WHERE)
-        return FoundWeights(weights, values, state)
-    jacobian, values = jacobian_for(_WHERE, losses)(*args)
-    weights, state, _ = weigh(rule, jacobian, state, losses=values, where=_WHERE)
-    return FoundWeights(weights, values, state)

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.rows import at_least_float32, in_range
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Options, detach_tree
+from functional_jd.engines.evaluate import Group, Options, detach_tree
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
@@ -66,7 +66,7 @@ def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
 
 def gramian_of_uses(
     uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int, options: Options
-) -> tuple[Any, Callable[[Tensor], list[Tensor]]]:
+) -> tuple[Any, Callable[[Any], list[Tensor]]]:
     """The Gramian of all leaves, or what `options.products` says, and their pullback: from the rows by edge and, behind
     them, by leaf.
     """
@@ -81,16 +81,39 @@ def gramian_of_uses(
                 by_leaf[use.leaf].append(use.form(gradient))
         if options.products == "factors":
             products, pull = by_leaf, partial(weighted_parts, by_leaf, leaves, m)
+        elif options.groups is None:
+            products, pull = _products(by_leaf, leaves, m, options.products)
         else:
-            products, pull = products_of_leaves(by_leaf, leaves, m, norms_only=options.products == "norms")
-        if options.products == "gramian":
-            products = (products + products.mT) / 2  # products of factors round differently on either side
+            products, pull = _products_by_group(by_leaf, leaves, m, options.groups)
 
-    def pullback(weights: Tensor) -> list[Tensor]:
+    def pullback(weights: Any) -> list[Tensor]:
         with autocast_disabled(leaves):
             return pull(weights)
 
     return products, pullback
+
+
+def _products(
+    by_leaf: list[list[Factors | Tensor]], leaves: list[Tensor], m: int, needed: str
+) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    if needed != "gramian":
+        return products_of_leaves(by_leaf, leaves, m, norms_only=True)
+    products, pull = products_of_leaves(by_leaf, leaves, m)
+    return (products + products.mT) / 2, pull  # products of factors round differently on either side
+
+
+def _products_by_group(
+    by_leaf: list[list[Factors | Tensor]], leaves: list[Tensor], m: int, groups: Sequence[Group]
+) -> tuple[dict[str, Tensor], Callable[[Any], list[Tensor]]]:
+    """By name, of groups of leaves that follow one another."""
+    products: dict[str, Tensor] = {}
+    pulls: dict[str, Callable[[Tensor], list[Tensor]]] = {}
+    start = 0
+    for key, count, needed in groups:
+        part = slice(start, start + count)
+        products[key], pulls[key] = _products(by_leaf[part], leaves[part], m, needed)
+        start += count
+    return products, lambda weights: [x for key, pull in pulls.items() for x in pull(weights[key])]
 
 
 def _like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
@@ -101,8 +124,8 @@ def _like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
 
 
 def shaped(
-    pullback: Callable[[Tensor], list[Tensor]], structure: Structure, options: Options
-) -> Callable[[Tensor], Direction]:
+    pullback: Callable[[Any], list[Tensor]], structure: Structure, options: Options
+) -> Callable[[Any], Direction]:
     """The pullback, whose direction is a pytree of this structure."""
     shaped_pullback = lambda weights: tree_unflatten(structure, pullback(weights))
     return shaped_pullback if options.scale is None else in_range(shaped_pullback)

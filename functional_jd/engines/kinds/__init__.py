@@ -22,8 +22,16 @@ KINDS: dict[type, Kind] = {
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
-    """How engines differentiate these losses; with respect to other arguments than 0, the structure is not used."""
-    return KINDS.get(type(losses), PLAIN) if argnums == 0 or type(losses) is Sharded else PLAIN
+    """How engines differentiate these losses: what their class, or a base of it, has in the table, or says itself by an
+    attribute `kind`. With respect to other arguments than 0, the structure is not used.
+    """
+    if argnums != 0 and type(losses) is not Sharded:
+        return PLAIN
+    for base in type(losses).__mro__:
+        found = KINDS.get(base) or base.__dict__.get("kind")
+        if isinstance(found, Kind):
+            return found
+    return PLAIN
 
 
 def of_arguments(losses: Any, arguments: Tree) -> Any:

@@ -8,14 +8,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_jd.core.heads import Heads
 from functional_jd.core.tree import floating_leaves, tree_map
-from functional_jd.core.types import Direction, Losses, Params, Tree
+from functional_jd.core.types import Direction, Losses, Params
 from functional_jd.engines.evaluate import Options, check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
+from functional_jd.engines.kinds.per_example import gramian as examples_gramian
+from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, Form, Threaded, next_as_found
 from functional_jd.precision.autocast import autocast_disabled
@@ -37,10 +40,10 @@ def jacobian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], opti
 
 def gramian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
     """The blocks of each set, and those of all pairs of sets, layer by layer."""
-    if options.products == "factors":
+    if options.products == "factors" or options.groups is not None:
         raise RowsNeededError("sets of examples have factors of different forms")
     given = _by_set(losses, args, options._replace(products="factors"))
-    found = {name: PER_EXAMPLE.gramian(losses.parts[name], own, argnums, one) for name, (own, one) in given.items()}
+    found = {name: examples_gramian(losses.parts[name], own, argnums, one) for name, (own, one) in given.items()}
     counts = losses.counts(args[1:])
     parts: dict[str, Any] = {name: result[0] for name, result in found.items()}
     leaves, _ = floating_leaves(args[0], options.where)
@@ -59,9 +62,9 @@ def gramian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], optio
 
     def pullback(weights: Tensor) -> Direction:
         pieces = weights.split(list(counts.values()))
-        return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
+        return _added([pull(piece) for (_, _, _, pull, _), piece in zip(found.values(), pieces, strict=True)])
 
-    return products, *_joined(losses, found, options), pullback
+    return products, *_joined(losses, found, options), pullback, ()
 
 
 def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:
@@ -78,15 +81,15 @@ def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) ->
 def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted:
     """One backward pass through each set."""
     given = _by_set(losses, args, options)
-    found = {name: PER_EXAMPLE.weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
+    found = {name: examples_weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = list(losses.counts(args[1:]).values())
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
         check_weights(options.where, weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
         results = [pull(piece, last=last) for (*_, pull), piece in pieces]
-        flags = [finite for _, finite in results]
-        return _added([direction for direction, _ in results]), torch.cat(flags) if flags[0].ndim else _all(flags)
+        flags = [finite for *_, finite in results]
+        return _added([found[0] for found in results]), (), torch.cat(flags) if flags[0].ndim else _all(flags)
 
     return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, options), pullback
 
@@ -121,10 +124,6 @@ def _all(flags: Sequence[Tensor]) -> Tensor:
     return reduce(torch.logical_and, flags)
 
 
-def _row_params(losses: ExampleSets, params: Params) -> Tree:  # noqa: ARG001
-    return params
-
-
 def _objectives(losses: ExampleSets, params: Params, batch: Args) -> int:  # noqa: ARG001
     return sum(losses.counts(batch).values())
 
@@ -156,4 +155,13 @@ def _sample(losses: ExampleSets, args: Args) -> tuple[Any, Args]:
     return first, (params, own)
 
 
-EXAMPLE_SETS = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample, rows_are_examples=True)
+EXAMPLE_SETS = Kind(
+    jacobian,
+    gramian,
+    weighted,
+    objectives=_objectives,
+    thread=_thread,
+    sample=_sample,
+    rows_are_examples=True,
+    several_sets=True,
+)

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from functional_jd.core.types import Direction, Gramian, Jacobian, Losses, Params, Tree
-from functional_jd.objectives.buffers import Form, Threaded
+from functional_jd.core.declared import Declared
+from functional_jd.core.heads import Heads
+from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
+from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 
 Args: TypeAlias = tuple[Any, ...]
 """What the losses are called with: the parameters and the batch."""
@@ -14,14 +16,36 @@ Args: TypeAlias = tuple[Any, ...]
 FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
 """The Jacobian of the scaled losses, the losses, and aux."""
 
-FoundGramian: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], Direction]]
-"""The Gramian of the scaled rows, or what `options.products` says; losses, aux, and the pullback of scaled rows."""
+FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction], Heads]
+"""The Gramian of the scaled rows, or what `options.products` says; losses, aux, the pullback of scaled rows, for the
+parameters that have rows, and the heads' gradient."""
 
-FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Tensor]]]
-"""The losses, aux, and `pullback(weights, *, last=False) -> (direction, finite)`, unscaled."""
+FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Heads, Tensor]]]
+"""The losses, aux, and `pullback(weights, *, last=False) -> (direction, heads, finite)`, unscaled."""
 
-FoundFeatures: TypeAlias = tuple[Gramian, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
+FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
 """The Gramian of the rows by feature, the losses, aux, and `pullback(weights) -> (direction, finite)`, all unscaled."""
+
+
+def _all_params(losses: Any, params: Params) -> Tree:  # noqa: ARG001
+    return params
+
+
+def _usual_number(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG001
+    """Not known before the losses are evaluated: four are usual."""
+    return 4
+
+
+def _thread(losses: Any, batch: Args, form: Form) -> Threaded:
+    def threaded(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, *args: uniform(f(params, *args), form)
+
+    one_form = losses.each(threaded) if isinstance(losses, Declared) else threaded(losses)
+    return Threaded(one_form, (form.buffers, *batch) if form.takes_buffers else batch, next_as_found(form))
+
+
+def _whole(losses: Any, args: Args) -> tuple[Any, Args]:
+    return losses, args
 
 
 class Kind(NamedTuple):
@@ -31,20 +55,24 @@ class Kind(NamedTuple):
         jacobian: `jacobian(losses, args, argnums, options) -> FoundJacobian`, detached unless it is to be
             differentiable.
         gramian: `gramian(losses, args, argnums, options) -> FoundGramian`, without rows where that costs less. May
-            raise where it cannot do without; the engine then forms the rows.
-        weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass.
+            raise where it cannot do without; the engine then forms the rows. None: from rows, always.
+        weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass. None: from rows.
+        features: `features(losses, args, options) -> FoundFeatures`; None where there are none.
         row_params: `row_params(losses, params)`: the parameters that have rows.
         objectives: `objectives(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
         thread: `thread(losses, batch, form)`: losses with or without buffers and aux, in one form.
         sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the graph.
         rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
+        several_sets: whether these are several sets of examples, one after the other.
     """
 
     jacobian: Callable[..., FoundJacobian]
-    gramian: Callable[..., FoundGramian]
-    weighted: Callable[..., FoundWeighted]
-    row_params: Callable[[Any, Params], Tree]
-    objectives: Callable[[Any, Params, Args], int]
-    thread: Callable[[Any, Args, Form], Threaded]
-    sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]]
+    gramian: Callable[..., FoundGramian] | None = None
+    weighted: Callable[..., FoundWeighted] | None = None
+    features: Callable[..., FoundFeatures] | None = None
+    row_params: Callable[[Any, Params], Tree] = _all_params
+    objectives: Callable[[Any, Params, Args], int] = _usual_number
+    thread: Callable[[Any, Args, Form], Threaded] = _thread
+    sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]] = _whole
     rows_are_examples: bool = False
+    several_sets: bool = False

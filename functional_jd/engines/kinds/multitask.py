@@ -8,8 +8,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
+from functional_jd.core.heads import Heads, nan_unless_finite
 from functional_jd.core.rows import at_least_float32, per_row
-from functional_jd.core.sharding import agreed, shard_of
 from functional_jd.core.tree import (
     Structure,
     all_finite,
@@ -117,10 +117,10 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
         _refuse_other_ways(seen, differentiated, inside, options)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
-    direct = shaped(pullback, structure, options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
-    direction = lambda weights: {"shared": direct(weights), "heads": own}
-    return nan_unless_heads_are_finite(products, gradient), values, aux, direction
+    if options.products != "factors":
+        products = nan_unless_finite(products, (gradient,))
+    return products, values, aux, shaped(pullback, structure, options), (own,)
 
 
 def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
@@ -157,7 +157,7 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     outputs, n = point.heads.outputs, len(point.own[0])
     scales = row_scales(options.scale, objective_count(outputs), outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
         ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), scales, options)
         cotangent, common = weighted_cotangent(outputs, weights, scales, options)
         # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
@@ -166,17 +166,9 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
         shared = dense_gradients(point.trunk.pullback(features, last=last), point.shared[0])
         heads, heads_finite = unscaled(plain_scale, tree_unflatten(point.own[1], own), options)
         trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared), options)
-        return {"shared": trunk, "heads": heads}, flags(finite & heads_finite, options)
+        return trunk, (heads,), flags(finite & heads_finite, options)
 
     return *point.heads.extra, pullback
-
-
-def nan_unless_heads_are_finite(products: Any, heads: Tree) -> Any:
-    """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
-    leaves = tree_leaves(heads) if isinstance(products, Tensor) else []
-    for leaf in leaves:
-        products = torch.where(agreed(shard_of(leaf).isfinite().all(), leaves), products, torch.nan)
-    return products
 
 
 def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
@@ -388,8 +380,4 @@ def _thread(losses: Multitask, batch: Args, form: Form) -> Threaded:
     return Threaded(threaded, (form.buffers, *batch), next_as_found(form))
 
 
-def _sample(losses: Any, args: Args) -> tuple[Any, Args]:
-    return losses, args
-
-
-MULTITASK = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)
+MULTITASK = Kind(jacobian, gramian, weighted, features, row_params=_row_params, objectives=_objectives, thread=_thread)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from functional_jd.core.heads import Heads
 from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import (
@@ -104,7 +105,7 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
         # No loss depends on another example: one backward pass from all of them keeps the rows apart.
         gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
     products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), leaves, m, options)
-    return products, *detach_tree(extra), shaped(pullback, structure, options)
+    return products, *detach_tree(extra), shaped(pullback, structure, options), ()
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
@@ -136,7 +137,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
     rows = [next(rest) if yes else None for yes in reached]
     uses, edges = layer_uses(seen[0], sources), list(range(len(sources)))
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
-    return products, *extra, shaped(pullback, structure, options)
+    return products, *extra, shaped(pullback, structure, options), ()
 
 
 def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
@@ -159,7 +160,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
     check_example_losses(point.outputs, (m,))
     scales = row_scales(options.scale, m, point.outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
         cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
         batched = partial(point.pullback, cotangent, last=last)
 
@@ -176,7 +177,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
         instead = "evaluates the losses again, example by example, and differentiates that"
         gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
         direction, finite = unscaled(common, tree_unflatten(structure, dense_gradients(gradient, leaves)), options)
-        return direction, flags(finite, options)
+        return direction, (), flags(finite, options)
 
     return *point.extra, pullback
 
@@ -198,10 +199,6 @@ def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
             "neither (activation checkpointing with dropout?). Take rows, step(..., engine='jacobian'), which "
             "evaluates and differentiates one example after the other."
         )
-
-
-def _row_params(losses: PerExample, params: Params) -> Tree:  # noqa: ARG001
-    return params
 
 
 def _objectives(losses: PerExample, params: Params, batch: Args) -> int:  # noqa: ARG001
@@ -242,4 +239,6 @@ def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
     return losses.of_one, (params, *losses.examples(tuple(batch))[0])
 
 
-PER_EXAMPLE = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample, rows_are_examples=True)
+PER_EXAMPLE = Kind(
+    jacobian, gramian, weighted, objectives=_objectives, thread=_thread, sample=_sample, rows_are_examples=True
+)

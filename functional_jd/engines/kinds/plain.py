@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.heads import Heads
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
-from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import (
     Options,
     dense_gradients,
@@ -25,7 +26,6 @@ from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, 
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
-from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform, untraced
 
@@ -63,7 +63,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     m = objective_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
-    return products, *point.extra, shaped(pullback, structure, options)
+    return products, *point.extra, shaped(pullback, structure, options), ()
 
 
 def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
@@ -77,11 +77,11 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
     point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
     scales = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
         cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
         gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
         direction, finite = unscaled(common, tree_unflatten(structure, gradient), options)
-        return direction, flags(finite, options)
+        return direction, (), flags(finite, options)
 
     return *point.extra, pullback
 
@@ -147,24 +147,4 @@ def _hook_error(where: str, found: str) -> ValueError:
     )
 
 
-def _row_params(losses: Any, params: Params) -> Tree:  # noqa: ARG001
-    return params
-
-
-def _objectives(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG001
-    """Not known before the losses are evaluated: four are usual."""
-    return 4
-
-
-def _thread(losses: Any, batch: Args, form: Form) -> Threaded:
-    def threaded(params: Params, *args: Any) -> Any:
-        return uniform(losses(params, *args), form)
-
-    return Threaded(threaded, (form.buffers, *batch) if form.takes_buffers else batch, next_as_found(form))
-
-
-def _sample(losses: Any, args: Args) -> tuple[Any, Args]:
-    return losses, args
-
-
-PLAIN = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)
+PLAIN = Kind(jacobian, gramian, weighted)

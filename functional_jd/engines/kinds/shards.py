@@ -1,24 +1,22 @@
 """Losses of sharded parameters: shards go in, and rows and directions come out, sharded as the parameters are."""
 
 import warnings
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
-from functional_jd.aggregation.views import gramian as gramian_of
-from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.core.rows import at_least_float32
+from functional_jd.core.heads import Heads, split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_dimension
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
-from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
-from functional_jd.engines.kinds.multitask import MULTITASK, nan_unless_heads_are_finite
+from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.multitask import MULTITASK
+from functional_jd.engines.kinds.multitask import weighted as weighted_trunk
 from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.engines.kinds.plain import weighted as weighted_plain
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import Form, Threaded
 from functional_jd.objectives.over_shards import Sharded
@@ -29,7 +27,7 @@ from functional_jd.torch_compat.torch_internals import under_transform
 def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
     """The rows of the shards."""
     chosen, _ = select_arguments(argnums, args, options.where)
-    if argnums != 0 and isinstance(losses.losses, Multitask):
+    if argnums != 0 and _inner(losses) is not PLAIN:
         raise ValueError(
             f"{options.where}: sharded multitask losses are differentiated by argument 0, found {argnums}."
         )
@@ -50,38 +48,31 @@ def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options:
     return tree_sharded_as(rows, chosen, 1), values, aux
 
 
-def gramian(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
-    """The sum of the shards' Gramians: m^2 numbers travel."""
-    if options.products == "factors":
-        raise ValueError(f"{options.where}: expected no sharded parameters. Use jacobian_fn and cross_gramian.")
-    found, values, aux = jacobian(losses, args, argnums, options._replace(mode="auto"))
-    rows, heads = split_heads(found if options.scale is None else tree_map(at_least_float32, found))
-    whole = with_heads(rows, heads)
-    where = options.where
-    pullback = partial(combined, where, whole) if options.scale is None else pullback_of_scaled(where, whole)
-    products = gramian_of(rows) if options.products == "gramian" else gramian_of(rows).diagonal()
-    return nan_unless_heads_are_finite(products, heads), values, aux, pullback
-
-
 def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
     """One backward pass on the shards."""
     params = args[0]
     leaves, _ = floating_leaves(params, options.where)
     inner, args, options = _opened(losses, args, 0, options)
-    values, aux, pull = _inner(losses).weighted(inner, args, options)
+    values, aux, pull = _weighted_of(losses)(inner, args, options)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
-        direction, finite = pull(weights, last=last)
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+        direction, heads, finite = pull(weights, last=last)
         everywhere = agreed(finite, leaves)
         if options.scale is not None:  # a rank whose own shard is finite does not know that another's is not
-            direction = tree_map(lambda d: torch.where(everywhere.all(), d, 0), direction)
-        return tree_sharded_as(direction, params), everywhere
+            direction, heads = tree_map(lambda d: torch.where(everywhere.all(), d, 0), (direction, heads))
+        rows = _row_params(losses, params)
+        return tree_sharded_as(direction, rows), tree_sharded_as(heads, (params["heads"],) if heads else ()), everywhere
 
     return values, aux, pullback
 
 
 def _inner(losses: Sharded) -> Kind:
-    return MULTITASK if isinstance(losses.losses, Multitask) else PLAIN
+    """The kind of the losses of whole parameters: those of `of_shards`."""
+    return MULTITASK if issubclass(type(losses.losses), Multitask) else PLAIN
+
+
+def _weighted_of(losses: Sharded) -> Callable[..., FoundWeighted]:
+    return weighted_trunk if _inner(losses) is MULTITASK else weighted_plain
 
 
 def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> tuple[Any, Args, Options]:
@@ -103,10 +94,8 @@ def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: 
         [args[position] for position in at], options.where, has_aux=options.has_aux, reshard=reshard, at=at
     )
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
-    mode = options.mode
-    if mode == "auto":
-        mode = "loop" if losses.mesh is None else "shards"
-    return inner, opened, options._replace(mode=mode)
+    alone = options.mode == "auto" and losses.mesh is None
+    return inner, opened, options._replace(mode="loop" if alone else options.mode, on_shards=True)
 
 
 def _row_params(losses: Sharded, params: Params) -> Tree:
@@ -140,4 +129,6 @@ def _sample(losses: Sharded, args: Args) -> tuple[Any, Args]:
     return inner, (shards_of(args[0]), *args[1:])
 
 
-SHARDED = Kind(jacobian, gramian, weighted, _row_params, _objectives, _thread, _sample)
+SHARDED = Kind(
+    jacobian, weighted=weighted, row_params=_row_params, objectives=_objectives, thread=_thread, sample=_sample
+)

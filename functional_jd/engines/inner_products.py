@@ -1,35 +1,37 @@
-"""The Gramian engine: inner products of the rows without the rows, and the pullback of weights."""
+"""The Gramian engine: inner products of rows without the rows, and the pullback of weights."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combined, pullback_of_scaled
-from functional_jd.aggregation.views import gramian as gramian_of
-from functional_jd.aggregation.views import norms
-from functional_jd.core.heads import split_heads
+from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.groups import check_groups
+from functional_jd.aggregation.observation import Observation
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import Direction, Gramian, Jacobian, LossFunction
+from functional_jd.core.types import Direction, Gramian, LossFunction
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import (
-    Options,
-    any_requires_grad,
-    check_losses,
-    check_weights,
-    select_arguments,
-)
+from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, check_weights, select_arguments
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.engines.kinds.kind import FoundGramian
-from functional_jd.engines.kinds.multitask import nan_unless_heads_are_finite
+from functional_jd.engines.kinds.kind import FoundGramian, Kind
+from functional_jd.engines.observed import (
+    of_products,
+    products_and_pullback,
+    unscaled_products,
+    without_overflow,
+)
+from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
 from functional_jd.torch_compat.torch_internals import under_transform
+
+Pullback = Callable[[Tensor], tuple[Direction, Tensor]]
+"""`pullback(weights) -> (direction, finite)`."""
 
 
 def gramian_fn(
@@ -38,7 +40,7 @@ def gramian_fn(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scale: ScaleState | Tensor | None = None,
-) -> Callable[..., tuple[Gramian, Any, Callable[[Tensor], Direction]]]:
+) -> Callable[..., tuple[Gramian, Any, Pullback]]:
     """Turn losses into a function that returns their Gramian, their values, and the pullback of weights.
 
     `G = J J'` and `pullback(w) = w' J`, with `J_i = d losses_i / d params`. J is not formed where inner products of its
@@ -54,10 +56,10 @@ def gramian_fn(
 
     Returns:
         `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
-        `[m, m]`; losses as the function gave them; `pullback(weights) -> direction`: weights `[m]`, direction a pytree
-        like params, in their dtypes; with `scale`, as after `unscale`, in at least float32. For `multitask` losses
-        Gramian and weights are those of the trunk, and `direction["heads"]` is the gradient of the plain sum, whatever
-        the weights.
+        `[m, m]`; losses as the function gave them; `pullback(weights) -> (direction, finite)`: weights `[m]`, direction
+        a pytree like params, in their dtypes; with `scale`, as after `unscale`, in at least float32; finite bool of the
+        scale's shape, `[]` without one: which rows did not overflow. For `multitask` losses Gramian and weights are
+        those of the trunk, and `direction["heads"]` is the gradient of the plain sum, whatever the weights.
         A row that overflowed is a row and a column of the Gramian that are not finite. An overflow in the heads' sum
         cannot be assigned to a row: then no row is finite.
 
@@ -86,10 +88,10 @@ def gramian_fn(
         tensor([[20.,  2.],
                 [ 2.,  1.]], dtype=torch.float64)
         >>> pullback(torch.tensor([0.5, 1.0]))
-        tensor([2., 2.])
+        (tensor([2., 2.]), tensor(True))
     """
     check_losses("gramian_fn", losses, argnums, has_aux)
-    return products_for("gramian_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale)
+    return _products_fn("gramian_fn", losses, argnums, has_aux, scale, "gramian")
 
 
 def squared_norms_fn(
@@ -98,7 +100,7 @@ def squared_norms_fn(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scale: ScaleState | Tensor | None = None,
-) -> Callable[..., tuple[Tensor, Any, Callable[[Tensor], Direction]]]:
+) -> Callable[..., tuple[Tensor, Any, Pullback]]:
     """Turn losses into a function that returns the squared norms of their gradients, their values, and the pullback of
     weights.
 
@@ -132,83 +134,104 @@ def squared_norms_fn(
         >>> loss = lambda params, x, y: (x @ params["w"] - y).square()
         >>> params, x, y = {"w": torch.ones(2)}, torch.eye(2), torch.zeros(2)
         >>> squares, values, pullback = squared_norms_fn(per_example(loss))(params, x, y)
-        >>> clipped_sum = pullback(1 / squares.sqrt().clamp(min=1.0))
+        >>> clipped_sum, finite = pullback(1 / squares.sqrt().clamp(min=1.0))
     """
     check_losses("squared_norms_fn", losses, argnums, has_aux)
-    return products_for("squared_norms_fn", losses, argnums=argnums, has_aux=has_aux, scale=scale, products="norms")
+    return _products_fn("squared_norms_fn", losses, argnums, has_aux, scale, "norms")
 
 
-def products_for(
+def _products_fn(
     where: str,
     losses: LossFunction,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    scale: ScaleState | Tensor | None = None,
-    products: Literal["gramian", "norms"] = "gramian",
-) -> Callable[..., tuple[Tensor, Any, Callable[[Tensor], Direction]]]:
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scale: ScaleState | Tensor | None,
+    needed: Literal["gramian", "norms"],
+) -> Callable[..., tuple[Tensor, Any, Pullback]]:
     """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 
-    def products_and_losses(*args: Any) -> tuple[Tensor, Any, Callable[[Tensor], Direction]]:
+    def products_and_losses(*args: Any) -> tuple[Tensor, Any, Pullback]:
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
-        options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=products)
-        found, values, aux, unchecked = found_products(of_arguments(losses, given), args, argnums, options)
-        m, inverse = len(found), None if factor is None else factor.double().reciprocal()
+        options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
+        objectives = of_arguments(losses, given)
+        kind = kind_of(objectives, argnums)
+        found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
+        products, pull = unscaled_products(factor, found, unchecked)
+        finite = without_overflow(products, torch.ones(()) if factor is None else factor)[1]
 
-        def pullback(weights: Tensor) -> Direction:
-            check_weights(where, weights, m)
-            return unchecked(weights if inverse is None else weights.double() * inverse)
+        def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
+            check_weights(where, weights, len(found))
+            return direction_with_heads(pull(weights), heads), finite
 
-        if inverse is not None:
-            rows = inverse.expand(m)
-            found = found * (rows if found.ndim == 1 else rows[:, None]) * rows
-        return found, (values, aux) if has_aux else values, pullback
+        return products, (values, aux) if has_aux else values, pullback
 
     return products_and_losses
 
 
+def gramian_engine() -> Engine:
+    """Inner products of the rows, without rows where layers allow, for rules that need these or the rows' norms, and no
+    more but the losses.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`: see `gramian_fn`, and `squared_norms_fn` for rules that need norms.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule with another view.
+
+    Laws:
+        Weights and direction are those of `jacobian_engine`, up to the order of sums.
+    """
+
+    def observe(plan: Plan) -> Observation:
+        groups = None
+        if plan.view.groups is not None:
+            params = plan.kind.row_params(plan.losses, plan.args[0])
+            check_groups(params, plan.view.groups)
+            # In the order of the leaves, whose keys are sorted.
+            groups = [(key, len(tree_leaves(params[key])), plan.view.groups[key].products) for key in sorted(params)]
+        products: Any = plan.view.products
+        options = plan.options._replace(mode=gramian_mode(), products=products, groups=groups)
+        found, values, carried, pull, heads = found_products(plan.kind, plan.losses, plan.args, 0, options)
+        return of_products(plan, found, pull, heads, values, carried)
+
+    def check(plan: Plan) -> None:
+        require(plan, "gramian", serves=plan.view.inner_products_suffice, rules="inner products of rows")
+
+    return Engine(observe, check)
+
+
 def found_products(
-    losses: LossFunction, args: tuple[Any, ...], argnums: int | Sequence[int], options: Options
+    kind: Kind, losses: LossFunction, args: tuple[Any, ...], argnums: int | Sequence[int], options: Options
 ) -> FoundGramian:
     """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
-    kind = kind_of(losses, argnums)
-
-    def by_layers(options: Options) -> FoundGramian:
-        return kind.gramian(losses, args, argnums, options)
+    by_layers = kind.gramian
 
     def by_rows() -> FoundGramian:
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))
-        jacobian = jacobian if options.scale is None else tree_map(at_least_float32, jacobian)
-        where = options.where
-        pull = partial(combined, where, jacobian) if options.scale is None else pullback_of_scaled(where, jacobian)
-        return _products_of_rows(jacobian, options), values, aux, pull
+        rows, heads = split_heads(jacobian)
+        if options.products == "factors":
+            return [[leaf] for leaf in tree_leaves(rows)], values, aux, lambda weights: combine(rows, weights), ()
+        scaled = options.scale is not None
+        views = None if options.groups is None else {key: needed for key, _, needed in options.groups}
+        products, pull = products_and_pullback(options.where, rows, options.products, views, scaled=scaled)
+        heads = tree_map(at_least_float32, heads) if scaled else heads
+        return nan_unless_finite(products, heads), values, aux, pull, heads
 
-    return _attempt(by_layers, by_rows, options)
-
-
-def _attempt(
-    by_layers: Callable[[Options], FoundGramian], by_rows: Callable[[], FoundGramian], options: Options
-) -> FoundGramian:
+    if by_layers is None:
+        return by_rows()
     if torch.compiler.is_compiling():  # torch.compile cannot trace a fallback that depends on what raises
         try:
-            return by_layers(options)
+            return by_layers(losses, args, argnums, options)
         except RowsNeededError:
             return by_rows()
     journal = StateJournal()
     return attempt(
-        lambda: by_layers(options._replace(journal=journal)),
+        lambda: by_layers(losses, args, argnums, options._replace(journal=journal)),
         by_rows,
         where=options.where,
         instead="evaluates the losses again and forms all rows, as engine='jacobian' does at once, which takes memory "
         "for [m, n]",
         journal=journal,
     )
-
-
-def _products_of_rows(jacobian: Jacobian, options: Options) -> Any:
-    rows, heads = split_heads(jacobian)
-    if options.products == "factors":
-        return [[leaf] for leaf in tree_leaves(rows)]
-    return nan_unless_heads_are_finite(norms(rows).square() if options.products == "norms" else gramian_of(rows), heads)

@@ -7,13 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import Options, any_requires_grad, objective_count
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
-from functional_jd.engines.gramian.engine import found_products
 from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.inner_products import found_products
 from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
@@ -87,5 +88,7 @@ def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], opti
             f"{_WHERE}: each batch must be a tuple of what the losses take after the parameters, found "
             f"{type(batch).__name__}. Write (x,) for a single tensor."
         )
-    parts, values, *_ = found_products(losses, (params, *batch), 0, options)
+    if any_sharded(tree_leaves(params)):
+        raise ValueError(f"{_WHERE}: expected no sharded parameters. Use jacobian_fn and cross_gramian.")
+    parts, values, *_ = found_products(kind_of(losses), losses, (params, *batch), 0, options)
     return cast(Parts, parts), objective_count(values)

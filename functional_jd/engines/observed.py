@@ -1,0 +1,128 @@
+"""Observations: from rows, from their inner products, or from a weighted backward pass, in the form that rules take."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import combined, products_of_rows, pullback_of_scaled
+from functional_jd.aggregation.groups import check_groups
+from functional_jd.aggregation.observation import Observation, Products, Pulled
+from functional_jd.aggregation.views import gramian_of_leaves, norms
+from functional_jd.core.heads import (
+    Heads,
+    direction_of_rows,
+    direction_with_heads,
+    nan_unless_finite,
+    split_heads,
+)
+from functional_jd.core.rows import at_least_float32, of_groups
+from functional_jd.core.sharding import any_sharded
+from functional_jd.core.tree import all_finite, tree_leaves, tree_map
+from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.engines.plan import Plan
+from functional_jd.precision.loss_scale import unscale
+
+Pull = Callable[[Any], Direction]
+"""From weights to the direction of the parameters that have rows."""
+
+
+def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
+    """The observation of scaled rows."""
+    if plan.view.inner_products_suffice:
+        rows, heads = split_heads(jacobian)
+        # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step
+        # is skipped for rows or for squares that overflow.
+        scaled = plan.options.scale is not None
+        if not scaled or all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(rows)):
+            views = plan.view.groups
+            groups = None if views is None else {key: view.products for key, view in views.items()}
+            found = products_and_pullback(plan.where, rows, plan.view.products, groups, scaled=scaled)
+            return of_products(plan, nan_unless_finite(found[0], heads), found[1], heads, values, carried)
+    return of_whole_rows(plan, jacobian, values, carried)
+
+
+def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
+    """The observation of scaled rows for rules that receive the rows themselves."""
+    finite = torch.ones((), dtype=torch.bool)
+    if plan.guarded:
+        jacobian, finite = unscale(plan.scale, jacobian)
+    heads = split_heads(jacobian)[1]
+
+    def pullback(weights: Weights) -> Pulled:
+        direction = combined(plan.where, jacobian, weights)
+        # The heads' gradient was finite, or is zero, as `unscale` left it.
+        return Pulled(direction, finite, all_finite(direction_of_rows(direction, heads)))
+
+    return Observation(values, rows=jacobian, pullback=pullback, carried=carried)
+
+
+def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values: Losses, carried: Any) -> Observation:
+    """The observation of the inner products of scaled rows: the scale goes into products and weights."""
+    products, pull = unscaled_products(plan.options.scale, products, pull)
+    finite = torch.ones((), dtype=torch.bool)
+    if plan.guarded:
+        products, finite = without_overflow(products, plan.scale.scale)
+
+    def pullback(weights: Weights) -> Pulled:
+        direction = pull(weights)
+        # Where the heads' gradient is not finite, no row is.
+        return Pulled(direction_with_heads(direction, heads), finite, all_finite(direction))
+
+    return Observation(values, products=products, pullback=pullback, carried=carried)
+
+
+def unscaled_products(scale: Tensor | None, products: Products, pull: Pull) -> tuple[Products, Pull]:
+    """The inner products of rows, from those of scaled rows, and their pullback."""
+    if scale is None:
+        return products, pull
+    inverse = scale.double().reciprocal()
+
+    def divided(own: Tensor) -> Tensor:
+        rows = inverse.expand(len(own))
+        return own * (rows if own.ndim == 1 else rows[:, None]) * rows
+
+    return of_groups(divided, products), lambda weights: pull(of_groups(lambda own: own.double() * inverse, weights))
+
+
+def products_and_pullback(
+    where: str, rows: Tree, needed: str, groups: Mapping[str, str] | None, *, scaled: bool
+) -> tuple[Products, Pull]:
+    """The inner products of rows, or their squared norms, by group if there are groups, and `combine` of the rows as
+    at least float32. `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
+    """
+    if groups is not None:
+        check_groups(rows, groups)
+        found = {key: products_and_pullback(where, rows[key], own, None, scaled=scaled) for key, own in groups.items()}
+        pulls = {key: pull for key, (_, pull) in found.items()}
+        return {key: products for key, (products, _) in found.items()}, lambda weights: {
+            key: pulls[key](weights[key]) for key in rows
+        }
+    leaves = tree_leaves(rows)
+    if needed == "gramian" and not any_sharded(leaves):
+        return products_of_rows(where, rows, scaled)
+    whole = tree_map(at_least_float32, rows)
+    products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
+    return products, pullback_of_scaled(where, whole) if scaled else partial(combined, where, whole)
+
+
+def without_overflow(products: Products, scale: Tensor) -> tuple[Products, Tensor]:
+    """Inner products with zeros for rows that overflowed, and flags of those that did not, of the shape of the scale.
+
+    As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the direction
+    does.
+    """
+    rows = torch.ones((), dtype=torch.bool)
+    for index, own in enumerate([products] if isinstance(products, Tensor) else list(products.values())):
+        # Half the ops of `isfinite`, which is not one of its own.
+        finite = (own if own.ndim == 1 else own.diagonal()).abs() < torch.inf
+        rows = rows & finite if index else finite
+    if not scale.ndim:
+        rows = rows.all()
+
+    def masked(own: Tensor) -> Tensor:
+        return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
+
+    return of_groups(masked, products), rows

@@ -1,0 +1,78 @@
+"""What a step is to do, each question answered once; and what an engine is."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.observation import Observation
+from functional_jd.aggregation.views import View
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.types import Tree
+from functional_jd.engines.evaluate import Options
+from functional_jd.engines.kinds.kind import Kind
+from functional_jd.precision.scale_state import ScaleState
+
+
+class Plan(NamedTuple):
+    """Losses at a point, and the rule.
+
+    Attributes:
+        where: the function that the user called, for errors and warnings.
+        losses: `losses(*args) -> (losses, (buffers, aux))`.
+        args: the parameters, and what follows them.
+        kind: how engines differentiate these losses.
+        rule: the rule.
+        view: what the rule receives.
+        scale: the loss scale.
+        options: how to differentiate; its scale is None where nothing is scaled.
+        guarded: whether a step is skipped for what is not finite, so that the rule need not see it.
+        next_buffers: the buffers of the next step, from those that the losses returned.
+    """
+
+    where: str
+    losses: Callable[..., Any]
+    args: tuple[Any, ...]
+    kind: Kind
+    rule: Aggregator
+    view: View
+    scale: ScaleState
+    options: Options
+    guarded: bool
+    next_buffers: Callable[[Tree], Tree]
+
+
+def _accept(plan: Plan) -> None:
+    pass
+
+
+def _unchanged(tree: Tree) -> Tree:
+    return tree
+
+
+@displayed_as(outline)
+class Engine(NamedTuple):
+    """How a step differentiates. `jacobian_engine`, `gramian_engine` and `weighted_engine` make one.
+
+    Attributes:
+        observe: `observe(plan)` returns an `Observation`: the losses, what the rule needs, and the pullback of weights.
+        check: `check(plan)` raises ValueError unless the engine gives the rule what it needs.
+        replicate: `replicate(tree)` returns the tensors that must be equal on all replicas, equal.
+    """
+
+    observe: Callable[[Plan], Observation]
+    check: Callable[[Plan], None] = _accept
+    replicate: Callable[[Tree], Tree] = _unchanged
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several replicas differentiate, each with a batch of its own."""
+        return self.replicate is not _unchanged
+
+
+def require(plan: Plan, name: str, *, serves: bool, rules: str) -> None:
+    """Refuse a rule that an engine does not serve."""
+    if not serves:
+        raise ValueError(
+            f"{plan.where}: engine={name!r} serves rules that need {rules}, found one that needs {plan.view.needs}. "
+            "Use engine='auto' or 'jacobian'."
+        )

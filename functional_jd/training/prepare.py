@@ -1,0 +1,125 @@
+"""The plan of a step: what is asked of losses, rule and state, once."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.aggregation.views import View, as_view
+from functional_jd.core.arguments import check_function, refuse
+from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.engines.choose import EngineChoice, choose_engine
+from functional_jd.engines.evaluate import Options, any_requires_grad
+from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.plan import Engine, Plan
+from functional_jd.engines.table import ENGINES
+from functional_jd.objectives.buffers import Form
+from functional_jd.precision.loss_scale import multiplier
+from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
+from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.training.state import TrainState, check_state
+
+
+def prepare(
+    where: str,
+    losses: LossFunction,
+    params: Params,
+    batch: tuple[Any, ...],
+    rule: Aggregator,
+    *,
+    scale: ScaleState | None = None,
+    buffers: Tree = (),
+    has_aux: bool = False,
+    engine: str | Engine = "auto",
+    guarded: bool = True,
+) -> tuple[Plan, Engine]:
+    """What is to be done, and the engine that does it.
+
+    Args:
+        where: the function that the user called.
+        losses: as for `step`.
+        params: the parameters.
+        batch: what the losses take after the parameters and the buffers.
+        rule: the rule.
+        scale: the loss scale; None is no scaling.
+        buffers: what the losses carry.
+        has_aux: whether the losses return aux.
+        engine: as for `step`.
+        guarded: whether a step is skipped for what is not finite.
+    """
+    own_kind, view = kind_of(losses), as_view(rule.view)
+    threaded = own_kind.thread(losses, batch, Form(where, buffers, has_aux))
+    args = (params, *threaded.args)
+    scale = no_scale() if scale is None else scale
+    factor = multiplier(scale, where) if is_scaled(scale) else None
+    options = Options(where, True, factor, under_transform() or any_requires_grad((args, factor)))
+    whole = of_arguments(threaded.losses, params)
+    kind = own_kind if whole is threaded.losses else kind_of(whole)
+    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, threaded.next_buffers)
+    if isinstance(engine, str) and engine == "auto":
+        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale).engine]
+    found = ENGINES.get(engine) if isinstance(engine, str) else engine
+    if not isinstance(found, Engine):
+        refuse_engine(where, engine)
+    found.check(plan)
+    return plan, found
+
+
+def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregator: Aggregator) -> EngineChoice:
+    """Which engine `step(engine="auto")` takes, and why.
+
+    Args:
+        state: from `train_state`.
+        batch: what the losses take after the parameters and buffers; only shapes are read, nothing is evaluated.
+        losses: as for `step`.
+        aggregator: the rule.
+
+    Returns:
+        `EngineChoice(engine, reason)`: a name and a sentence.
+
+    Raises:
+        TypeError, ValueError: what is no state or no rule; a batch or parameters that do not fit the losses' structure.
+
+    Laws:
+        Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike.
+
+    Example:
+        >>> params, x = {"w": torch.ones(3)}, torch.ones(2, 3)
+        >>> losses = lambda params, x: x @ params["w"]
+        >>> state = train_state(params, x, losses=losses, aggregator=upgrad(), optimizer=sgd(0.1))
+        >>> chosen_engine(state, x, losses=losses, aggregator=upgrad()).engine
+        'jacobian'
+    """
+    check_state("chosen_engine", state)
+    check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
+    check_rule(aggregator, "chosen_engine")
+    return _choice(kind_of(losses), losses, state.params, batch, as_view(aggregator.view), state.scale.scale)
+
+
+def _choice(
+    kind: Kind, losses: LossFunction, params: Params, batch: tuple[Any, ...], view: View, scale: Tensor
+) -> EngineChoice:
+    """`chosen_engine` of arguments that were checked."""
+    m = len(scale) if scale.ndim else kind.objectives(losses, params, batch)
+    leaves = tree_leaves(kind.row_params(losses, params))
+    examples, several = kind.rows_are_examples, kind.several_sets
+    return choose_engine(view, m, leaves, scale, positions=_positions(batch), examples=examples, several_sets=several)
+
+
+def _positions(batch: tuple[Any, ...]) -> int:
+    """At how many positions a linear layer would be applied to the first tensor of the batch, mostly the input: as many
+    as it has elements, but for the last dimension of features.
+    """
+    for argument in batch:
+        for x in [argument] if isinstance(argument, Tensor) else tree_leaves(argument):
+            if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                return x.shape[:-1].numel() if x.ndim > 1 and x.is_floating_point() else x.numel()
+    return 1
+
+
+def refuse_engine(where: str, engine: Any) -> NoReturn:
+    """Raise the error of what is neither the name of an engine nor an engine."""
+    expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
+    refuse(where, "engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
