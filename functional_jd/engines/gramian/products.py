@@ -44,7 +44,7 @@ def products_of_leaves(
         else:
             blocks[index] = of_parts(own, leaf, m)
     joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
-    products = [*(block.products for block in blocks.values()), *(of_rows(as_matrix(rows)) for _, rows in joined)]
+    products = [block.products for block in blocks.values()] + [of_rows(rows) for _, rows in joined]
 
     def pullback(weights: Tensor) -> list[Tensor]:
         found = {index: block.pullback(weights) for index, block in blocks.items()}
