@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
@@ -112,14 +113,27 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def tree_names(tree: Tree) -> list[str]:
-    """Return the names of the leaves, such as `"layers.0.weight"`; a single tensor is named `"value"`."""
+    """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
+    single tensor is named `"value"`.
+    """
     structure = tree_flatten(tree)[1]
     if structure is None or isinstance(structure, traced_tree.Node):
         return [".".join(path) or "value" for path in traced_tree.paths(structure)]
-    _, _, order = structure
+    *_, order = structure
     paths = optree.tree_paths(tree, namespace=NAMESPACE)
     names = [".".join(map(str, path)) or "value" for path in paths]
-    return names if order is None else [names[index] for index in order]
+    if order is not None:
+        names = [names[index] for index in order]
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:  # paths of optree have indices in the place of fields
+        if isinstance(node, _Position):
+            names[node.index] = ".".join(path) or "value"
+            return
+        for word, child in children(node) or []:
+            visit(child, (*path, word))
+
+    visit(tree_unflatten(structure, [_Position(index) for index in range(len(names))]), ())
+    return names
 
 
 def all_finite(tree: Tree) -> Tensor:
