@@ -126,7 +126,7 @@ def under_transform() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or under_functorch()
+        or _functorch.peek_interpreter_stack() is not None
         or _forward_ad._current_level >= 0
         or torch.is_inference_mode_enabled()
     )
