@@ -112,8 +112,7 @@ class LayerRecorder(TorchFunctionMode):
             output = func(*args, **kwargs)
         if layer is not None and uses:
             with torch_function_disabled():
-                output = self.without_view(output)
-                self.record(layer, given, uses, output)
+                output = self.record(layer, given, uses, output)
         elif func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
@@ -122,9 +121,6 @@ class LayerRecorder(TorchFunctionMode):
         """The gradient of a layer's output is taken before its node, whose hooks would not act."""
         if any(isinstance(use.edge, GradientEdge) and use.edge.node is node for use in self.uses):
             raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
-
-    def without_view(self, output: Tensor) -> Tensor:
-        return without_view(output)
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
         """The view of a leaf that this tensor is, unless it was changed in place since."""
@@ -189,20 +185,22 @@ class LayerRecorder(TorchFunctionMode):
             and not in_custom_function()
         )
 
-    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
-        source, axis = given[input_name(uses)], 0
+    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> Tensor:
+        """Remember the uses of leaves by a layer, and return its output as the losses get it."""
+        output = without_view(output)
+        source, inner, axis = given[input_name(uses)], output, 0
         if self.examples:
             source = examples_first(source).detach()
-            output, axis = unwrap_batched(output)
+            inner, axis = unwrap_batched(output)
         else:
             source = source.detach()[None]
-        if not output.requires_grad:
-            return  # torch.no_grad inside the losses
+        if not inner.requires_grad:
+            return output  # torch.no_grad inside the losses
         options: dict[str, Any] = {}
         for name, value in given.items():
             if name in layer.keeps or not isinstance(value, Tensor):
                 options[name] = value
-        before, edge = version(source), get_gradient_edge(output)
+        before, edge = version(source), get_gradient_edge(inner)
         for name, part in uses.items():
 
             def form(gradient: Tensor, rule: Form = layer.forms[name], part: ParameterView = part) -> Factors | Tensor:
@@ -212,6 +210,7 @@ class LayerRecorder(TorchFunctionMode):
                 return part.back(rule(source, gradient.movedim(axis, 0), options | shape))
 
             self.uses.append(LayerUse(part.leaf, edge, form))
+        return output
 
 
 def _with_lists(values: Sequence[Any]) -> list[Any]:
