@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
-from functional_jd.core.names import leaf_names
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat.slow_path import StateJournal
@@ -82,7 +81,7 @@ def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Option
             if isinstance(leaf, Tensor):
                 found = str(leaf.dtype if leaf.layout == torch.strided else leaf.layout)
             raise TypeError(
-                f"{where}: losses must be floating-point tensors, found {found} in {leaf_names(values)[index]!r}. "
+                f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."
             )
     if not element_count(leaves):

@@ -126,7 +126,7 @@ def under_transform() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or under_functorch()
+        or _functorch.peek_interpreter_stack() is not None
         or _forward_ad._current_level >= 0
         or torch.is_inference_mode_enabled()
     )
@@ -335,8 +335,8 @@ def _base(x: Tensor) -> Tensor:
 
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
-    with torch_function_disabled():
-        return _base(x)._version
+    with torch_function_disabled():  # `_base` written out: the layer recorder asks of every layer
+        return (_functorch.get_unwrapped(x) if _functorch.is_batchedtensor(x) else x)._version
 
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
