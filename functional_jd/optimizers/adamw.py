@@ -105,7 +105,7 @@ def adamw(
                 "state anew with init(params)."
             )
         scalars = [x for x in (state.steps, rate) if isinstance(x, Tensor)]
-        if are_numbers and _undisturbed([*chain(*columns), *scalars]):
+        if fused_adamw and are_numbers and _undisturbed([*chain(*columns), *scalars]):
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from functional_jd.torch_compat import checkpoints
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -334,28 +335,28 @@ def test_the_forward_of_a_custom_function_is_recognised():
 
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
     def inner(x):
-        hook = internals.saved_tensors_hook()
-        frames.extend(internals.checkpoint_frames())
+        hook = checkpoints.saved_tensors_hook()
+        frames.extend(checkpoints.checkpoint_frames())
         # Asking changes nothing.
-        assert internals.saved_tensors_hook() is hook
-        assert internals.checkpoint_frames() == frames
-        assert internals.checkpoint_frames(around=outside[0]) == frames[:1]
-        assert internals.checkpoint_frames(around=hook) == []
+        assert checkpoints.saved_tensors_hook() is hook
+        assert checkpoints.checkpoint_frames() == frames
+        assert checkpoints.checkpoint_frames(around=outside[0]) == frames[:1]
+        assert checkpoints.checkpoint_frames(around=hook) == []
         with torch.autograd.graph.save_on_cpu():
-            assert internals.saved_tensors_hook() is not hook
-            assert internals.checkpoint_frames() == frames
+            assert checkpoints.saved_tensors_hook() is not hook
+            assert checkpoints.checkpoint_frames() == frames
         return x.sin()
 
     def outer(x):
-        outside.append(internals.saved_tensors_hook())
+        outside.append(checkpoints.saved_tensors_hook())
         return checkpoint(inner, x.exp(), use_reentrant=False)
 
     frames, outside = [], []
-    assert internals.saved_tensors_hook() is None
+    assert checkpoints.saved_tensors_hook() is None
     x = torch.ones(2, requires_grad=True)
     y = checkpoint(outer, x, use_reentrant=False)
     assert len(set(map(id, frames))) == 2
-    assert internals.saved_tensors_hook() is None
+    assert checkpoints.saved_tensors_hook() is None
     calls, found = [], frames.copy()
     for i, frame in enumerate(found):
         frame.recompute_fn = lambda *args, run=frame.recompute_fn, i=i: (calls.append(i), run(*args))
@@ -377,18 +378,18 @@ def test_the_modules_around_a_checkpoint_are_known():
     class Inner(nn.Module):
         def forward(self, x):
             if not found:
-                found.extend(internals.calling_modules(frame) for frame in internals.checkpoint_frames())
+                found.extend(checkpoints.calling_modules(frame) for frame in checkpoints.checkpoint_frames())
             return x.sin()
 
     found = []
     outer, middle, inner = Outer(), Middle(), Inner()
     outer(torch.ones(2, requires_grad=True))
     assert found == [[middle, outer], [outer]]
-    assert internals.calling_modules(None) == []
+    assert checkpoints.calling_modules(None) == []
 
 
 def test_reentrant_checkpoints_are_recognised():
-    f = lambda x: (answers.append(internals.in_reentrant_checkpoint()), x.sin())[1]
+    f = lambda x: (answers.append(checkpoints.in_reentrant_checkpoint()), x.sin())[1]
     answers = []
     x = torch.ones(2, requires_grad=True)
     f(x)
