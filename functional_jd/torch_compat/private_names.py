@@ -31,8 +31,9 @@ def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
 
 def missing(name: str, feature: str) -> RuntimeError:
     """The error of a feature that needs a name which this torch does not have."""
+    name = name.removesuffix(".__get__").removesuffix(".default")
     return RuntimeError(
-        f"functional_jd: expected torch.{name.removesuffix('.__get__')} for {feature}, found torch {torch.__version__} "
+        f"functional_jd: expected torch.{name} for {feature}, found torch {torch.__version__} "
         f'without it; install another: pip install "{SUPPORTED}".'
     )
 

@@ -20,18 +20,14 @@ from functional_jd.torch_compat.private_names import Missing, missing, private
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_ALL = "every function"
-_COMPILED = "compiled functions"
 _EXAMPLES = "the Gramian engine over examples"
 _RECORDER = "the layer recorder"
 _DISTANCES = "rows of torch.cdist"
 _VMAPS = "random numbers and recurrent layers under torch.vmap"
-_CONTAINERS = "containers registered with torch"
-_MODULES = "functional modules"
 
-_peek: Any = private("_C._functorch.peek_interpreter_stack", _ALL)
-_forward_ad: Any = private("autograd.forward_ad", _ALL, "_current_level")
-_interpreter: Any = private("_functorch.pyfunctorch.retrieve_current_functorch_interpreter", _COMPILED)
+_peek: Any = private("_C._functorch.peek_interpreter_stack", "every function")
+_forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
+_interpreter: Any = private("_functorch.pyfunctorch.retrieve_current_functorch_interpreter", "compiled functions")
 _is_batched: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
 _unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
 _batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
@@ -65,10 +61,8 @@ weight_norm: Any = private("_weight_norm", "rows of weight_norm")
 """The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
 
 cdist_forward: Any = private("ops.aten._cdist_forward", _DISTANCES)
-"""The kernel of `torch.cdist`."""
-
 cdist_backward: Any = private("ops.aten._cdist_backward", _DISTANCES)
-"""The derivative of `torch.cdist` by the first points."""
+"""The kernel of `torch.cdist`, and its derivative by the first points."""
 
 collective_ops: Any = private(
     "ops._c10d_functional", "replicas",
@@ -90,16 +84,17 @@ class _UnknownContainers:
 
     def __rand__(self, kinds: set[type]) -> set[type]:
         if any(not issubclass(kind, Tensor) and kind.__module__ not in ("builtins", "torch") for kind in kinds):
-            raise missing("utils._pytree.SUPPORTED_NODES", _CONTAINERS)
+            raise missing("utils._pytree.SUPPORTED_NODES", "containers registered with torch")
         return set()
 
     def get(self, _: Any) -> None:
         return None
 
 
-pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", _CONTAINERS, otherwise=_UnknownContainers())
+pytree_nodes: Any = private(
+    "utils._pytree.SUPPORTED_NODES", "containers registered with torch", otherwise=_UnknownContainers()
+)
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
-
 
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
@@ -205,14 +200,14 @@ def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
     """The parameters and the buffers of a module, without those of its children, where it keeps them."""
     for name in ("_parameters", "_buffers"):
         if not hasattr(module, name):
-            raise missing(f"nn.Module.{name}", _MODULES)
+            raise missing(f"nn.Module.{name}", "functional modules")
     return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
 
 
 def converts_as_usual(module: nn.Module) -> bool:
     """Whether `to`, `float` and the like do to a module what they do to every `nn.Module`."""
     if not hasattr(nn.Module, "_apply"):
-        raise missing("nn.Module._apply", _MODULES)
+        raise missing("nn.Module._apply", "functional modules")
     return type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
 
 

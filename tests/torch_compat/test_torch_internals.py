@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.torch_compat import checkpoints
+from functional_jd.torch_compat import checkpoints, private_names
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -408,6 +409,8 @@ def test_a_module_keeps_its_tensors_where_they_are_put():
     assert "running_mean" in buffers
     parameters["weight"] = buffers["running_mean"] = torch.zeros(2)
     assert norm.weight is norm.running_mean
+    with pytest.raises(RuntimeError, match=r"expected torch.nn.Module._parameters for functional modules, found"):
+        internals.module_tensors(object())
 
 
 def test_functional_collectives_are_there():
@@ -422,12 +425,19 @@ def test_importing_and_asking_raises_no_warning():
         internals.under_transform()
 
 
-def test_every_private_name_is_listed():
-    """The table of the docstring names all private attributes that the file reads."""
-    table, code = Path(internals.__file__).read_text().split('"""', 2)[1:]
-    names = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+@pytest.mark.parametrize("file", [internals, checkpoints])
+def test_every_private_name_is_listed(file):
+    """The strings that say what is missing name all private attributes that the file reads."""
+    nodes = list(ast.walk(ast.parse(Path(file.__file__).read_text())))
+    texts = " ".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     private = {name for name in names if name.startswith("_") and not name.startswith("__")}
-    assert {name for name in private if name not in table} <= {"_functorch"}
+    assert {name for name in private if name not in texts} <= {"_dynamo_marked_constant"}
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert private_names.SUPPORTED in project["dependencies"]
 
 
 def test_vmaps_and_their_randomness_are_known():
@@ -501,6 +511,20 @@ def test_conversions_of_modules_go_through_one_method():
     assert Own(2, 2).double().weight.dtype == torch.float32
 
 
+class WithoutSpec:
+    """A `DTensor` that no longer has its private attribute."""
+
+    from_local = DTensor.from_local
+
+    def __init__(self, like):
+        self.device_mesh, self.placements, self.shape, self.stride = (
+            like.device_mesh,
+            like.placements,
+            like.shape,
+            like.stride,
+        )
+
+
 def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
     dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
@@ -509,6 +533,8 @@ def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
         assert isinstance(closed, DTensor)
         assert (closed.placements, closed.device_mesh, closed.shape) == (like.placements, like.device_mesh, like.shape)
         assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
+        again = internals.sharded_like(torch.zeros(3, 2), WithoutSpec(like))
+        assert (type(again), again._spec) == (DTensor, closed._spec)
     finally:
         dist.destroy_process_group()
 
