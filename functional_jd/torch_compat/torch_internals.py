@@ -84,16 +84,14 @@ class _UnknownContainers:
 
     def __rand__(self, kinds: set[type]) -> set[type]:
         if any(not issubclass(kind, Tensor) and kind.__module__ not in ("builtins", "torch") for kind in kinds):
-            raise missing("utils._pytree.SUPPORTED_NODES", "containers registered with torch")
+            raise missing("utils._pytree.SUPPORTED_NODES", "registered containers")
         return set()
 
     def get(self, _: Any) -> None:
         return None
 
 
-pytree_nodes: Any = private(
-    "utils._pytree.SUPPORTED_NODES", "containers registered with torch", otherwise=_UnknownContainers()
-)
+pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
 # From torch 2.14 on it is written in C and has no frame.

@@ -146,7 +146,9 @@ def checkpointed():
 def nested_tables():
     import functional_jd as fj
 
-    return fj.autocast(fj.autocast(lambda x: x @ x, torch.bfloat16), torch.bfloat16)(torch.ones(2, 2)).tolist()
+    return (
+        fj.autocast(fj.autocast(lambda x: x @ x, torch.bfloat16), torch.bfloat16)(torch.ones(2, 2)).flatten().tolist()
+    )
 
 
 def module():
@@ -166,7 +168,7 @@ FEATURES = {
     **{f"_C._functorch.{name}": examples for name in ("is_batchedtensor", "get_unwrapped", "maybe_get_bdim")},
     **{
         f"_C._functorch.{name}": drawn_in_vmap
-        for name in ("_add_batch_dim", "get_interpreter_stack", "TransformType", "CVmapInterpreterPtr")
+        for name in ("_add_batch_dim", "get_interpreter_stack", "TransformType.Vmap", "CVmapInterpreterPtr")
     },
     "_C._functorch.is_functorch_wrapped_tensor": shown_inside_a_transform,
     "_C._functorch._unwrap_batched": compiled,
