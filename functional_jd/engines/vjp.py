@@ -162,7 +162,7 @@ def _gradients(
     Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
     subclass of tensors is to see the call.
     """
-    if has_torch_function((*outputs, *inputs)):
+    if has_torch_function((*outputs, *inputs)) or not run_backward:
         return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
     how = retain_graph, create_graph, tuple(inputs), True
     return run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)

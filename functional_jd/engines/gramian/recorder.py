@@ -20,6 +20,7 @@ from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
+    GRAD_FN,
     GRAPH_ATTRIBUTES,
     graph_attribute,
     in_custom_function,
@@ -81,7 +82,7 @@ class LayerRecorder(TorchFunctionMode):
         if func in GRAPH_ATTRIBUTES:
             examples = self.examples and transform_level() == self.level
             found = graph_attribute(func, *args) if examples else func(*args)
-            if func == GRAPH_ATTRIBUTES[1] and found is not None:
+            if func == GRAD_FN and found is not None:
                 self.refuse_layer_node(found)
             return found
         if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
