@@ -52,9 +52,7 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
 from functional_jd.core.types import AffineWeights, MultitaskJacobian
-from functional_jd.diagnostics.advice import Advice
-from functional_jd.diagnostics.advise import advise
-from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
+from functional_jd.diagnostics import Advice, Diagnosis, advise, describe, diagnose
 from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.gramian.cross import cross_gramian_fn
 from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
