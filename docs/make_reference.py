@@ -78,7 +78,7 @@ def _write_rules(folder: Path, names: list[str]) -> None:
 def _state(name: str) -> list[str]:
     """The record of what a rule remembers."""
     module = import_module(getattr(functional_jd, name).__module__)
-    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `after_step`
+    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `famo_after_step`
         return []
     records = [
         value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__

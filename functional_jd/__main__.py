@@ -186,7 +186,7 @@ def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images
     """Return whether two tasks conflict on the trunk: a negative inner product of unscaled rows."""
     jacobian, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     jacobian, _ = jd.unscale(state.scale, jacobian)
-    return (jd.gramian(jacobian) < 0).any()
+    return (jd.views.gramian(jacobian) < 0).any()
 
 
 @torch.no_grad()
@@ -299,7 +299,10 @@ def builds_without_arguments(build: Any) -> bool:
     signature = inspect.signature(build) if inspect.isfunction(build) else None
     if signature is None or signature.return_annotation is not jd.Aggregator:
         return False
-    return all(p.default is not p.empty for p in signature.parameters.values()) and build().view is not jd.cross_gramian
+    return (
+        all(p.default is not p.empty for p in signature.parameters.values())
+        and build().view is not jd.views.cross_gramian
+    )
 
 
 RULES = {name: getattr(jd, name) for name in jd.__all__ if builds_without_arguments(getattr(jd, name))}

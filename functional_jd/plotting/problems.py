@@ -77,8 +77,8 @@ def descend(
 
         A random rule has its key in its closure: all starts use the same random numbers. For others, vmap over keys.
 
-        Only the rule is called: without `end_epoch`, `dwa` stays in its first epoch, where it equals `total`; without
-        `after_step`, `famo` uses the losses of the next call, which here are the same.
+        Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where it equals `total`;
+        without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
     """
     check_problem("descend", problem)
     check_rule(rule, "descend")
