@@ -100,7 +100,7 @@ def advise(
     Example:
         >>> short, long = torch.tensor([1.0, 0.2]), torch.tensor([-30.0, 900.0])
         >>> gramians = torch.stack([J @ J.T for J in (torch.stack([short, long]), torch.stack([short, 2 * long]))])
-        >>> advise(gramians).verdict
+        >>> diagnostics.advise(gramians).verdict
         'rescale'
     """
     norms, cosines, ranks = _window(diagnoses)
@@ -173,7 +173,7 @@ def _from_gramians(gramians: Tensor) -> Diagnosis:
     if invalid.any():
         raise ValueError(
             "advise: expected Gramians, symmetric and without negative eigenvalues, found other matrices at steps "
-            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with gramian(jacobian)."
+            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with views.gramian(jacobian)."
         )
     return found
 

@@ -79,7 +79,7 @@ def diagnose(
             `MultitaskJacobian`, of which `shared` is used. Or a Gramian, a single matrix `[m, m]`.
         direction_or_weights: a direction, a pytree like params (with a Jacobian only). Or weights, a single tensor
             `[m]`. `None` is the mean of the rows, the direction of ordinary training. With a single square Jacobian, a
-            tensor `[m]` is the direction; instead of weights, pass `combine(J, weights)`.
+            tensor `[m]` is the direction; instead of weights, pass `aggregation.combine(J, weights)`.
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
@@ -111,7 +111,7 @@ def diagnose(
         CVPR 2023 (condition).
 
     Example:
-        >>> diagnosis = diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
+        >>> diagnosis = diagnostics.diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
         >>> diagnosis.cosines[0, 1]
         tensor(-0.7071, dtype=torch.float64)
     """
@@ -211,7 +211,8 @@ def _require_direction(rows: Jacobian, direction: Any) -> None:
         shapes = {name: None if shape is None else list(shape) for name, shape in found.items()}
         raise ValueError(
             "diagnose: expected weights, a single tensor [m], or a direction with the structure of params, found "
-            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction combine(jacobian, weights)."
+            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction "
+            "aggregation.combine(jacobian, weights)."
         )
 
 

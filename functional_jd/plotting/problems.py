@@ -20,7 +20,8 @@ class Problem(NamedTuple):
     """Two losses of a point on the plane.
 
     Attributes:
-        losses: `losses(point [2]) -> [2]`. Its Jacobian is a square matrix: `diagnose(jacobian, gramian=False)`.
+        losses: `losses(point [2]) -> [2]`. Its Jacobian is a square matrix: call
+            `diagnostics.diagnose(jacobian, gramian=False)`.
         pareto: `[k, 2]`, points of the Pareto set, in order along it.
         window: `[2, 2]`, the lower left and the upper right corner of the region to plot.
         starts: `[s, 2]`, the initial points.
