@@ -297,8 +297,7 @@ def draw(reports: dict[str, Report], file: Path) -> None:
 
 def builds_without_arguments(build: Any) -> bool:
     """Return whether this function builds a rule without arguments, for one batch per step."""
-    signature = inspect.signature(build) if inspect.isfunction(build) else None
-    if signature is None or signature.return_annotation is not jd.Aggregator:
+    if not inspect.isfunction(build) or (signature := inspect.signature(build)).return_annotation is not jd.Aggregator:
         return False
     return all(p.default is not p.empty for p in signature.parameters.values()) and build().view is not cross_gramian
 
