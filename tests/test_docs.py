@@ -28,11 +28,10 @@ def load():
 
 reference = load()
 SECTIONS = reference.sections()
-PAGES = {"functional_jd": functional_jd.__all__} | {
-    f"functional_jd.{page}": reference.members_of(page) for page in reference.MODULES
-}
-PUBLIC = {
-    f"{page}.{name}": getattr(importlib.import_module(page), name) for page, names in PAGES.items() for name in names
+PUBLIC = {f"functional_jd.{name}": value for name, value in reference.public_names().items()} | {
+    f"functional_jd.{page}.{name}": getattr(importlib.import_module(f"functional_jd.{page}"), name)
+    for page in reference.MODULES
+    for name in reference.members_of(page)
 }
 DOCUMENTED = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value) or inspect.isclass(value)}
 LAWS = {*ALWAYS, *BY_CLAIM}

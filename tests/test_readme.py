@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -173,8 +174,8 @@ def test_every_notebook_is_linked_by_its_title():
 
 
 def test_the_names_in_the_text_are_there():
-    for name in re.findall(r"\bjd\.(\w+)", "\n".join(PAGES.values())):
-        assert hasattr(functional_jd, name), name
+    for name in re.findall(r"\bjd\.(\w+(?:\.\w+)*)", "\n".join(PAGES.values())):
+        assert attrgetter(name)(functional_jd), name
     assert f"| {len(RULES)}, and any scalarization" in README
 
 

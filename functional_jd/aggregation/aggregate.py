@@ -194,7 +194,7 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.
 
     Example:
-        >>> combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
+        >>> aggregation.combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
         {'w': tensor([2.5000, 4.0000])}
     """
     return combined("combine", jacobian, weights)

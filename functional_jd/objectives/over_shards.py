@@ -22,7 +22,7 @@ class Sharded(Declared):
 
     Attributes:
         losses: the losses of whole parameters.
-        mesh: the mesh over which the batch is split; None for losses that compute with `DTensor`s themselves.
+        mesh: the mesh over which the batch is split; None where the losses compute with `DTensor` leaves themselves.
         reshard: whether what the backward pass needs of gathered leaves is gathered again.
     """
 

@@ -228,7 +228,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         (This zero times an infinite derivative *before* `select` is NaN, as with every `where`.)
 
     Example:
-        >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        >>> precision.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
         {'w': tensor([0., 0.])}
     """
     _require_flag(finite, "select")

@@ -14,7 +14,7 @@ import functional_jd as fj
 
 EPS = torch.finfo(torch.float64).eps
 AGREE = {"rtol": 2**10 * EPS, "atol": 2**10 * EPS}
-ENGINE = fj.features_engine()
+ENGINE = fj.engines.features_engine()
 
 
 def by_hand(params, features, top, batch, rule, rate=0.1):
@@ -62,7 +62,7 @@ def several_features(seed=0):
 
 
 def weighing(weights):
-    return fj.stateless(fj.gramian, lambda G: torch.tensor(weights, dtype=torch.float64))
+    return fj.stateless(fj.views.gramian, lambda G: torch.tensor(weights, dtype=torch.float64))
 
 
 powers = st.integers(-6, 40)
@@ -84,8 +84,8 @@ def test_the_pullback_is_the_weighted_sum_of_the_trunks_rows_at_any_scale(seed, 
     state = fj.train_state(params, *batch, scale=scale, **how)
     after, info = fj.step(state, *batch, engine=ENGINE, **how)
     rows = fj.jacobian_fn(losses, mode="loop")(params, *batch)[0]
-    expected = fj.combine(rows, torch.tensor(weights, dtype=torch.float64))
-    terms = fj.combine(tree_map(torch.abs, rows), torch.tensor(weights, dtype=torch.float64).abs())
+    expected = fj.aggregation.combine(rows, torch.tensor(weights, dtype=torch.float64))
+    terms = fj.aggregation.combine(tree_map(torch.abs, rows), torch.tensor(weights, dtype=torch.float64).abs())
     for found, old, direction, size in zip(*map(tree_leaves, (after.params, params, expected, terms)), strict=True):
         assert ((old - direction - found).abs() <= 64 * EPS * (old.abs() + size)).all()
     assert info.moved
