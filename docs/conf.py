@@ -55,7 +55,17 @@ CONTENTS = {
     "Choose": ["docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
-        for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "physics", "devices", "diagnose", "own_rule")
+        for page in (
+            "objectives",
+            "by_hand",
+            "recipes",
+            "cheaper_rules",
+            "physics",
+            "devices",
+            "diagnose",
+            "own_rule",
+            "own_kind",
+        )
     ],
     "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
     "Notebooks": ["notebooks/*"],

@@ -19,7 +19,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # In the order in which they are read: the guides go on with what the README defines.
 GUIDES = [
     f"guides/{page}"
-    for page in ("by_hand", "objectives", "diagnose", "own_rule", "recipes", "cheaper_rules", "physics", "devices")
+    for page in (
+        "by_hand",
+        "objectives",
+        "diagnose",
+        "own_rule",
+        "own_kind",
+        "recipes",
+        "cheaper_rules",
+        "physics",
+        "devices",
+    )
 ]
 PAGES = {
     path: path.read_text(encoding="utf-8")
