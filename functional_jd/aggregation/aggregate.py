@@ -222,7 +222,7 @@ def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gram
     leaves, structure = tree_flatten(rows)
     m = row_count(rows, where, leaves)
     with autocast_disabled(leaves):
-        matrices = joined([as_matrix(at_least_float32(leaf)) for leaf in leaves])
+        matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
         products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:
