@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 import torch
-from bounds import check_products, check_within, eps
+from bounds import check_products, check_stable, check_within, eps
 from gramian_by_hand import engine, priced
 from jacobian_by_hand import KINDS, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, MORE, Case, numbers
 
+import functional_jd as fj
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.engines.gramian import squared_norms
 from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
@@ -218,3 +219,87 @@ def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
     for mode in (mode for mode in MODES if not possible(ALL[name](), kind, mode)):
         with pytest.raises((RuntimeError, NotImplementedError)):
             at(jacobian_fn(expected.case.losses, mode=mode), expected.case)
+
+
+# The steps of rules, one for each need
+
+
+RULES = {
+    "nothing": fj.mean(),
+    "losses": fj.stch(),
+    "norms": fj.clipped(1.0),
+    "gramian": fj.upgrad(),
+    "gramian and losses": fj.natural_gradient(1e-3),
+    "rows": fj.trimmed_mean(1),
+    "rows and losses": fj.db_mtl(),
+}
+MODES_APART = {f"jacobian {mode}": fj.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
+    "jacobian chunks": fj.jacobian_engine(chunk_size=2),
+}
+ENGINES = MODES_APART | {
+    "jacobian": fj.jacobian_engine(),
+    "gramian": fj.gramian_engine(),
+    "weighted": fj.weighted_engine(),
+    "features": fj.features_engine(),
+    "auto": "auto",
+}
+
+
+def serves(how, need, kind):
+    if how == "features":
+        return need == "gramian" and kind == "tasks"
+    if how == "gramian":
+        return need in ("norms", "gramian", "gramian and losses")
+    return need in ("nothing", "losses") if how == "weighted" else True
+
+
+def after_step(expected, rule, how):
+    """`f(rows, values)`: the losses, the weights and the parameters after a step of length one, heads first."""
+    case, params = expected.case, leaves(expected.case.params)
+
+    def weigh(shared, values):
+        if how != "features":
+            return fj.aggregate(rule, shared, losses=values)
+        h = case.losses.features(case.params["shared"], *case.args)
+        by_feature = rows_of(lambda h: case.losses.heads(case.params["heads"], h, *case.args), h)
+        return fj.aggregate(rule, by_feature)
+
+    def f(rows, values):
+        own, shared = rows[: expected.heads], rows[expected.heads :]
+        weights = weigh(shared, values).weights
+        directions = [r.sum(0) for r in own] + fj.combine(shared, weights)
+        return values, weights, [p - d for p, d in zip(params, directions, strict=True)]
+
+    return f
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("need", RULES)
+def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
+    expected, rule, failures = expected_of("mlp", kind), RULES[need], []
+    case, values = expected.case, torch.cat([x.reshape(-1) for x in leaves(expected.values)])
+    # `step` multiplies rows with the reciprocal of their scale in float32, which is exact for powers of two.
+    by_row = scale_state(shape=(expected.m,))._replace(scale=FACTORS.log2().floor().exp2()[: expected.m])
+    how_to = {"losses": case.losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
+    for how, engine_of in ENGINES.items():
+        if not serves(how, need, kind):
+            with pytest.raises(ValueError, match="serves"):
+                fj.train_state(case.params, *case.args, engine=engine_of, **how_to)
+            continue
+        # Modes differ in which factor a row gets; whatever follows the rows is the same for all of them.
+        others = {} if how in MODES_APART else {"none": None, "one": scale_state(8.0)}
+        for scaled, scale in {"by row": by_row, **others}.items():
+            state = fj.train_state(case.params, *case.args, scale=scale, engine=engine_of, **how_to)
+            state, info = fj.step(state, *case.args, engine=engine_of, **how_to)
+            found = torch.cat([x.reshape(-1) for x in leaves(info.losses)]), info.weights, leaves(state.params)
+            found = found[0], _pytree.tree_leaves(leaves(found[1])), found[2]
+            try:
+                check_stable(found, after_step(expected, rule, how), expected.rows, values, roundings=ROUNDINGS)
+                assert info.finite.shape == (() if scale is None else scale.scale.shape)
+                assert info.finite.all()
+                assert info.moved
+                if "gramian" in need and how != "features":
+                    check_products(info.gramian, expected.matrix, expected.matrix)
+            except AssertionError as error:
+                failures.append(f"{how}, scale {scaled}: {error}")
+    assert not failures, "\n".join(failures)
