@@ -183,9 +183,8 @@ def train(rule: str, settings: Namespace) -> Report:
 
 
 def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images) -> Tensor:
-    """Return whether two tasks conflict on the trunk: a negative inner product of unscaled rows."""
-    jacobian, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
-    jacobian, _ = jd.unscale(state.scale, jacobian)
+    """Return whether two tasks conflict on the trunk: a negative inner product of rows."""
+    jacobian, _, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
     return (jd.gramian(jacobian) < 0).any()
 
 
@@ -203,8 +202,7 @@ def reconstruction_errors(losses: Callable[..., Tasks], state: jd.TrainState, im
     """Compute the relative errors of the reconstruction row: without a scale, with a shared scale, with its own."""
 
     def row(function: Callable[..., Tasks], scale: Tensor) -> Tensor:
-        jacobian, _ = jd.jacobian_fn(function, scale=scale)(state.params, *images)
-        jacobian, _ = jd.unscale(scale, jacobian)
+        jacobian, _, _ = jd.jacobian_fn(function, scale=scale)(state.params, *images)
         return torch.cat([leaf[2].flatten() for leaf in jacobian.shared.values()])
 
     scales = state.scale.scale
