@@ -8,10 +8,11 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BATCH, Case, Cube, Model, numbers
 
-from functional_jd.engines.gramian import engine, products
+from functional_jd.engines import inner_products
+from functional_jd.engines.gramian import products
 from functional_jd.objectives import Multitask, multitask, per_example
 
-gramian_fn = engine.gramian_fn
+gramian_fn = inner_products.gramian_fn
 
 
 F = nn.functional
@@ -43,10 +44,17 @@ def expectation(case, weights=None):
 def found(case, weights=None, **how):
     torch.manual_seed(0)
     gramian, _, pullback = gramian_fn(case.losses, **how)(case.params, *case.args)
-    direction = leaves(pullback(weights_for(case) if weights is None else weights))
+    direction, finite = pullback(weights_for(case) if weights is None else weights)
+    assert finite.tolist() == all_true(how.get("scale"))
+    direction = leaves(direction)
     assert [(x.shape, x.dtype) for x in direction] == [(x.shape, x.dtype) for x in leaves(case.params)]
     assert gramian.dtype == torch.float64
     return gramian, [x.double().reshape(-1) for x in direction]
+
+
+def all_true(scale):
+    """A flag for each scale, or one where none is given."""
+    return torch.ones(getattr(scale, "scale", torch.ones(()) if scale is None else scale).shape).bool().tolist()
 
 
 def agree(result, expected, rtol=1e-9, atol=1e-9):
@@ -67,10 +75,14 @@ def single(case):
     return case._replace(params=params, args=args)
 
 
+def refuse_all_rows(patch):
+    patch.setattr(inner_products, "products_and_pullback", lambda *_, **__: pytest.fail("formed all rows"))
+
+
 def is_tapped(monkeypatch, case):
     """Whether the engine does not fall back to rows of everything."""
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_products_of_rows", lambda *_: pytest.fail("formed all rows"))
+        refuse_all_rows(patch)
         found(case)
 
 

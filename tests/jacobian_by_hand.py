@@ -8,7 +8,11 @@ import torch
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
+from functional_jd.engines.evaluate import Options, any_requires_grad
+from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives import PerExample
+from functional_jd.precision.loss_scale import multiplier
+from functional_jd.torch_compat.torch_internals import under_transform
 
 KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 
@@ -19,7 +23,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 CASES = [(name, kind) for name in MODELS for kind in KINDS if kind != "by_example" or MODELS[name]().single]
 
 
-WIDE = {torch.float64: 1e-9, torch.float32: 1e-4}
+WIDE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bool: 0.0}
 
 
 def leaves(tree):
@@ -56,6 +60,18 @@ def rows_of(losses, params, *args):
 @cache
 def case_of(name, kind):
     return KINDS[kind](MODELS[name]())
+
+
+def scaled_rows(losses, scale, mode="auto", chunk_size=None):
+    """What `jacobian_fn` unscales: the rows as a backward pass at this scale leaves them; and the losses."""
+
+    def rows_and_losses(*args):
+        factor = multiplier(scale, "jacobian_fn")
+        differentiable = any_requires_grad((args, factor)) or under_transform()
+        options = Options("jacobian_fn", False, factor, differentiable, mode, chunk_size)
+        return kind_of(losses).jacobian(losses, args, 0, options)[:2]
+
+    return rows_and_losses
 
 
 def same(found, expected, **tolerance):

@@ -5,8 +5,7 @@ The cases are those of PyTorch's own tests of gradient scaling: four batches, th
 
 import copy
 import itertools
-import operator
-from functools import partial, reduce
+from functools import partial
 
 import pytest
 import torch
@@ -88,10 +87,9 @@ def clipped(optimizer, clip):
     return fj.Optimizer(optimizer.init, lambda direction, *rest: optimizer.update(clip(direction), *rest))
 
 
-def descend(jacobian, params, moments, scale, optimizer, rule=None):
+def descend(jacobian, finite, params, moments, scale, optimizer):
     """What `step` does after the Jacobian."""
-    jacobian, finite = fj.unscale(scale, jacobian)
-    direction = fj.aggregate(rule or fj.mean(), jacobian).direction
+    direction = fj.aggregate(fj.mean(), jacobian).direction
     new = optimizer.update(direction, moments, params)
     params, moments = fj.precision.select(finite, new, (params, moments))
     return params, moments, fj.update_scale(scale, finite)
@@ -163,7 +161,8 @@ def test_clipping_of_scaled_directions():
     for batch in batches():
         limit = LIMIT * original.scaler.get_scale()
         original.step(*batch, between=lambda limit=limit: nn.utils.clip_grad_norm_(original.net.parameters(), limit))
-        jacobian, _ = fj.jacobian_fn(losses, scale=scale)(params, *batch)
+        scaled = lambda *args, scale=scale: fj.precision.scale(scale, losses(*args))
+        jacobian, _ = fj.jacobian_fn(scaled)(params, *batch)
         direction = clip_by_norm(fj.aggregate(fj.mean(), jacobian).direction, LIMIT * scale.scale)
         direction, finite = fj.unscale(scale, direction)
         params, moments = fj.precision.select(finite, optimizer.update(direction, moments, params), (params, moments))
@@ -172,6 +171,12 @@ def test_clipping_of_scaled_directions():
 
 
 # Accumulation
+
+
+def accumulated(losses, scale, params, parts):
+    """The mean of the Jacobians of micro-batches, and which of its rows are finite."""
+    jacobians, _, flags = zip(*(fj.jacobian_fn(losses, scale=scale)(params, *part) for part in parts), strict=True)
+    return tree_map(lambda *rows: sum(row / len(rows) for row in rows), *jacobians), torch.stack(flags).all(0)
 
 
 @pytest.mark.parametrize("spoiled", [None, 2])
@@ -186,9 +191,7 @@ def test_accumulation_over_micro_batches(spoiled):
         original.scaler.step(original.optimizer)
         original.scaler.update()
 
-        jacobians = [fj.jacobian_fn(losses, scale=scale)(params, *batch)[0] for batch in pair]
-        jacobian = tree_map(lambda *rows: sum(rows) / len(rows), *jacobians)
-        params, moments, scale = descend(jacobian, params, moments, scale, optimizer)
+        params, moments, scale = descend(*accumulated(losses, scale, params, pair), params, moments, scale, optimizer)
         original.agrees(params, scale)
     assert scale.scale == (128.0 * 2**4 if spoiled is None else 128.0 * 2**2)  # once per effective batch
 
@@ -196,24 +199,30 @@ def test_accumulation_over_micro_batches(spoiled):
 def test_accumulated_jacobians_are_those_of_the_effective_batch_for_every_rule():
     params = tree_map(torch.Tensor.double, fresh_params())
     x, y = (torch.cat(parts).double() for parts in zip(*batches(None), strict=True))
-    whole, _ = fj.jacobian_fn(losses, scale=fresh_scale(shape=(2,)))(params, x, y)
-    micro = [
-        fj.jacobian_fn(losses, scale=fresh_scale(shape=(2,)))(params, *pair)[0]
-        for pair in zip(x.chunk(4), y.chunk(4), strict=True)
-    ]
-    jacobian = reduce(partial(tree_map, operator.add), micro)
+    scale = fresh_scale(shape=(2,))
+    whole, _, _ = fj.jacobian_fn(losses, scale=scale)(params, x, y)
+    jacobian, finite = accumulated(losses, scale, params, zip(x.chunk(4), y.chunk(4), strict=True))
+    assert finite.tolist() == [True, True]
     for rule in (fj.upgrad(), fj.mgda()):
-        expected = fj.aggregate(rule, fj.unscale(fresh_scale(shape=(2,)), whole)[0])
-        found = fj.aggregate(rule, fj.unscale(4 * fresh_scale(shape=(2,)).scale, jacobian)[0])
+        found, expected = fj.aggregate(rule, jacobian), fj.aggregate(rule, whole)
         for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
-def test_an_overflow_of_the_sum_alone_skips_the_effective_batch():
-    scale = fj.scale_state()
-    rows, _ = fj.jacobian_fn(lambda p: p * 4e33, scale=scale)(torch.ones(1))
-    assert fj.unscale(scale, rows)[1]
-    assert not fj.unscale(scale, rows + rows)[1]
+@pytest.mark.parametrize(("size", "factor"), [(4e33, 2.0**16), (3e38, 1.0)])
+def test_finite_rows_have_a_finite_mean_where_their_sum_at_the_scale_is_infinite(size, factor):
+    rows = torch.full((1,), size)
+    assert (factor * rows).isfinite()
+    assert (2 * factor * rows).isinf()
+    jacobian, finite = accumulated(lambda p: p * rows, fj.scale_state(factor), torch.ones(1), [()] * 2)
+    assert finite
+    assert torch.equal(jacobian, rows[None])
+
+
+def test_one_overflow_in_a_micro_batch_is_that_of_its_row():
+    parts = [(torch.tensor([1.0, size]),) for size in (1.0, 1e37, 1.0)]
+    _, finite = accumulated(lambda p, x: p * x, fj.scale_state(shape=(2,)), torch.ones(2), parts)
+    assert finite.tolist() == [True, False]
 
 
 # Gradient penalty
@@ -226,9 +235,9 @@ def test_gradient_penalty(half, engine):
     mixed = fj.autocast(losses) if half else losses
 
     def with_penalty(params, factor, x, y):
-        jacobian, values = fj.jacobian_fn(mixed, scale=factor)(params, x, y)
-        slope = fj.aggregate(fj.total(), fj.precision.scale(1 / factor, jacobian)).direction
-        return {**values, "slope": global_norm(slope)}
+        jacobian, values, finite = fj.jacobian_fn(mixed, scale=factor)(params, x, y)
+        slope = global_norm(fj.aggregate(fj.total(), jacobian).direction)
+        return {**values, "slope": torch.where(finite, slope, torch.inf)}
 
     how = {"losses": with_penalty, "aggregator": fj.total(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(fresh_params(), torch.tensor(128.0), *batches()[0], scale=fresh_scale(), **how)
@@ -272,7 +281,7 @@ def test_several_models_losses_and_optimizers():
         return mixtures({name: partial(functional_call, SHAPE, params[name]) for name in names}, x, y)
 
     def by_hand(params, moments, scale, spoil, x, y):
-        jacobian, _ = fj.jacobian_fn(pure, scale=scale)(params, x, y)
+        jacobian, _ = fj.jacobian_fn(lambda *args: fj.precision.scale(scale, pure(*args)))(params, x, y)
         jacobian["second"]["1.weight"] = jacobian["second"]["1.weight"] + spoil
         flags = {}
         for name in names:
@@ -416,8 +425,7 @@ def test_a_sequence_in_one_graph_grows_and_backs_off():
         def loss(weight, x):
             return (weight.half() * x.half()).sum().float()
 
-        jacobian, _ = fj.jacobian_fn(loss, scale=scale)(weight, x)
-        _, finite = fj.unscale(scale, jacobian)
+        jacobian, _, finite = fj.jacobian_fn(loss, scale=scale)(weight, x)
         return fj.update_scale(scale, finite), jacobian
 
     torch._dynamo.reset()
@@ -428,7 +436,7 @@ def test_a_sequence_in_one_graph_grows_and_backs_off():
         scale, jacobian = compiled(scale, torch.ones(100), torch.full((100,), value))
         compiled_graphs.add(graphs.frame_count)
         seen.append((scale.scale.item(), scale.growth_tracker.item(), jacobian.unique().tolist()))
-    assert seen == [(4.0, 1, [20.0]), (2.0, 0, [torch.inf]), (2.0, 1, [10.0]), (1.0, 0, [torch.inf])]
+    assert seen == [(4.0, 1, [5.0]), (2.0, 0, [0.0]), (2.0, 1, [5.0]), (1.0, 0, [0.0])]
     assert len(compiled_graphs) == 1  # what the first call compiled is all
 
 
@@ -551,7 +559,7 @@ def test_a_tiny_loss_survives_beside_a_huge_one_with_a_scale_of_its_own():
         assert all(p.isfinite().all() for p in tree_leaves(state.params))
         end = losses(state.params, x)
         left[shape] = {name: (end[name] / start[name]).item() for name in heads}
-        rows, _ = fj.unscale(state.scale, fj.jacobian_fn(how["losses"], scale=state.scale)(state.params, x)[0])
+        rows, _, _ = fj.jacobian_fn(how["losses"], scale=state.scale)(state.params, x)
         norms[shape] = fj.views.gramian(rows).diagonal()
     assert max(left[2,].values()) < 1e-2
     assert left[()]["huge"] < 1e-2

@@ -320,8 +320,9 @@ def _products_are_finite(leaves: list[Tensor], inverse: Tensor) -> Tensor:
         if leaf.numel():
             x = leaf.detach()
             found = x.reshape(len(x), -1).aminmax(dim=1) if inverse.ndim else x.aminmax()
-            extrema.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).extend(found)
-    flags = [((torch.stack(found).to(dtype) * inverse).abs() < torch.inf).all(0) for dtype, found in extrema.items()]
+            # Native autocast of one half precision refuses to stack the other.
+            extrema.setdefault(leaf.dtype, []).extend(map(at_least_float32, found))
+    flags = [((torch.stack(found) * inverse).abs() < torch.inf).all(0) for found in extrema.values()]
     return reduce(torch.logical_and, flags, inverse.isfinite()) if len(flags) != 1 else flags[0]
 
 

@@ -9,12 +9,12 @@ from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import Options, any_requires_grad
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.by_name import ENGINES
 from functional_jd.objectives.buffers import Form
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale

@@ -46,7 +46,7 @@ def by_gramian(losses: Any, params: Any, *batch: Tensor) -> Any:
     """The direction from the rows' inner products."""
     gramian, _, pullback = jd.gramian_fn(losses)(params, *batch)
     weights, _ = RULE.update(gramian, RULE.init(gramian))
-    return pullback(weights)
+    return pullback(weights)[0]
 
 
 def of_tasks(make: Callable[[], Tasks]) -> dict[str, Side]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-from functional_jd.engines.gramian.engine import gramian_fn
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,6 +18,7 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.names import objective_names
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.diagnostics import Diagnosis, describe, diagnose
+from functional_jd.engines.inner_products import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask
 

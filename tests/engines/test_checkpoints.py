@@ -135,7 +135,7 @@ def found_by(engine, losses, params, *args):
     weights = lambda m: torch.linspace(0.5, 1.5, m, dtype=torch.float64)
     if engine == "gramian":
         gramian, values, pullback = fj.gramian_fn(losses)(params, *args)
-        found = torch.cat([flat(gramian), flat(pullback(weights(len(values))))])
+        found = torch.cat([flat(gramian), flat(pullback(weights(len(values)))[0])])
         return found, lambda rows: torch.cat([(rows @ rows.T).flatten(), weights(len(rows)) @ rows])
     if engine == "weighted":
         values, pullback = fj.weighted_fn(losses)(params, *args)

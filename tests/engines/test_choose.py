@@ -34,7 +34,7 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
     params = {"shared": {str(i): torch.empty(shape) for i, shape in enumerate(shapes)}, "heads": heads}
     state = fj.TrainState(params, (), (), (), fj.precision.no_scale())
     given = torch.empty(batch), torch.empty(tasks, batch[0], 1)
-    assert fj.chosen_engine(losses, state, *given, aggregator=fj.upgrad()).engine == engine
+    assert fj.chosen_engine(state, *given, losses=losses, aggregator=fj.upgrad()).engine == engine
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example
     params = [torch.empty(shape) for shape in (*shapes, (10, shapes[-1][0]), (10,))]
     state = fj.TrainState(params, (), (), (), fj.precision.no_scale())
     batch = torch.empty(m, *example), torch.empty(m, dtype=torch.int64)
-    assert fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine == engine
+    assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == engine
 
 
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
     state = fj.TrainState(leaves, (), (), (), fj.precision.no_scale())
-    name = lambda *batch: fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine
+    name = lambda *batch: fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine
     assert [name(), name(torch.zeros(5, 10, dtype=torch.int64)), name(torch.zeros(5, 11, dtype=torch.int64))] == [
         "gramian",
         "gramian",
@@ -70,5 +70,5 @@ def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
 
 def test_rows_that_take_much_memory_are_not_formed():
     leaf, one = torch.empty(1 << 20, device="meta"), torch.ones(())
-    names = [choose_engine(fj.upgrad(), m, [leaf], one, positions=1 << 20).engine for m in (7, 8)]
+    names = [choose_engine(fj.upgrad().view, m, [leaf], one, positions=1 << 20).engine for m in (7, 8)]
     assert names == ["jacobian", "gramian"]

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from bounds import check_products, check_stable, check_within, eps
-from functional_jd.engines.gramian.cross import cross_gramian_fn
-from functional_jd.engines.gramian.engine import gramian_fn
 from gramian_by_hand import F, Largest, both_prices, wide
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +10,11 @@ from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
+from functional_jd.engines.cross_products import cross_gramian_fn
 from functional_jd.engines.gramian import crossed_leaves, factors
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.inner_products import gramian_fn
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning

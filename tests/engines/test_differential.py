@@ -9,15 +9,16 @@ from functools import cache
 import pytest
 import torch
 from bounds import check_products, check_stable, check_within, eps
-from gramian_by_hand import engine, priced
+from gramian_by_hand import priced
 from jacobian_by_hand import KINDS, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, MORE, Case, numbers
 
 import functional_jd as fj
 from functional_jd.core.types import MultitaskJacobian
+from functional_jd.engines import inner_products
 from functional_jd.engines.gramian import squared_norms
-from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
+from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, per_example
@@ -86,17 +87,16 @@ class Expected:
             ROUNDINGS * eps(self.dtype) * torch.cat(flat, 1).norm(dim=1)
         )  # what an entry of each row may be off by
 
-    def check_jacobian(self, jacobian, factors=None):
-        """Rows come out times their factors, the heads' as a plain sum."""
-        factors = torch.ones(self.m) if factors is None else factors.double().expand(self.m)
+    def check_jacobian(self, jacobian, scaled):
+        """The rows, unscaled in at least float32; the heads' as a plain sum."""
+        dtype = lambda rows: torch.promote_types(rows.dtype, torch.float32) if scaled else rows.dtype
         shared = self.rows[self.heads :]
         found = leaves(jacobian)
         for leaf, rows in zip(found[: len(shared)], shared, strict=True):
-            each = factors.reshape(-1, *[1] * (rows.ndim - 1))
-            assert (leaf.shape, leaf.dtype) == (rows.shape, rows.dtype)
-            check_within(leaf, rows.double() * each, self.off.reshape(each.shape) * each)
+            assert (leaf.shape, leaf.dtype) == (rows.shape, dtype(rows))
+            check_within(leaf, rows.double(), self.off.reshape(-1, *[1] * (rows.ndim - 1)))
         for leaf, rows in zip(found[len(shared) :], self.rows[: self.heads], strict=True):
-            assert (leaf.shape, leaf.dtype) == (rows.shape[1:], rows.dtype)
+            assert (leaf.shape, leaf.dtype) == (rows.shape[1:], dtype(rows))
             check_within(leaf, rows.double().sum(0), self.off.sum())
 
     def check_direction(self, direction):
@@ -146,8 +146,10 @@ def factors_of(scale):
 
 def check_rows(expected, mode, scale):
     case = expected.case
-    jacobian, values = at(jacobian_fn(case.losses, mode=mode, scale=scale), case)
-    expected.check_jacobian(jacobian, factors_of(scale))
+    jacobian, values, *finite = at(jacobian_fn(case.losses, mode=mode, scale=scale), case)
+    expected.check_jacobian(jacobian, scale is not None)
+    assert all(flags.all() and flags.shape == factors_of(scale).shape for flags in finite)
+    assert len(finite) == (scale is not None)
     expected.check_values(values)
     rows = case.params["shared"] if isinstance(case.losses, Multitask) else case.params
     assert isinstance(jacobian, MultitaskJacobian) == isinstance(case.losses, Multitask)
@@ -162,7 +164,10 @@ def check_gramian(expected, scale):
     assert gramian.dtype == torch.float64
     check_products(gramian, expected.matrix, expected.matrix, expected.dtype)
     expected.check_values(values)
-    expected.check_direction(pullback(WEIGHTS[: expected.m]))
+    direction, finite = pullback(WEIGHTS[: expected.m])
+    expected.check_direction(direction)
+    assert finite.shape == (() if scale is None else factors_of(scale).shape)
+    assert finite.all()
 
 
 def check_norms(expected, scale):
@@ -171,7 +176,10 @@ def check_norms(expected, scale):
     true = expected.matrix.square().sum(1)
     check_within(squares, true, ROUNDINGS * eps(expected.dtype) * true)
     expected.check_values(values)
-    expected.check_direction(pullback(WEIGHTS[: expected.m]))
+    direction, finite = pullback(WEIGHTS[: expected.m])
+    expected.check_direction(direction)
+    assert finite.shape == (() if scale is None else factors_of(scale).shape)
+    assert finite.all()
 
 
 def check_weighted(expected, scale):
@@ -201,8 +209,9 @@ def engines_of(expected, name, kind):
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
     expected, failures, formed = expected_of(name, kind), [], []
-    by_rows = engine._products_of_rows
-    monkeypatch.setattr(engine, "_products_of_rows", lambda *given: formed.append(1) or by_rows(*given))
+    by_rows = inner_products.products_and_pullback
+    noted = lambda *given, **how: formed.append(1) or by_rows(*given, **how)
+    monkeypatch.setattr(inner_products, "products_and_pullback", noted)
     for how, check in engines_of(expected, name, kind).items():
         for scaled, scale in scales_of(expected, name, how).items():
             for lean in (True, False) if how in ("gramian", "norms") and scale is None else (True,):
@@ -233,14 +242,14 @@ RULES = {
     "rows": fj.trimmed_mean(1),
     "rows and losses": fj.db_mtl(),
 }
-MODES_APART = {f"jacobian {mode}": fj.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
-    "jacobian chunks": fj.jacobian_engine(chunk_size=2),
+MODES_APART = {f"jacobian {mode}": fj.engines.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
+    "jacobian chunks": fj.engines.jacobian_engine(chunk_size=2),
 }
 ENGINES = MODES_APART | {
-    "jacobian": fj.jacobian_engine(),
-    "gramian": fj.gramian_engine(),
-    "weighted": fj.weighted_engine(),
-    "features": fj.features_engine(),
+    "jacobian": fj.engines.jacobian_engine(),
+    "gramian": fj.engines.gramian_engine(),
+    "weighted": fj.engines.weighted_engine(),
+    "features": fj.engines.features_engine(),
     "auto": "auto",
 }
 
@@ -267,7 +276,7 @@ def after_step(expected, rule, how):
     def f(rows, values):
         own, shared = rows[: expected.heads], rows[expected.heads :]
         weights = weigh(shared, values).weights
-        directions = [r.sum(0) for r in own] + fj.combine(shared, weights)
+        directions = [r.sum(0) for r in own] + fj.aggregation.combine(shared, weights)
         return values, weights, [p - d for p, d in zip(params, directions, strict=True)]
 
     return f

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from bounds import check_within, product_bound
+from jacobian_by_hand import scaled_rows
 from torch.utils._pytree import tree_map
 from zoo import numbers
 
@@ -47,13 +48,15 @@ def test_rows_products_and_pullbacks_are_those_of_a_loop_over_all_examples(insid
     rows, plain = torch.func.jacrev(one_by_one)(PARAMS, *given_sets), one_by_one(PARAMS, *given_sets)
     expected = {"edge": plain[:edge], "inside": plain[edge:]}
     scale = 2.0 ** torch.arange(m) if scaled else None
-    jacobian, values = fj.jacobian_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    jacobian, values, *flags = fj.jacobian_fn(SETS, scale=scale)(PARAMS, *given_sets)
+    assert all(len(finite) == m and finite.all() for finite in flags)
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(SETS(PARAMS, *given_sets), expected)
     joined = torch.cat([leaf.flatten(1) for leaf in rows.values()], 1)
-    for name, leaf in jacobian.items():
-        factors = 1 if scale is None else scale.reshape(-1, *[1] * PARAMS[name].ndim)
-        torch.testing.assert_close(leaf, rows[name] * factors)
+    torch.testing.assert_close(jacobian, rows)
+    if scaled:
+        for name, leaf in scaled_rows(SETS, scale)(PARAMS, *given_sets)[0].items():
+            torch.testing.assert_close(leaf, rows[name] * scale.reshape(-1, *[1] * PARAMS[name].ndim))
     products, _, pullback = fj.gramian_fn(SETS, scale=scale)(PARAMS, *given_sets)
     # Rows are known to a thousand roundings, and products of factors add other terms than rows.
     bound = 2**10 * product_bound(joined.norm(dim=1)[:, None], joined.norm(dim=1)[None])
@@ -63,8 +66,9 @@ def test_rows_products_and_pullbacks_are_those_of_a_loop_over_all_examples(insid
     weights = numbers(m, seed=6)
     direction = {name: torch.tensordot(weights, leaf, 1) for name, leaf in rows.items()}
     _, weigh = fj.weighted_fn(SETS, scale=scale)(PARAMS, *given_sets)
-    for found in (pullback(weights), weigh(weights)[0]):
+    for found, finite in (pullback(weights), weigh(weights)):
         torch.testing.assert_close(found, direction)
+        assert finite.tolist() == ([True] * m if scaled else True)
 
 
 def test_the_engine_of_inner_products_is_chosen_by_all_examples_and_aux_comes_by_name():
@@ -72,7 +76,7 @@ def test_the_engine_of_inner_products_is_chosen_by_all_examples_and_aux_comes_by
     given_sets = batch()
     how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(0.1), "has_aux": True}
     state = fj.train_state(PARAMS, *given_sets, **how)
-    assert fj.chosen_engine(losses, state, *given_sets, aggregator=how["aggregator"]).engine == "gramian"
+    assert fj.chosen_engine(state, *given_sets, losses=losses, aggregator=how["aggregator"]).engine == "gramian"
     for engine in ("gramian", "jacobian"):
         _, info = fj.step(state, *given_sets, engine=engine, **how)
         torch.testing.assert_close(info.aux, {name: x.sum(1) for name, x in given_sets[0].items()})

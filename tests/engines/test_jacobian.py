@@ -8,17 +8,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jacobian_by_hand import CASES, KINDS, case_of, every_kind, leaves, moved, rows_of, same
+from jacobian_by_hand import CASES, KINDS, case_of, every_kind, leaves, moved, rows_of, same, scaled_rows
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 from zoo import ASKS, BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
 
-from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.inner_products import gramian_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, PerExample, multitask, per_example
+from functional_jd.precision.loss_scale import unscale
 from functional_jd.precision.policy import policy
+from functional_jd.precision.scale_state import scale_state
 
 pytestmark = [
     # Of torch's own decompositions for forward mode.
@@ -34,7 +36,9 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def jacobian_of(losses, params, *args, factors=None):
-    """What `jacobian_fn` should return, leaf by leaf: rows times their factors, the heads' as a plain sum."""
+    """What `jacobian_fn` should return, leaf by leaf: the heads' rows as a plain sum. With factors, what it unscales:
+    rows times their factors.
+    """
     rows = rows_of(losses, params, *args)
     scaled = [
         r if factors is None else (r.mT * factors.to(r.dtype)).mT if r.ndim == 2 else _times(factors, r) for r in rows
@@ -56,6 +60,41 @@ def possible(model, kind, mode):
 
 
 # The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_row_is_differentiated_at_its_scale(name, kind):
+    case, model = case_of(name, kind), MODELS[name]()
+    m = 3 if kind == "tasks" else 4
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
+        factors = getattr(scale, "scale", scale).expand(m)
+        expected = jacobian_of(case.losses, case.params, *case.args, factors=factors)
+        # What tells the modes apart is which factor a row gets.
+        others = ("loop", *["forward"] * possible(model, kind, "forward")) if scale is by_row else ()
+        for mode in ("auto", *others):
+            torch.manual_seed(0)
+            rows, _ = scaled_rows(case.losses, scale, mode)(case.params, *case.args)
+            same(rows, expected, rtol=1e-4, atol=1e-8)
+
+
+@every_mode
+@every_kind
+def test_rows_come_out_unscaled_with_a_flag_for_each_scale(kind, mode):
+    case, m = kind(mlp()), 3 if kind is tasks else 4
+    expected = jacobian_of(case.losses, case.params, *case.args)
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    one_infinite = by_row.index_fill(0, torch.tensor([1]), torch.inf)
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), one_infinite, torch.tensor(torch.inf)):
+        found = jacobian_fn(case.losses, mode=mode, scale=scale)(case.params, *case.args)
+        factors = getattr(scale, "scale", scale)
+        assert torch.equal(found[2], factors.isfinite())
+        rows, values = scaled_rows(case.losses, scale, mode)(case.params, *case.args)
+        assert all(map(torch.equal, leaves(found), leaves((unscale(scale, rows)[0], values, factors.isfinite()))))
+        kept = factors.isfinite().double().expand(m)
+        by_leaf = leaves(found[0])
+        n_rows = len(by_leaf) - (len(leaves(case.params["heads"])) if kind is tasks else 0)
+        same(by_leaf[:n_rows], [_times(kept, rows) for rows in expected[:n_rows]], rtol=1e-6, atol=1e-8)
 
 
 @every_kind
@@ -161,20 +200,17 @@ def test_aux_comes_back_beside_the_losses(kind, mode):
 @every_mode
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_rows_come_out_in_the_parameters_dtype(kind, mode, dtype):
+def test_rows_come_out_in_the_parameters_dtype_and_unscaled_ones_in_float32(kind, mode, dtype):
     case = kind(mlp())
     exact = jacobian_of(case.losses, case.params, *case.args)
     params, args = _pytree.tree_map(lambda x: x.to(dtype), (case.params, case.args))
-    f = jacobian_fn(case.losses, mode=mode, scale=torch.tensor(4.0))
-    for outer in (False, True):
+    for outer, scale in ((False, None), (False, torch.tensor(4.0)), (True, torch.tensor(4.0)), (True, None)):
         with torch.autocast("cpu", torch.bfloat16, enabled=outer):
-            jacobian, values = f(params, *args)
-        assert {x.dtype for x in leaves(jacobian)} == {dtype}
+            jacobian, values, *_ = jacobian_fn(case.losses, mode=mode, scale=scale)(params, *args)
+        assert {x.dtype for x in leaves(jacobian)} == {dtype if scale is None else torch.float32}
         if not outer:
             assert {x.dtype for x in leaves(values)} == {dtype}
-            heads = 0 if kind is not tasks else 3
-            for index, (x, y) in enumerate(zip(leaves(jacobian), exact, strict=True)):
-                y = y if index >= len(exact) - heads else 4 * y
+            for x, y in zip(leaves(jacobian), exact, strict=True):
                 assert (x.double() - y).norm() <= 30 * torch.finfo(dtype).eps * (y.norm() + 1)
 
 
@@ -237,8 +273,11 @@ def test_random_networks_of_random_structure_equal_the_loop(data):
     for mode in MODES:
         ones, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size)(params, x)
         same(ones, expected)
-        scaled, _ = jacobian_fn(losses, mode=mode, chunk_size=chunk_size, scale=scale)(params, x)
+        scaled, _ = scaled_rows(losses, scale, mode, chunk_size)(params, x)
         same(scaled, [_times(scale, rows) for rows in expected], rtol=1e-9, atol=1e-4)
+        unscaled, _, finite = jacobian_fn(losses, mode=mode, chunk_size=chunk_size, scale=scale)(params, x)
+        same(unscaled, expected, rtol=1e-6, atol=1e-9)
+        assert finite.all()
 
 
 # Purity
@@ -289,9 +328,13 @@ def test_running_statistics_are_updated_exactly_once(kind, mode):
 
 def test_one_infinite_scale_leaves_the_other_rows_alone():
     for mode in MODES:
-        jacobian, _ = jacobian_fn(lambda w: w * 2, mode=mode, scale=torch.tensor([1.0, torch.inf]))(torch.ones(2))
-        assert jacobian[0].tolist() == [2, 0]
-        assert not jacobian[1].isfinite().all()
+        scale = torch.tensor([1.0, torch.inf])
+        rows, _ = scaled_rows(lambda w: w * 2, scale, mode)(torch.ones(2))
+        assert rows[0].tolist() == [2, 0]
+        assert not rows[1].isfinite().all()
+        jacobian, _, finite = jacobian_fn(lambda w: w * 2, mode=mode, scale=scale)(torch.ones(2))
+        assert jacobian.tolist() == [[2, 0], [0, 0]]
+        assert finite.tolist() == [True, False]
 
 
 def test_an_overflow_in_one_objective_leaves_the_others_finite_in_the_loop():
@@ -521,10 +564,24 @@ def test_vmap_over_scales_and_derivatives_in_the_scale(kind, mode):
     scales = 2.0 ** numbers(5, m, dtype=torch.float32)
 
     def f(scale):
+        return scaled_rows(case.losses, scale, mode)(case.params, *case.args)
+
+    def unscaled(scale):
         return jacobian_fn(case.losses, mode=mode, scale=scale)(case.params, *case.args)
 
+    together = torch.vmap(unscaled)(scales)
+    same(
+        together,
+        [torch.stack(x) for x in zip(*[leaves(unscaled(s)) for s in scales], strict=True)],
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    assert together[2].all()
     expected = [torch.stack(x) for x in zip(*[leaves(f(s)) for s in scales], strict=True)]
     same(torch.vmap(f)(scales), expected, rtol=1e-6, atol=1e-6)
+    # Whatever the scale, unscaled rows are the same.
+    for tangent in leaves(torch.func.jvp(lambda s: unscaled(s)[:2], (scales[0],), (scales[1],))[1]):
+        assert tangent.abs().max() < 1e-5
     # Linear in the scale: its derivative in direction s is the Jacobian at s; heads and losses do not move.
     rows = expected[: len(leaves(case.params["shared"] if kind is tasks else case.params))]
     tangents = leaves(torch.func.jvp(f, (scales[0],), (scales[1],))[1])
@@ -536,6 +593,8 @@ def test_vmap_over_scales_and_derivatives_in_the_scale(kind, mode):
     (slope,) = torch.autograd.grad(row[1].sum(), asking)
     torch.testing.assert_close(slope[1], (row[1].sum().detach() / scales[0, 1]).float(), rtol=1e-4, atol=0)
     assert slope[0] == 0
+    (slope,) = torch.autograd.grad(leaves(unscaled(asking))[0].sum(), asking)
+    assert slope.abs().max() < 1e-5
 
 
 @pytest.fixture
@@ -718,8 +777,11 @@ def test_many_rows_of_few_parameters_are_the_rows(chunk_size, scale):
         calls.append(1)
         return {"z": f(p, x), "a": [f(p, x)[:7].sum(), p["a"] * 3, x.sum()]}
 
-    factor = None if scale is None else torch.tensor(scale)
-    jacobian, values = jacobian_fn(losses, scale=factor, chunk_size=chunk_size)(params, x)
+    if scale is None:
+        find = jacobian_fn(losses, chunk_size=chunk_size)
+    else:
+        find = scaled_rows(losses, torch.tensor(scale), chunk_size=chunk_size)
+    jacobian, values = find(params, x)
     assert len(calls) == 1
     same(jacobian, [(scale or 1.0) * row for row in rows_of(losses, params, x)])
     assert values["z"].shape == (300,)
@@ -735,7 +797,7 @@ def test_many_rows_of_functions_in_half_precision_or_without_second_derivatives_
     losses = lambda p, x: f(p | {"a": p["a"].double()}, x)
     factors = torch.full((300,), 2.0**8)
     same(
-        jacobian_fn(losses, scale=factors)(half, x)[0],
+        scaled_rows(losses, factors)(half, x)[0],
         [2.0**8 * row for row in rows_of(losses, half, x)],
         rtol=1e-3,
         atol=1e-9,
@@ -769,7 +831,7 @@ def test_every_arrangement_of_rows_gives_the_numbers_of_the_loop(kind, m):
     losses = lambda p, x: torch.sin(mixing @ trunk(p, x))
     same(jacobian_fn(losses)(params, x)[0], jacobian_of(losses, params, x))
     apart = lambda p, x: {"one": p["c"].reshape(-1)[:1] * 2, "rest": losses(p, x)[1:]}
-    same(jacobian_fn(apart, scale=torch.tensor(4.0))(params, x)[0], [4 * r for r in jacobian_of(apart, params, x)])
+    same(scaled_rows(apart, torch.tensor(4.0))(params, x)[0], [4 * r for r in jacobian_of(apart, params, x)])
 
 
 @given(st.data())
@@ -919,7 +981,7 @@ def test_compiled_heads_are_differentiated_one_by_one():
     losses = multitask(lambda p, x: x * p["w"], lambda p, h, x: {"a": h @ p["a"], "b": (h @ p["b"]).sqrt()})
     torch._dynamo.reset()
     for scale in (None, torch.tensor(8.0)):
-        find = jacobian_fn(losses, scale=scale)
+        find = jacobian_fn(losses) if scale is None else scaled_rows(losses, scale)
         found, values = torch.compile(find, fullgraph=True, backend="aot_eager")(params, torch.arange(3.0))
         assert values == {"a": 3, "b": 0}
         assert found.shared["w"][0].tolist() == [0, 1, 2] if scale is None else [0, 8, 16]
@@ -934,5 +996,6 @@ def test_compiled_rows_of_heads_in_half_precision_are_added_in_float32():
     losses = multitask(lambda p, x: x * p["w"], lambda p, h, x: {name: (h @ p["v"].float()) for name in "ab"})
     torch._dynamo.reset()
     find = torch.compile(jacobian_fn(losses, scale=torch.tensor(8.0)), fullgraph=True, backend="aot_eager")
-    found, _ = find(params, torch.full((2,), 5000.0))
+    found, _, finite = find(params, torch.full((2,), 5000.0))
     assert found.heads["v"].tolist() == [10000, 10000]
+    assert finite

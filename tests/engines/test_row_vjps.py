@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from jacobian_by_hand import scaled_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import numbers
@@ -11,7 +12,7 @@ from zoo import numbers
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
-from functional_jd.engines.gramian.engine import gramian_fn
+from functional_jd.engines.inner_products import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
@@ -111,14 +112,12 @@ def test_memory_follows_the_chunk_size_however_many_objectives(mode, chunk_size,
 
     scale = torch.linspace(1, 2, 2000, dtype=torch.float32)
     with Largest() as made:
-        rows, _ = jacobian_fn(losses, scale=scale, mode=mode, chunk_size=chunk_size)(p)
+        rows, _ = scaled_rows(losses, scale, mode, chunk_size)(p)
     # A group of rows, or what the loop takes at once: not the [m, m] of all cotangents.
     assert made.numel <= max(10 * 2000, row_vjps._COTANGENTS) < 2000**2 // 50
     expected = scale.unsqueeze(1) * x * (1 - torch.tanh(x @ p) ** 2).unsqueeze(1)
     torch.testing.assert_close(rows, expected)
-    torch.testing.assert_close(
-        torch.vmap(lambda p: jacobian_fn(losses, scale=scale, mode=mode, chunk_size=400)(p)[0])(p[None])[0], expected
-    )
+    torch.testing.assert_close(torch.vmap(lambda p: scaled_rows(losses, scale, mode, 400)(p)[0])(p[None])[0], expected)
 
 
 def test_each_row_is_freed_before_the_next_one_is_differentiated():

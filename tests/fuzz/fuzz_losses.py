@@ -189,7 +189,7 @@ def _step(state, x, losses, returned, **others):
 
 
 def _chosen(losses, state, x, aggregator):
-    return jd.chosen_engine(losses, state, x, aggregator=aggregator)
+    return jd.chosen_engine(state, x, losses=losses, aggregator=aggregator)
 
 
 def _keep(info: Any) -> None:

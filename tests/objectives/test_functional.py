@@ -249,7 +249,7 @@ def test_rows_through_checkpoints_are_right_from_the_first_step_to_the_second(en
     if engine == "weighted":
         found = fj.weighted_fn(losses)(params, X)[1](weights)[0]
     elif engine == "gramian":
-        found = fj.gramian_fn(losses)(params, X)[2](weights)
+        found = fj.gramian_fn(losses)(params, X)[2](weights)[0]
     else:
         mode = "loop" if engine == "loop" else "auto"
         rows = fj.jacobian_fn(losses, mode=mode)(params, X)[0]

@@ -317,6 +317,16 @@ def test_low_precision_neither_overflows_nor_underflows(dtype):
     assert finite
 
 
+@pytest.mark.parametrize("around", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_native_autocast_around_changes_nothing(dtype, around):
+    rows = {"w": torch.tensor([[4.0, 8.0], [1.0, torch.inf]], dtype=dtype), "b": torch.ones(2)}
+    for state in (scale_state(2.0, shape=2), scale_state(2.0)):
+        with torch.autocast("cpu", around):
+            found = unscale(state, rows)
+        assert all(map(torch.equal, flat(found), flat(unscale(state, rows))))
+
+
 def test_losses_are_scaled_in_leaf_order():
     state = record([2.0, 4.0, 8.0], [0] * 3, [2.0] * 3, [0.5] * 3, [1] * 3)
     losses = {"b": torch.tensor([1.0, 10.0]), "a": torch.tensor(1.0, dtype=torch.float16)}

@@ -52,7 +52,7 @@ def test_values_rows_and_products_without_a_loop_are_those_of_torch(form):
         jacobian, _ = fj.jacobian_fn(losses)(params, x)
         gramian, _, pullback = fj.gramian_fn(losses)(params, x)
         squares, _, _ = fj.squared_norms_fn(losses)(params, x)
-        direction = pullback(torch.arange(5.0))
+        direction, _ = pullback(torch.arange(5.0))
     # Six steps, two layers, twice as many passes: each rounds some dozen sums of at most eight terms of order 1.
     bound = 2**10 * eps(torch.float64) * expected.abs().amax()
     check_within(found, torch.stack(values).detach(), torch.full_like(found, float(bound)))

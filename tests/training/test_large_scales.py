@@ -41,7 +41,7 @@ def trunk_of(direction):
 
 def by_pullback(kind, scale, weights):
     losses, params = KINDS[kind]
-    return trunk_of(jd.gramian_fn(losses, scale=scale)(params, X)[2](weights))
+    return trunk_of(jd.gramian_fn(losses, scale=scale)(params, X)[2](weights)[0])
 
 
 def by_step(kind, engine, scale, weights):

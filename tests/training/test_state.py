@@ -39,7 +39,7 @@ def test_what_is_no_state_is_refused(state):
     )
     refused(
         "^chosen_engine: state must be a TrainState",
-        lambda: fj.chosen_engine(losses, state, X, aggregator=fj.upgrad()),
+        lambda: fj.chosen_engine(state, X, losses=losses, aggregator=fj.upgrad()),
         TypeError,
     )
 
@@ -79,7 +79,7 @@ def test_the_weighted_engine_and_rules_speak_of_the_function_that_was_called():
     refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: fj.step(begun(), X, **uneven))
     refused(
         "^chosen_engine: losses must be a function",
-        lambda: fj.chosen_engine(X, begun(), X, aggregator=fj.mean()),
+        lambda: fj.chosen_engine(begun(), X, losses=X, aggregator=fj.mean()),
         TypeError,
     )
 

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
-from functional_jd.training.engines import ENGINES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +17,7 @@ from two_tasks import close, method, same, two_tasks
 import functional_jd as fj
 from functional_jd.aggregation.aggregate import start
 from functional_jd.aggregation.lifts import scalarized
+from functional_jd.engines.by_name import ENGINES
 
 
 def weighted_step(*args, **how):
@@ -58,8 +58,7 @@ def test_the_step_is_the_composition_by_hand():
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)
     after, info = fj.step(state, *batch, **how)
 
-    jacobian, values = fj.jacobian_fn(how["losses"], scale=state.scale)(params, *batch)
-    jacobian, finite = fj.unscale(state.scale, jacobian)
+    jacobian, values, finite = fj.jacobian_fn(how["losses"], scale=state.scale)(params, *batch)
     direction, weights, memory = fj.aggregate(how["aggregator"], jacobian, state.aggregator)
     moved, moments = how["optimizer"].update(direction, state.optimizer, params)
     assert same(after, fj.TrainState(moved, (), moments, memory, fj.update_scale(state.scale, finite)))
@@ -482,7 +481,7 @@ def engines(monkeypatch):
     taken = []
 
     def noted(name, engine):
-        return engine._replace(differentiate=lambda problem: taken.append(name) or engine.differentiate(problem))
+        return engine._replace(observe=lambda plan: taken.append(name) or engine.observe(plan))
 
     for name, engine in list(ENGINES.items()):
         monkeypatch.setitem(ENGINES, name, noted(name, engine))
@@ -697,7 +696,7 @@ def test_auto_counts_heads_where_it_knows_no_better():
     for tasks, expected in ((127, False), (128, True)):
         heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
         state = fj.TrainState({"shared": shared, "heads": heads}, (), (), (), fj.precision.no_scale())
-        assert (fj.chosen_engine(losses, state, aggregator=fj.upgrad()).engine == "gramian") == expected
+        assert (fj.chosen_engine(state, losses=losses, aggregator=fj.upgrad()).engine == "gramian") == expected
 
 
 def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engines):
@@ -712,7 +711,7 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
     replicas = torch.vmap(partial(fj.step, **how), in_dims=(0, None))(two, *batch)
     close(tree_map(lambda x: x[1], replicas), expected, rtol=1e-4, atol=1e-5)
     assert set(engines) == {"gramian"}
-    assert fj.chosen_engine(losses, state, *batch, aggregator=fj.upgrad()).engine == "gramian"
+    assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == "gramian"
 
 
 @pytest.mark.parametrize(
@@ -731,7 +730,7 @@ def test_the_choice_of_an_engine_has_a_reason(rule, shape, engine, words):
     params, losses, batch = wide_losses("per_example")
     how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, *batch, scale=fj.scale_state(shape=shape), **how)
-    choice = fj.chosen_engine(losses, state, *batch, aggregator=rule())
+    choice = fj.chosen_engine(state, *batch, losses=losses, aggregator=rule())
     assert choice.engine == engine
     assert re.search(words, choice.reason)
 

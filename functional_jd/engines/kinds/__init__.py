@@ -21,15 +21,17 @@ KINDS: dict[type, Kind] = {
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
-    """How engines differentiate these losses: what their class, or a base of it, has in the table, or says itself by an
-    attribute `kind`. With respect to other arguments than 0, the structure is not used.
+    """How engines differentiate these losses: what their class says itself by an attribute `kind`, or has in the table,
+    or a base of it. With respect to other arguments than 0, the structure is not used.
     """
     if argnums != 0 and type(losses) is not Sharded:
         return PLAIN
+    said = getattr(type(losses), "kind", None)
+    if isinstance(said, Kind):
+        return said
     for base in type(losses).__mro__:
-        found = KINDS.get(base) or base.__dict__.get("kind")
-        if isinstance(found, Kind):
-            return found
+        if base in KINDS:
+            return KINDS[base]
     return PLAIN
 
 

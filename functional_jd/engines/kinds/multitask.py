@@ -28,6 +28,7 @@ from functional_jd.engines.evaluate import (
     detach_tree,
     element_count,
     evaluate_losses,
+    objective_count,
     row_scales,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
@@ -231,8 +232,11 @@ def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tens
 def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
     losses.split(args[0])
     rows, values, aux = plain.jacobian(losses, args, argnums, options)
-    gradient = tree_map(lambda leaf: _unscaled_sum(leaf, options.scale, options).to(leaf.dtype), rows["heads"])
-    return MultitaskJacobian(rows["shared"], gradient), values, aux
+    (own, structure), (shared, shared_structure) = tree_flatten(rows["heads"]), tree_flatten(rows["shared"])
+    factors = row_scales(options.scale, objective_count(values), shared[0], options.where)
+    sums, trunk = _heads_and_features([*own, *shared], len(own), factors, options)
+    gradient = [cast(Tensor, g).to(x.dtype) for g, x in zip(sums, own, strict=True)]
+    return MultitaskJacobian(tree_unflatten(shared_structure, trunk), tree_unflatten(structure, gradient)), values, aux
 
 
 def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import numbers
 
-from functional_jd.engines.gramian.engine import squared_norms_fn
+from functional_jd.engines.inner_products import squared_norms_fn
 from functional_jd.objectives import per_example
 
 F = nn.functional
@@ -187,7 +187,7 @@ def test_norms_and_directions_are_those_of_one_example_after_the_other(f):
     with Called() as called:
         squares, found, pullback = squared_norms_fn(per_example(loss))(PARAMS, x, y)
     weights = numbers(M, seed=7)
-    direction = torch.cat([g.flatten() for g in pullback(weights).values()])
+    direction = torch.cat([g.flatten() for g in pullback(weights)[0].values()])
     lengths = rows.square().sum(1)
     assert (found - values).abs().max() <= 2**8 * eps() * values.abs().max()
     check_within(squares, lengths, 2**10 * eps() * lengths)

@@ -51,7 +51,7 @@ def test_hooks_beside_recorded_layers_act(hooked):
     terms = 3 * (X.abs().mT @ c.abs()).flatten(1)
     # Two products of a row, four of an inner product, and as many sums.
     assert ((gramian - rows @ rows.T).abs() <= 32 * EPS * terms @ terms.T).all()
-    assert ((pullback(torch.ones(2))["w"].flatten() - rows.sum(0)).abs() <= 32 * EPS * terms.sum(0)).all()
+    assert ((pullback(torch.ones(2))[0]["w"].flatten() - rows.sum(0)).abs() <= 32 * EPS * terms.sum(0)).all()
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 2), ()])

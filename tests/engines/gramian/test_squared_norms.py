@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
-from functional_jd.engines.gramian import engine, factors, squared_norms
-from functional_jd.engines.gramian.engine import gramian_fn, squared_norms_fn
+from functional_jd.engines import inner_products
+from functional_jd.engines.gramian import factors, squared_norms
 from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
 from functional_jd.objectives import multitask, per_example
 
 # Slow operators are no errors.
@@ -134,7 +135,7 @@ def found(case, **how):
     torch.manual_seed(0)
     squares, _, pullback = squared_norms_fn(case.losses, **how)(case.params, *case.args)
     assert squares.dtype == torch.float64
-    return squares, [x.double().reshape(-1) for x in leaves(pullback(weights_for(case)))]
+    return squares, [x.double().reshape(-1) for x in leaves(pullback(weights_for(case))[0])]
 
 
 def agree(result, expected, weights, dtype=torch.float64):
@@ -178,7 +179,7 @@ def test_an_embedding_that_is_the_output_layer_too_needs_no_rows():
     rows = torch.cat([r.flatten(1) for r in rows_of_examples(case)], 1)
     with Largest() as largest:
         squares, _, pullback = squared_norms_fn(case.losses)(case.params, *case.args)
-        direction = pullback(torch.ones(6, dtype=torch.float64))
+        direction, _ = pullback(torch.ones(6, dtype=torch.float64))
     assert largest.numel < 6 * 512 * 16
     agree((squares, [direction["table"].flatten()]), (rows @ rows.mT, [rows.sum(0)]), torch.ones(6).double())
 
@@ -214,8 +215,9 @@ def test_a_row_that_overflowed_has_a_norm_that_is_not_finite(name, kind, monkeyp
     others = [i for i in range(len(expected)) if i != 1]
     for lean in (True, False):
         priced(monkeypatch, lean)
-        squares, _ = found(case, scale=scale)
+        squares, _, pullback = squared_norms_fn(case.losses, scale=scale)(case.params, *case.args)
         assert not squares[1].isfinite()
+        assert pullback(weights_for(case))[1].tolist() == [i != 1 for i in range(len(expected))]
         check_within(squares[others], expected[others], 2**10 * eps() * expected[others])
 
 
@@ -256,7 +258,7 @@ def test_vmap_over_replicas_equals_a_loop(kind, lean, monkeypatch):
     def f(factor, params):
         params = _pytree.tree_map(lambda x: x * factor, params)
         squares, _, pullback = squared_norms_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
-        return squares, leaves(pullback(weights_for(case)))
+        return squares, leaves(pullback(weights_for(case))[0])
 
     together = torch.vmap(f, (0, None))(torch.tensor([1.0, 0.5], dtype=torch.float64), case.params)
     for i, factor in enumerate((1.0, 0.5)):
@@ -273,7 +275,7 @@ def test_derivatives_are_those_of_finite_differences(kind, lean, monkeypatch):
     def number(*flat):
         squares, _, pullback = squared_norms_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
         # Weights that depend on the norms, as those of clipping do.
-        direction = pullback(1 / (1 + squares))
+        direction, _ = pullback(1 / (1 + squares))
         size = sum((x**2).sum() for x in leaves(direction))
         return (squares * numbers(*squares.shape, seed=5)).sum() + size
 
@@ -332,7 +334,10 @@ def test_cauchy_and_schwarz(seed, kind, lean):
 
 
 def test_falls_back_under_the_name_that_was_called(monkeypatch):
-    monkeypatch.setattr(engine, "_products_of_rows", lambda jacobian, options: options.where)
+    names, by_rows = [], inner_products.products_and_pullback
+    noted = lambda where, *given, **how: names.append(where) or by_rows(where, *given, **how)
+    monkeypatch.setattr(inner_products, "products_and_pullback", noted)
     name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
     case = case_of(name, "by_example")
-    assert squared_norms_fn(case.losses)(case.params, *case.args)[0] == "squared_norms_fn"
+    squared_norms_fn(case.losses)(case.params, *case.args)
+    assert names == ["squared_norms_fn"]

@@ -13,7 +13,6 @@ from gramian_by_hand import (
     both_prices,
     check_autocast,
     close,
-    engine,
     expectation,
     expectation_by_finite_differences,
     found,
@@ -21,6 +20,7 @@ from gramian_by_hand import (
     model_of,
     network,
     priced,
+    refuse_all_rows,
     single,
     tangent,
     weights_for,
@@ -151,7 +151,7 @@ def test_single_entries_of_a_leaf_are_no_reason_to_form_the_rows():
     gramian, _, pullback = gramian_fn(per_example(lambda w, x: w[1] * x + w[2]))(w, x)
     rows = torch.stack([torch.zeros_like(x), x, torch.ones_like(x)], 1)
     check_products(gramian, rows, rows)
-    check_within(pullback(WEIGHTS), WEIGHTS @ rows, sum_bound(WEIGHTS[:, None] * rows))
+    check_within(pullback(WEIGHTS)[0], WEIGHTS @ rows, sum_bound(WEIGHTS[:, None] * rows))
 
 
 def test_frequencies_and_renormed_tables_are_left_to_autograd():
@@ -209,16 +209,32 @@ def test_a_row_that_overflowed_is_a_row_and_column_that_are_not_finite(name, kin
         assert not gramian[1].isfinite().any()
         assert not gramian[:, 1].isfinite().any()
         close(gramian[others][:, others], expected[others][:, others], 1e-9, 1e-9)
-        shared = pullback(torch.ones(m))
+        shared, finite = pullback(torch.ones(m))
         assert not all(x.isfinite().all() for x in leaves(shared["shared"] if kind == "tasks" else shared))
+        assert finite.tolist() == [i != 1 for i in range(m)]
+
+
+def test_one_scale_or_none_has_one_flag_for_all_rows():
+    large = lambda p: p * torch.tensor([1.0, 1e30])
+    for scale, expected in ((None, True), (torch.tensor(2.0), True), (torch.tensor(1e30), False)):
+        gramian, _, pullback = gramian_fn(large, scale=scale)(torch.ones(2))
+        finite = pullback(torch.ones(2))[1]
+        assert finite.shape == ()
+        assert finite == expected == gramian.isfinite().all()
+    overflowed = gramian_fn(lambda p: p * torch.tensor([1.0, torch.inf]))(torch.ones(2))[2]
+    assert not overflowed(torch.ones(2))[1]
 
 
 def test_heads_that_are_not_finite_spoil_all_rows():
     losses = multitask(lambda p, x: p * x, lambda h, z, x: [h.sqrt() + z.sum(), z.mean()])
     case = Case({"shared": numbers(3), "heads": torch.zeros((), dtype=torch.float64)}, losses, (numbers(3, seed=1),))
     for scale in (None, torch.tensor(8.0)):
-        gramian, _, _ = gramian_fn(losses, scale=scale)(case.params, *case.args)
+        gramian, _, pullback = gramian_fn(losses, scale=scale)(case.params, *case.args)
         assert not gramian.isfinite().any()
+        assert not pullback(torch.ones(2))[1]
+    # With a scale of its own, each row of the heads is looked at by itself.
+    pullback = gramian_fn(losses, scale=torch.full((2,), 8.0))(case.params, *case.args)[2]
+    assert pullback(torch.ones(2))[1].tolist() == [False, True]
 
 
 def test_float16_losses_and_parameters_scale_without_overflow():
@@ -229,7 +245,7 @@ def test_float16_losses_and_parameters_scale_without_overflow():
     wide_params = {"w": params["w"].double()}
     expected, direction = expectation(Case(wide_params, losses, (x.double(),)))
     close(gramian, expected, 1e-2, 1e-2)
-    close(pullback(WEIGHTS)["w"].double().reshape(-1), direction[0], 1e-2, 1e-2)
+    close(pullback(WEIGHTS)[0]["w"].double().reshape(-1), direction[0], 1e-2, 1e-2)
 
 
 def test_sizes_beyond_the_range_of_float32_squares_are_no_overflow():
@@ -272,7 +288,7 @@ def test_any_arguments_can_be_differentiated(argnums, order):
     swapped = lambda chosen: losses(*[chosen[order.index(i)] if i in order else given[i] for i in range(2)])
     expected, direction = expectation(Case([given[i] for i in order], swapped, ()))
     gramian, _, pullback = gramian_fn(losses, argnums=argnums)(*given)
-    mine = pullback(WEIGHTS)
+    mine, _ = pullback(WEIGHTS)
     assert isinstance(mine, tuple) == isinstance(argnums, tuple)
     agree((gramian, [x.reshape(-1) for x in leaves(mine)]), (expected, direction))
 
@@ -319,7 +335,7 @@ def test_vmap_over_replicas_equals_a_loop(kind):
     def f(factor):
         params = _pytree.tree_map(lambda x: x * factor, case.params)
         gramian, _, pullback = gramian_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
-        return gramian, leaves(pullback(weights))
+        return gramian, leaves(pullback(weights)[0])
 
     together = torch.vmap(f)(torch.tensor([1.0, 0.5], dtype=torch.float64))
     for i, factor in enumerate((1.0, 0.5)):
@@ -336,7 +352,7 @@ def test_derivatives_of_the_gramian_are_those_of_finite_differences(kind):
 
     def f(*flat):
         gramian, _, pullback = gramian_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
-        return gramian, pullback(weights_for(case))["shared" if kind == "tasks" else "layer0"]
+        return gramian, pullback(weights_for(case))[0]["shared" if kind == "tasks" else "layer0"]
 
     def number(*flat):
         gramian, direction = f(*flat)
@@ -356,7 +372,7 @@ def test_derivatives_of_the_gramian_are_those_of_finite_differences(kind):
 def test_derivatives_towards_the_weights_are_the_rows():
     case = small("by_example")
     _, _, pullback = gramian_fn(case.losses)(case.params, *case.args)
-    rows = torch.func.jacrev(lambda w: pullback(w)["layer0"]["w"])(WEIGHTS)
+    rows = torch.func.jacrev(lambda w: pullback(w)[0]["layer0"]["w"])(WEIGHTS)
     true = rows_of(case.losses, case.params, *case.args)
     names = [x.shape[1:] for x in true]
     torch.testing.assert_close(rows.movedim(-1, 0), true[names.index(rows.shape[:-1])])
@@ -377,7 +393,7 @@ def test_compiles_to_one_graph_with_a_scale():
 
 def test_uses_without_plain_autograd_are_differentiable(monkeypatch):
     case = small("plain")
-    monkeypatch.setattr(engine, "_products_of_rows", lambda *_: pytest.fail("formed all rows"))
+    refuse_all_rows(monkeypatch)
     asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
     assert gramian_fn(case.losses)(asking, *case.args)[0].requires_grad
     torch.func.grad(lambda x: gramian_fn(case.losses)(case.params, x, case.args[1])[0].sum())(case.args[0])
@@ -400,7 +416,7 @@ def test_what_was_unscaled_is_at_least_float32(kind, known):
     }[kind]
     given = {"shared": params, "heads": {}} if kind == "multitask" else params
     gramian, _, pullback = gramian_fn(losses, scale=torch.tensor(2.0**26))(given, x)
-    direction = leaves(pullback(torch.ones(2, dtype=torch.float64)))[0]
+    direction = leaves(pullback(torch.ones(2, dtype=torch.float64))[0])[0]
     assert direction.dtype == torch.float32
     torch.testing.assert_close(direction, tiny * x.float().sum(0).expand(3, 3), rtol=1e-3, atol=0)
     torch.testing.assert_close(gramian, 3 * tiny**2 * (x.double() @ x.double().mT), rtol=1e-3, atol=0)
@@ -487,7 +503,7 @@ def test_hooks_of_a_loss_that_asks_for_the_graph_act_on_every_example(ask):
         gramian, _, pullback = gramian_fn(losses)(params, x)
     rows = torch.cat([leaf.flatten(1) for leaf in rows_of(losses, params, x)], 1)
     torch.testing.assert_close(gramian, rows @ rows.mT)
-    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(BATCH, dtype=torch.float64)))])
+    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(BATCH, dtype=torch.float64))[0])])
     torch.testing.assert_close(direction, rows.sum(0))
 
 
@@ -516,5 +532,5 @@ def test_a_graph_inside_a_custom_function_reaches_the_parameters(differentiable)
     expected = rows_of(losses, params, x)
     rows = torch.cat([leaf.flatten(1) for leaf in expected], 1)
     torch.testing.assert_close(gramian, rows @ rows.mT)
-    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(5, dtype=torch.float64)))])
+    direction = torch.cat([leaf.flatten() for leaf in leaves(pullback(torch.ones(5, dtype=torch.float64))[0])])
     torch.testing.assert_close(direction, rows.sum(0))
