@@ -364,10 +364,10 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     if node is None or node.name() != "StackBackward0" or y.ndim != 1 or _backward_hooks(y):
         return [(y, y)]
     edges = node.next_functions
-    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch does
-    # not say which, the losses are differentiated as one vector.
+    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch
+    # does not say so, the losses are differentiated as one vector.
     for part, index in edges:
-        entries = getattr(part, "_input_metadata", ())
+        entries: Any = getattr(part, "_input_metadata", ())
         if len(entries) <= index or entries[index].dtype != y.dtype:
             return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
