@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.torch_internals import cdist_backward, cdist_forward, under_transform
+from functional_jd.torch_compat.torch_internals import cdist_backward, cdist_forward, under_transform, untraced
 
 # As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
 _WITHOUT_PRODUCTS = 2
@@ -90,3 +91,11 @@ REPAIRED: dict[Any, Any] = {
 """By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
 another way.
 """
+
+
+class RepairedOps(TorchFunctionMode):
+    """Calls the repaired forms."""
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return REPAIRED.get(func, func)(*args, **(kwargs or {}))
