@@ -135,7 +135,8 @@ def with_op_tables(
             "autocast(losses), not autocast(losses(params))."
         )
 
-    watched = examples and not isinstance(f, Declared)  # which watches the loss of one example itself
+    given: Any = f
+    watched = examples and not isinstance(given, Declared)  # which watches the loss of one example itself
     compiled = is_compiled(f)
 
     @wraps(f)

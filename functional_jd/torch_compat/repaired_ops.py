@@ -1,6 +1,6 @@
 """Ops whose derivatives torch gets wrong under vmap, without an error, in a form in which it gets them right."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,17 +45,18 @@ class _Distances(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         of_x, of_y, _ = ctx.needs_input_grad
-        return *_of_points(gradients[0], *ctx.saved_tensors, ctx.p, of_x, of_y), None
+        return *_of_points(gradients[0], ctx.saved_tensors, ctx.p, (of_x, of_y)), None
 
 
-def _of_points(gradient: Tensor, x: Tensor, y: Tensor, output: Tensor, p: float, of_x: bool, of_y: bool) -> Any:
+def _of_points(gradient: Tensor, saved: Sequence[Tensor], p: float, wanted: Sequence[bool]) -> tuple[Any, Any]:
     """The gradients of the points, from that of their distances."""
+    x, y, output = saved
     none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
     x, y, output = x + none, y + none, output + none
     flipped = gradient.mT.contiguous(), y, x, p, output.mT.contiguous()
     return (
-        cdist_backward(gradient.contiguous(), x, y, p, output) if of_x else None,
-        cdist_backward(*flipped) if of_y else None,
+        cdist_backward(gradient.contiguous(), x, y, p, output) if wanted[0] else None,
+        cdist_backward(*flipped) if wanted[1] else None,
     )
 
 
@@ -79,7 +80,7 @@ def _repaired_gradients(node: Any, found: Any, gradients: Any) -> Any:
     if gradient is None:
         return found
     whole = [points.expand(*gradient.shape[:-2], *points.shape[-2:]) for points in (x, y)]
-    right = _of_points(gradient, *whole, node._saved_result, node._saved_p, *(g is not None for g in found))
+    right = _of_points(gradient, [*whole, node._saved_result], node._saved_p, [g is not None for g in found])
     return tuple(g if g is None else g.sum_to_size(points.shape) for g, points in zip(right, (x, y), strict=True))
 
 
