@@ -127,7 +127,8 @@ def with_op_tables(
 
     Differs:
         From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
-        native autocast: it reaches the ops inside.
+        native autocast: it reaches the ops inside. So does a compiled part of `f` that switches native autocast on
+        itself; what is compiled as a whole, `with_op_tables(torch.compile(f))`, follows the tables.
     """
     if not callable(f):
         raise TypeError(

@@ -529,3 +529,53 @@ def test_the_compiler_is_imported_where_something_is_compiled_only():
     code += "print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_torch_looks_up_what_is_replaced_while_losses_run(monkeypatch):
+    called = []
+
+    def seen(home, name):
+        own = getattr(home, name)
+
+        def replaced(*args, **kwargs):
+            called.append(name)
+            return own(*args, **kwargs)
+
+        static = isinstance(vars(home)[name], staticmethod)
+        monkeypatch.setattr(home, name, staticmethod(replaced) if static else replaced)
+
+    places = [(torch.autocast, "__enter__"), (torch.autocast, "__exit__"), (internals.CheckpointFrame, "save_inputs")]
+    places += [(internals.ReentrantCheckpoint, "forward"), (internals.vmap_home, "vmap_impl")]
+    for home, name in places:
+        seen(home, name)
+    x = torch.ones(2, requires_grad=True)
+    runs = [lambda: torch.autocast("cpu").__enter__().__exit__(None, None, None), lambda: torch.vmap(torch.sin)(x)]
+    runs += [lambda reentrant=reentrant: checkpoint(torch.sin, x, use_reentrant=reentrant) for reentrant in (0, 1)]
+    found = []
+    for run in runs:
+        called.clear()
+        run()
+        found.append([name for name in called if name[0] != "_"] or called[:])
+    assert found == [["__enter__", "__exit__"], ["vmap_impl"], ["save_inputs"], ["forward"]]
+
+
+def test_modes_and_compiled_functions_are_recognised():
+    assert not internals.has_mode(Seen)
+    with Seen(), TorchFunctionMode():
+        assert internals.has_mode(Seen)
+    compiled = [torch.compile(torch.sin, backend="eager"), torch.compile(nn.Identity(), backend="eager")]
+    assert [internals.is_compiled(f) for f in (torch.sin, nn.Identity(), *compiled)] == [False, False, True, True]
+    kinds = []
+
+    def notes(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x.mm(x)
+
+    own = torch.autocast.__enter__
+    try:
+        torch.autocast.__enter__ = lambda self: (kinds.append(type(self)), own(self))[1]
+        torch.compiler.reset()
+        torch.compile(notes, backend="eager", fullgraph=True)(torch.ones(2, 2))
+    finally:
+        torch.autocast.__enter__ = own
+    assert kinds[-1] is internals.AutocastOfGraphs
