@@ -24,16 +24,14 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.noticing import Noticing
+from functional_jd.torch_compat.noticing import Noticing, has_mode, is_compiled
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.slow_path import StateJournal, Watch
 from functional_jd.torch_compat.torch_internals import (
     constant_while_tracing,
     function_name,
-    has_mode,
     innermost_mode,
-    is_compiled,
     traceable,
     under_transform,
     untraced,

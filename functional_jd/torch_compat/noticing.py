@@ -1,5 +1,12 @@
 """What losses do that must be noticed when they do it, without a mode that sees each of their ops: they switch autocast
-on, begin a checkpoint, or enter vmap.
+on, begin a checkpoint, or enter vmap. Private names of torch beside those of `torch_internals`:
+
+| name of torch | used by | without it |
+| --- | --- | --- |
+| `utils.checkpoint._CheckpointFrame.save_inputs`, `CheckpointFunction.forward` | checkpoints in losses | loudly |
+| `amp.autocast_mode._UnmanagedAutocast` | autocast in compiled parts of losses | loudly |
+| `_torchdynamo_orig_callable` and `_orig_mod` of what was compiled | autocast in compiled losses | native autocast |
+| `_functorch.apis.vmap_impl` | vmap in losses, repaired there | loudly |
 """
 
 from threading import Lock, local
@@ -7,18 +14,33 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C import _get_function_stack_at, _len_torch_function_stack  # pyright: ignore
+from torch._functorch import apis as torch_apis
+from torch.amp import autocast_mode as torch_autocast
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 
 from functional_jd.torch_compat.recomputation import recomputation_of
 from functional_jd.torch_compat.repaired_ops import RepairedOps
-from functional_jd.torch_compat.torch_internals import (
-    AutocastOfGraphs,
-    CheckpointFrame,
-    ReentrantCheckpoint,
-    has_mode,
-    untraced,
-    vmap_home,
-)
+from functional_jd.torch_compat.torch_internals import untraced
+
+CheckpointFrame: Any = torch_checkpoint._CheckpointFrame  # pyright: ignore[reportPrivateUsage]
+"""The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins."""
+ReentrantCheckpoint: Any = torch_checkpoint.CheckpointFunction
+AutocastOfGraphs: Any = torch_autocast._UnmanagedAutocast  # pyright: ignore[reportPrivateUsage]
+"""The `torch.autocast` of graphs that torch.compile made."""
+vmap_home: Any = torch_apis
+"""The module whose `vmap_impl` does the work of `torch.vmap`."""
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether a function or a module was returned by torch.compile."""
+    return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
+
+
+def has_mode(kind: type) -> bool:
+    """Whether a `TorchFunctionMode` of this class is active."""
+    return any(isinstance(_get_function_stack_at(depth), kind) for depth in range(_len_torch_function_stack()))
 
 
 class Noticing:

@@ -1,8 +1,7 @@
 """Every private name of torch that the package uses: what it is for, and what breaks without it.
 
-`tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes
-what it means. "Loudly" below says that an exception is raised without the name; "quietly", that only time or memory is
-lost.
+`tests/torch_compat/test_torch_internals.py` has a test for each, which fails when torch renames it or changes what it
+means. "Loudly" says that an exception is raised without the name; "quietly", that only time or memory is lost.
 
 | name of torch | used by | without it |
 | --- | --- | --- |
@@ -35,10 +34,6 @@ lost.
 | `_C._autograd._push_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` | the same | loudly |
 | `_C._autograd._saved_tensors_hooks_get_disabled_error_message` | the same | loudly |
 | `frame` of `utils.checkpoint._checkpoint_hook`, `_CheckpointFrame.recompute_fn` | the same | loudly |
-| `utils.checkpoint._CheckpointFrame.save_inputs`, `CheckpointFunction.forward` | checkpoints in losses | loudly |
-| `amp.autocast_mode._UnmanagedAutocast` | autocast in compiled parts of losses | loudly |
-| `_torchdynamo_orig_callable` and `_orig_mod` of what was compiled | autocast in compiled losses | native autocast |
-| `_functorch.apis.vmap_impl` | vmap in losses, repaired there | loudly |
 | `gen` and `new_frame` inside `utils.checkpoint.checkpoint` (`_checkpoint_impl`) | `calling_modules` | loudly |
 | `nn.Module._call_impl`, `_parameters`, `_buffers` | `calling_modules`, `module_tensors` | loudly |
 | `nn.Module._apply` | `functional`, for modules that convert themselves | parameters of other dtypes |
@@ -56,11 +51,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack  # pyright: ignore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore
-from torch._functorch import apis as torch_apis
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._guards import detect_fake_mode
-from torch.amp import autocast_mode as torch_autocast
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge  # pyright: ignore
 from torch.utils import _pytree as torch_pytree
@@ -105,13 +98,6 @@ _top_hooks: Any = _autograd._top_saved_tensors_default_hooks
 # From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
 _CHECKPOINT: Any = inspect.unwrap(getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)).__code__
 _REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
-CheckpointFrame: Any = torch_checkpoint._CheckpointFrame  # pyright: ignore[reportPrivateUsage]
-"""The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins."""
-ReentrantCheckpoint: Any = torch_checkpoint.CheckpointFunction
-AutocastOfGraphs: Any = torch_autocast._UnmanagedAutocast  # pyright: ignore[reportPrivateUsage]
-"""The `torch.autocast` of graphs that torch.compile made."""
-vmap_home: Any = torch_apis
-"""The module whose `vmap_impl` does the work of `torch.vmap`."""
 _CALL: Any = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 
 # From torch 2.14 on it is written in C and has no frame.
@@ -259,16 +245,6 @@ def innermost_mode() -> Any:
     """The `TorchFunctionMode` that sees an op first, or None."""
     depth = _len_torch_function_stack()
     return _get_function_stack_at(depth - 1) if depth else None
-
-
-def is_compiled(f: Any) -> bool:
-    """Whether a function or a module was returned by torch.compile."""
-    return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
-
-
-def has_mode(kind: type) -> bool:
-    """Whether a `TorchFunctionMode` of this class is active."""
-    return any(isinstance(_get_function_stack_at(depth), kind) for depth in range(_len_torch_function_stack()))
 
 
 def untraced(handler: Any) -> Any:

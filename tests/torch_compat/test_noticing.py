@@ -5,12 +5,19 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as jd
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat import noticing
 from functional_jd.torch_compat.torch_internals import innermost_mode
+
+
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
 
 RULES = {"mean": jd.mean, "upgrad": jd.upgrad}
 
@@ -155,3 +162,53 @@ def test_compiled_losses_follow_the_tables():
 
     compiled = torch.compile(losses, backend="eager", fullgraph=True)
     assert with_op_tables(compiled)(torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_torch_looks_up_what_is_replaced_while_losses_run(monkeypatch):
+    called = []
+
+    def seen(home, name):
+        own = getattr(home, name)
+
+        def replaced(*args, **kwargs):
+            called.append(name)
+            return own(*args, **kwargs)
+
+        static = isinstance(vars(home)[name], staticmethod)
+        monkeypatch.setattr(home, name, staticmethod(replaced) if static else replaced)
+
+    places = [(torch.autocast, "__enter__"), (torch.autocast, "__exit__"), (noticing.CheckpointFrame, "save_inputs")]
+    places += [(noticing.ReentrantCheckpoint, "forward"), (noticing.vmap_home, "vmap_impl")]
+    for home, name in places:
+        seen(home, name)
+    x = torch.ones(2, requires_grad=True)
+    runs = [lambda: torch.autocast("cpu").__enter__().__exit__(None, None, None), lambda: torch.vmap(torch.sin)(x)]
+    runs += [lambda reentrant=reentrant: checkpoint(torch.sin, x, use_reentrant=reentrant) for reentrant in (0, 1)]
+    found = []
+    for run in runs:
+        called.clear()
+        run()
+        found.append([name for name in called if name[0] != "_"] or called[:])
+    assert found == [["__enter__", "__exit__"], ["vmap_impl"], ["save_inputs"], ["forward"]]
+
+
+def test_modes_and_compiled_functions_are_recognised():
+    assert not noticing.has_mode(Seen)
+    with Seen(), Seen():
+        assert noticing.has_mode(Seen)
+    compiled = [torch.compile(torch.sin, backend="eager"), torch.compile(nn.Identity(), backend="eager")]
+    assert [noticing.is_compiled(f) for f in (torch.sin, nn.Identity(), *compiled)] == [False, False, True, True]
+    kinds = []
+
+    def notes(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x.mm(x)
+
+    own = torch.autocast.__enter__
+    try:
+        torch.autocast.__enter__ = lambda self: (kinds.append(type(self)), own(self))[1]
+        torch.compiler.reset()
+        torch.compile(notes, backend="eager", fullgraph=True)(torch.ones(2, 2))
+    finally:
+        torch.autocast.__enter__ = own
+    assert kinds[-1] is noticing.AutocastOfGraphs
