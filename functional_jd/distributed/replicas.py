@@ -198,19 +198,20 @@ def _by_weights(plan: Plan, group: Group) -> Observation:
 
 
 def _by_jacobian(plan: Plan, group: Group) -> Observation:
-    mine, finite = _own_rows(plan, group)
+    mine, mine_finite = _own_rows(plan, group)
     seen = _pooled(plan, mine, group)
     rows: Any = _pooled_rows(plan, mine.rows, group)
 
     def pullback(weights: Weights) -> Pulled:
         direction = combine(rows, weights)
-        return Pulled(direction, finite, all_finite(direction_of_rows(direction, split_heads(rows)[1])))
+        finite = all_finite(direction_of_rows(direction, split_heads(rows)[1]))
+        return Pulled(direction, agree(mine_finite, group), finite)
 
     return seen._replace(rows=rows, pullback=pullback)
 
 
 def _by_columns(plan: Plan, group: Group) -> Observation:
-    mine, finite = _own_rows(plan, group)
+    mine, mine_finite = _own_rows(plan, group)
     rows, heads = split_heads(mine.rows)
     like = direction_of_rows(plan.args[0], heads)
     shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
@@ -218,7 +219,7 @@ def _by_columns(plan: Plan, group: Group) -> Observation:
     def pullback(weights: Weights) -> Pulled:
         direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
         whole = direction_with_heads(direction, mean_over_group(heads, group))
-        return Pulled(whole, finite, all_finite(direction))
+        return Pulled(whole, agree(mine_finite, group), all_finite(direction))
 
     products = sum_over_group(gramian(shard), group) if plan.view.products == "gramian" else None
     return _pooled(plan, mine, group)._replace(products=products, rows=shard, pullback=pullback)
@@ -232,11 +233,11 @@ _WAYS: dict[str, Callable[[Plan, Group], Observation]] = {
 
 
 def _own_rows(plan: Plan, group: Group) -> tuple[Observation, Tensor]:
-    """The unscaled rows of this replica, and which are finite on all."""
+    """The unscaled rows of this replica, and which of them are finite."""
     jacobian, values, carried = rows_of_plan(plan)
     _check_rows(plan, values, group)
     jacobian, finite = unscale(plan.scale, jacobian)
-    return Observation(values, rows=jacobian, carried=carried), agree(finite, group)
+    return Observation(values, rows=jacobian, carried=carried), finite
 
 
 def _check_rows(plan: Plan, values: Losses, group: Group) -> None:

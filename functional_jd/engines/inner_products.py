@@ -1,7 +1,7 @@
 """The Gramian engine: inner products of rows without the rows, and the pullback of weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,8 +30,11 @@ from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
 from functional_jd.torch_compat.torch_internals import under_transform
 
-Pullback = Callable[[Tensor], tuple[Direction, Tensor]]
+Pullback: TypeAlias = Callable[[Tensor], tuple[Direction, Tensor]]
 """`pullback(weights) -> (direction, finite)`."""
+
+# A name, since torch.compile evaluates what annotates a function inside a function.
+_Found: TypeAlias = tuple[Tensor, Any, Pullback]
 
 
 def gramian_fn(
@@ -151,7 +154,7 @@ def _products_fn(
     """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 
-    def products_and_losses(*args: Any) -> tuple[Tensor, Any, Pullback]:
+    def products_and_losses(*args: Any) -> _Found:
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
