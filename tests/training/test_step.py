@@ -661,7 +661,7 @@ def test_bad_input_is_named():
     state = fj.train_state(params, *batch, **how)
     with pytest.raises(ValueError, match=r"step: engine must be one of .*found 'turbo'"):
         fj.step(state, *batch, engine="turbo", **how)
-    with pytest.raises(ValueError, match=r"step: engine='gramian' serves .*found one that needs 'no_gradients'"):
+    with pytest.raises(ValueError, match=r"step: engine='gramian' serves .*found one that needs no gradients"):
         fj.step(state, *batch, engine="gramian", **(how | {"aggregator": fj.mean()}))
     with pytest.raises(ValueError, match=r"step: engine='weighted' serves .*found one that needs 'gramian'"):
         fj.step(state, *batch, engine="weighted", **how)
