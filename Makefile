@@ -19,7 +19,7 @@ test-inductor: $(VENV)/.test  ## the tests that compile to machine code: it take
 	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m inductor
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
-NUMERICAL := tests/exact tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/test_laws.py
+NUMERICAL := tests/exact tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/engines/test_differential.py tests/test_laws.py
 WITH_AVX2 := 'import torch; print("ATEN_CPU_CAPABILITY=avx2" * ("AVX" in torch.backends.cpu.get_cpu_capability()))'
 test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with narrower registers than this one
 	@set -e; for cpu in ATEN_CPU_CAPABILITY=default $$($(BIN)/python -c $(WITH_AVX2)) MKL_CBWR=COMPATIBLE; do \

@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 from shutil import copyfile
-from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,6 +14,7 @@ import make_reference
 import functional_jd
 
 project = "functional_jd"
+PUBLIC = make_reference.public_names()
 version = release = functional_jd.__version__
 copyright = author = "the authors of functional_jd"
 
@@ -55,7 +55,17 @@ CONTENTS = {
     "Choose": ["docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
-        for page in ("objectives", "by_hand", "recipes", "cheaper_rules", "physics", "devices", "diagnose", "own_rule")
+        for page in (
+            "objectives",
+            "by_hand",
+            "recipes",
+            "cheaper_rules",
+            "physics",
+            "devices",
+            "diagnose",
+            "own_rule",
+            "own_kind",
+        )
     ],
     "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
     "Notebooks": ["notebooks/*"],
@@ -82,17 +92,18 @@ def keep_returns_whole(_app: Any, _what: str, _name: str, _obj: Any, _options: A
 
 def link_names(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Turn the names of public functions in docstrings into links, and other code into RST's code, before napoleon."""
-    own = name.rpartition(".")[2]
+    room, _, own = name.removeprefix("functional_jd.").rpartition(".")
     for i, line in enumerate(lines):
-        lines[i] = re.sub(r"`([^`]+)`", lambda match: _linked(match[1], own), line)
+        lines[i] = re.sub(r"`([^`]+)`", lambda match: _linked(match[1], room, own), line)
 
 
-def _linked(code: str, own: str) -> str:
-    target = getattr(functional_jd, code, None) if code in functional_jd.__all__ else None
-    if code == own or target is None or isinstance(target, ModuleType):
+def _linked(code: str, room: str, own: str) -> str:
+    """The link of `step` or `precision.select`; inside a package, of its names alone too."""
+    path = next((path for path in (code, f"{room}.{code}") if path in PUBLIC), None)
+    if code == own or path is None:
         return f"``{code}``"
-    kind = "class" if inspect.isclass(target) else "func"
-    return f":{kind}:`~functional_jd.{code}`"
+    kind = "class" if inspect.isclass(PUBLIC[path]) else "func"
+    return f":{kind}:`{code} <functional_jd.{path}>`"
 
 
 def copy_front_page(app: Any, error: Exception | None) -> None:

@@ -2,8 +2,9 @@
 
 import inspect
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import functional_jd
 
@@ -11,7 +12,7 @@ import functional_jd
 SECTIONS = {
     "Train": ["training", "engines.choose"],
     "Objectives": ["objectives"],
-    "Differentiate": ["engines", "core.slow_path"],
+    "Differentiate": ["engines", "torch_compat.slow_path"],
     "Aggregate": ["aggregation", "core.types"],
     "Rules": ["aggregators"],
     "Loss scaling": ["precision.loss_scale", "precision.scale_state", "precision.grad_scaler"],
@@ -21,17 +22,30 @@ SECTIONS = {
 }
 # What a reader looks for first.
 FIRST = ["train_state", "step", "jacobian_fn", "aggregate", "scale_state"]
+# The packages whose names stand under the headings, beside those of the top level.
+ROOMS = ["aggregation", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
 MODULES = ["random", "distributed", "plotting", "testing"]
+
+
+def public_names() -> dict[str, Any]:
+    """What the headings are for, by the shortest name that it has below the package: `step`, `precision.select`."""
+    found = {name: getattr(functional_jd, name) for name in functional_jd.__all__}
+    for room in ROOMS:
+        names = [name for name in members_of(room) if name not in functional_jd.__all__]
+        found |= {f"{room}.{name}": getattr(import_module(f"functional_jd.{room}"), name) for name in names}
+    return {name: value for name, value in found.items() if inspect.isfunction(value) or inspect.isclass(value)}
 
 
 def sections() -> dict[str, list[str]]:
     """The public names of the package under the headings of the reference, functions before records."""
     found: dict[str, list[str]] = {title: [] for title in SECTIONS}
     home = {file: title for title, files in SECTIONS.items() for file in files}
-    members = [(name, getattr(functional_jd, name)) for name in functional_jd.__all__]
-    for name, member in sorted(members, key=lambda pair: (inspect.isclass(pair[1]), pair[0] not in FIRST, pair[0])):
-        if isinstance(member, ModuleType):
-            continue
+
+    def place(pair: tuple[str, Any]) -> tuple[bool, bool, str]:
+        name = pair[0].rpartition(".")[2]
+        return inspect.isclass(pair[1]), name not in FIRST, name
+
+    for name, member in sorted(public_names().items(), key=place):
         path = member.__module__.removeprefix("functional_jd.")
         while path not in home:
             path = path.rpartition(".")[0]
@@ -78,7 +92,7 @@ def _write_rules(folder: Path, names: list[str]) -> None:
 def _state(name: str) -> list[str]:
     """The record of what a rule remembers."""
     module = import_module(getattr(functional_jd, name).__module__)
-    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `after_step`
+    if module.__name__.rpartition(".")[2] != name:  # what belongs to a rule, such as `famo_after_step`
         return []
     records = [
         value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__
@@ -87,7 +101,7 @@ def _state(name: str) -> list[str]:
 
 
 def _entry(module: str, name: str) -> str:
-    value = getattr(import_module(module), name)
+    value = attrgetter(name)(import_module(module))
     if inspect.isclass(value):
         return f".. autoclass:: {module}.{name}\n"
     if inspect.isfunction(value):

@@ -1,15 +1,23 @@
 """Jacobian descent in mixed precision as pure functions, on torch.func: the table of contents."""
 
+import sys
 import warnings
-from typing import Any
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from functional_jd import aggregation as aggregation
+from functional_jd import diagnostics as diagnostics
+from functional_jd import engines as engines
+from functional_jd import objectives as objectives
+from functional_jd import optimizers as optimizers
+from functional_jd import precision as precision
 from functional_jd import random
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, combine
+from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
-from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients, norms
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.cagrad import cagrad
@@ -20,10 +28,10 @@ from functional_jd.aggregators.cosmos import cosmos
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.dualproj import dualproj
-from functional_jd.aggregators.dwa import dwa, end_epoch
+from functional_jd.aggregators.dwa import dwa, dwa_end_epoch
 from functional_jd.aggregators.excess_mtl import excess_mtl
 from functional_jd.aggregators.fairgrad import fairgrad
-from functional_jd.aggregators.famo import after_step, famo
+from functional_jd.aggregators.famo import famo, famo_after_step
 from functional_jd.aggregators.geometric_mean import geometric_mean
 from functional_jd.aggregators.graddrop import graddrop
 from functional_jd.aggregators.gradnorm import gradnorm
@@ -51,33 +59,21 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
-from functional_jd.core.types import AffineWeights, MultitaskJacobian
-from functional_jd.diagnostics.advice import Advice
-from functional_jd.diagnostics.advise import advise
-from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
-from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.cross_products import cross_gramian_fn
-from functional_jd.engines.features import features_engine
-from functional_jd.engines.inner_products import gramian_engine, gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import jacobian_engine, jacobian_fn
-from functional_jd.engines.plan import Engine
-from functional_jd.engines.weighted import weighted_engine, weighted_fn
-from functional_jd.objectives import functional, merge, multitask, partition, per_example
+from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
+from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.weighted import weighted_fn
+from functional_jd.objectives import functional, multitask, per_example
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.by_label import by_label
-from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
 from functional_jd.optimizers.line_search import line_search
 from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.precision.autocast import autocast
-from functional_jd.precision.custom_functions import custom, float32_island
-from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
-from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
-from functional_jd.precision.policy import Policy, policy
-from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
-from functional_jd.precision.scaled_grad import scaled_grad
+from functional_jd.precision.loss_scale import unscale, update_scale
+from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.fit import fit
@@ -89,6 +85,12 @@ from functional_jd.training.step import step
 from functional_jd.training.steps import steps
 from functional_jd.training.weights import FoundWeights, weights_fn
 
+if TYPE_CHECKING:
+    from functional_jd import distributed as distributed
+    from functional_jd import plotting as plotting
+    from functional_jd import testing as testing
+    from functional_jd import views as views
+
 __version__ = "0.2.0"
 
 # So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
@@ -98,25 +100,14 @@ torch.serialization.add_safe_globals(
 )
 
 __all__ = [
-    "Advice",
-    "AffineWeights",
-    "Aggregation",
     "Aggregator",
-    "Diagnosis",
-    "Engine",
-    "EngineChoice",
     "FoundWeights",
-    "MultitaskJacobian",
     "Optimizer",
-    "Policy",
-    "ScaleState",
     "SlowPathWarning",
     "StepInfo",
     "TrainState",
     "TrainingStalled",
     "adamw",
-    "advise",
-    "after_step",
     "aggregate",
     "aligned_mtl",
     "auto_clipped",
@@ -124,81 +115,56 @@ __all__ = [
     "by_label",
     "cagrad",
     "chosen_engine",
-    "clip_by_norm",
-    "clip_by_value",
     "clipped",
-    "combine",
     "config",
     "constant",
     "cosmos",
     "cr_mogm",
-    "cross_gramian",
     "cross_gramian_fn",
-    "custom",
     "db_mtl",
-    "describe",
-    "diagnose",
     "dualproj",
     "dwa",
-    "end_epoch",
+    "dwa_end_epoch",
     "excess_mtl",
     "fairgrad",
     "famo",
-    "features_engine",
+    "famo_after_step",
     "fit",
-    "float32_island",
     "from_checkpoint",
     "from_torch",
     "from_transformation",
-    "full_jacobian",
     "functional",
     "geometric_mean",
-    "global_norm",
     "graddrop",
     "gradnorm",
     "gradvac",
-    "gramian",
-    "gramian_engine",
     "gramian_fn",
     "grouped",
     "held",
     "imtl_g",
     "imtl_l",
-    "jacobian_engine",
     "jacobian_fn",
     "krum",
     "levenberg_marquardt",
     "line_search",
-    "losses",
     "mean",
-    "merge",
     "mgda",
     "moco",
     "modo",
     "multitask",
     "nash_mtl",
     "natural_gradient",
-    "no_gradients",
-    "no_scale",
     "noised",
-    "norms",
     "objective_names",
-    "partition",
     "pbi",
     "pcd",
     "pcgrad",
     "per_example",
-    "policy",
     "random",
     "random_weights",
     "scalarized",
-    "scale",
     "scale_state",
-    "scale_state_from_dict",
-    "scale_state_to_dict",
-    "scaled_grad",
     "sdmgrad",
-    "select",
     "sgd",
     "squared_norms_fn",
     "stateless",
@@ -214,18 +180,46 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
-    "weighted_engine",
     "weighted_fn",
     "weights_fn",
 ]
 
-_RENAMED = {"blank": "no_gradients", "whole": "full_jacobian", "Carried": "AffineWeights"}
+# The packages that load when they are first named.
+_LOADED_LATER = ["distributed", "plotting", "testing", "views"]
+
+# Where names of version 0.2 stand now. The old ones go in version 0.4, and those of version 0.1 in version 0.3.
+_MOVED = {
+    "aggregation": "AffineWeights Aggregation MultitaskJacobian combine",
+    "diagnostics": "Advice Diagnosis advise describe diagnose",
+    "engines": "Engine EngineChoice features_engine gramian_engine jacobian_engine weighted_engine",
+    "objectives": "merge partition",
+    "optimizers": "clip_by_norm clip_by_value global_norm",
+    "precision": "Policy ScaleState custom float32_island no_scale policy scale scale_state_from_dict "
+    "scale_state_to_dict scaled_grad select",
+    "views": "cross_gramian full_jacobian gramian losses no_gradients norms",
+}
+_RENAMED = {
+    "blank": "views.no_gradients",
+    "whole": "views.full_jacobian",
+    "Carried": "aggregation.AffineWeights",
+    "after_step": "famo_after_step",
+    "end_epoch": "dwa_end_epoch",
+    **{name: f"{package}.{name}" for package, names in _MOVED.items() for name in names.split()},
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The names of version 0.1, which go in version 0.3."""
+    if name in _LOADED_LATER:
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ImportError as error:  # `hasattr` and `help` are to go on where an extra is not installed
+            raise AttributeError(str(error)) from error
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     new = _RENAMED[name]
     warnings.warn(f"functional_jd.{name} is now functional_jd.{new}.", DeprecationWarning, stacklevel=2)
-    return globals()[new]
+    return attrgetter(new)(sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LOADED_LATER})

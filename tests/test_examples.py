@@ -31,6 +31,8 @@ def import_one(info):
 
 
 EXAMPLES = dict(examples())
+# The packages that examples name: `from functional_jd import *` and these.
+ROOMS = ["aggregation", "diagnostics", "objectives", "precision", "views"]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -41,7 +43,7 @@ def test_an_example_prints_what_it_says(name):
     package = importlib.import_module(name.rpartition(".")[0]) if "." in name else functional_jd
     while not inspect.ismodule(package):
         package = importlib.import_module(package.__module__)
-    names = {key: getattr(functional_jd, key) for key in functional_jd.__all__}
+    names = {key: getattr(functional_jd, key) for key in [*functional_jd.__all__, *ROOMS]}
     extra = {key: getattr(testing, key) for key in testing.__all__}
     session = {
         **vars(package),

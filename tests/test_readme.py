@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # In the order in which they are read: the guides go on with what the README defines.
 GUIDES = [
     f"guides/{page}"
-    for page in ("by_hand", "objectives", "diagnose", "own_rule", "recipes", "cheaper_rules", "physics", "devices")
+    for page in (
+        "by_hand",
+        "objectives",
+        "diagnose",
+        "own_rule",
+        "own_kind",
+        "recipes",
+        "cheaper_rules",
+        "physics",
+        "devices",
+    )
 ]
 PAGES = {
     path: path.read_text(encoding="utf-8")
@@ -173,8 +184,8 @@ def test_every_notebook_is_linked_by_its_title():
 
 
 def test_the_names_in_the_text_are_there():
-    for name in re.findall(r"\bjd\.(\w+)", "\n".join(PAGES.values())):
-        assert hasattr(functional_jd, name), name
+    for name in re.findall(r"\bjd\.(\w+(?:\.\w+)*)", "\n".join(PAGES.values())):
+        assert attrgetter(name)(functional_jd), name
     assert f"| {len(RULES)}, and any scalarization" in README
 
 

@@ -91,7 +91,7 @@ def descend(jacobian, finite, params, moments, scale, optimizer):
     """What `step` does after the Jacobian."""
     direction = fj.aggregate(fj.mean(), jacobian).direction
     new = optimizer.update(direction, moments, params)
-    params, moments = fj.select(finite, new, (params, moments))
+    params, moments = fj.precision.select(finite, new, (params, moments))
     return params, moments, fj.update_scale(scale, finite)
 
 
@@ -161,11 +161,11 @@ def test_clipping_of_scaled_directions():
     for batch in batches():
         limit = LIMIT * original.scaler.get_scale()
         original.step(*batch, between=lambda limit=limit: nn.utils.clip_grad_norm_(original.net.parameters(), limit))
-        scaled = lambda *args, scale=scale: fj.scale(scale, losses(*args))
+        scaled = lambda *args, scale=scale: fj.precision.scale(scale, losses(*args))
         jacobian, _ = fj.jacobian_fn(scaled)(params, *batch)
         direction = clip_by_norm(fj.aggregate(fj.mean(), jacobian).direction, LIMIT * scale.scale)
         direction, finite = fj.unscale(scale, direction)
-        params, moments = fj.select(finite, optimizer.update(direction, moments, params), (params, moments))
+        params, moments = fj.precision.select(finite, optimizer.update(direction, moments, params), (params, moments))
         scale = fj.update_scale(scale, finite)
         original.agrees(params, scale, rtol=2e-5, atol=2e-6)
 
@@ -254,7 +254,7 @@ def test_gradient_penalty(half, engine):
         before = state.params
         state, info = fj.step(state, state.scale.scale, *batch, engine=engine, **how)
         inner = info.losses["slope"].isfinite()  # where it is not, a lower scale would have mended the loss itself
-        state = state._replace(scale=fj.select(inner, state.scale, fj.update_scale(state.scale, inner)))
+        state = state._replace(scale=fj.precision.select(inner, state.scale, fj.update_scale(state.scale, inner)))
         original.agrees(state.params, state.scale, **({"rtol": 5e-3, "atol": 5e-3} if half else {}))
         assert info.finite == (i != 2)
         if i != 2:
@@ -281,14 +281,14 @@ def test_several_models_losses_and_optimizers():
         return mixtures({name: partial(functional_call, SHAPE, params[name]) for name in names}, x, y)
 
     def by_hand(params, moments, scale, spoil, x, y):
-        jacobian, _ = fj.jacobian_fn(lambda *args: fj.scale(scale, pure(*args)))(params, x, y)
+        jacobian, _ = fj.jacobian_fn(lambda *args: fj.precision.scale(scale, pure(*args)))(params, x, y)
         jacobian["second"]["1.weight"] = jacobian["second"]["1.weight"] + spoil
         flags = {}
         for name in names:
             rows, flags[name] = fj.unscale(scale, jacobian[name])
             direction = fj.aggregate(fj.total(), rows).direction
             new = optimizers[name].update(direction, moments[name], params[name])
-            chosen = fj.select(flags[name], new, (params[name], moments[name]))
+            chosen = fj.precision.select(flags[name], new, (params[name], moments[name]))
             params, moments = params | {name: chosen[0]}, moments | {name: chosen[1]}
         return params, moments, fj.update_scale(scale, flags["first"] & flags["second"])
 
@@ -415,7 +415,7 @@ def test_unscale_tells_what_is_finite_whatever_the_layout(dtype):
 
 def test_scale_keeps_structure_and_shapes():
     tree = {"loss": torch.tensor(4.0), "more": (torch.full((2,), 4.0), [torch.full((1,), 4.0, dtype=torch.float64)])}
-    scaled = fj.scale(fj.scale_state(2.0), tree)
+    scaled = fj.precision.scale(fj.scale_state(2.0), tree)
     assert [leaf.tolist() for leaf in tree_leaves(scaled)] == [8.0, [8.0, 8.0], [8.0]]
     assert [leaf.dtype for leaf in tree_leaves(scaled)] == [torch.float32, torch.float32, torch.float64]
 
@@ -466,14 +466,14 @@ def test_a_scaler_hands_over_in_the_middle_of_training():
     data = batches()
     for batch in data[:3]:
         original.step(*batch)
-    scale = fj.scale_state_from_dict(original.scaler.state_dict())
+    scale = fj.precision.scale_state_from_dict(original.scaler.state_dict())
     params = {name: p.detach().clone() for name, p in original.net.named_parameters()}
     how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
     state, _ = fj.step(fj.train_state(params, *data[3], scale=scale, **how), *data[3], **how)
     original.step(*data[3])
     original.agrees(state.params, state.scale)
     again = torch.amp.GradScaler("cpu")
-    again.load_state_dict(fj.scale_state_to_dict(state.scale))
+    again.load_state_dict(fj.precision.scale_state_to_dict(state.scale))
     assert again.state_dict() == original.scaler.state_dict()
 
 
@@ -506,10 +506,10 @@ def test_nothing_is_read_on_the_host_and_no_graph_breaks(shape):
     rows, finite = torch.ones(2, 3), torch.ones(shape, dtype=torch.bool)
     assert reads_and_breaks(lambda x: x * x.sum().item() if x.sum() > 0 else x, rows)[0] == 2  # the counter counts
     assert reads_and_breaks(lambda x: x * 2 if x.sum() > 0 else -x, rows)[1] > 0
-    assert reads_and_breaks(fj.scale, state.scale, rows) == (0, 0)
+    assert reads_and_breaks(fj.precision.scale, state.scale, rows) == (0, 0)
     assert reads_and_breaks(fj.unscale, state.scale, rows) == (0, 0)
     assert reads_and_breaks(fj.update_scale, state.scale, finite) == (0, 0)
-    assert reads_and_breaks(fj.select, finite, state.params, state.params) == (0, 0)
+    assert reads_and_breaks(fj.precision.select, finite, state.params, state.params) == (0, 0)
     assert reads_and_breaks(clip, state.params) == (0, 0)
     with Reads() as reads:
         for batch in (batches()[0], batches()[2]):
@@ -560,7 +560,7 @@ def test_a_tiny_loss_survives_beside_a_huge_one_with_a_scale_of_its_own():
         end = losses(state.params, x)
         left[shape] = {name: (end[name] / start[name]).item() for name in heads}
         rows, _, _ = fj.jacobian_fn(how["losses"], scale=state.scale)(state.params, x)
-        norms[shape] = fj.gramian(rows).diagonal()
+        norms[shape] = fj.views.gramian(rows).diagonal()
     assert max(left[2,].values()) < 1e-2
     assert left[()]["huge"] < 1e-2
     assert left[()]["tiny"] > 0.1

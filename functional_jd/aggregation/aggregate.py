@@ -194,7 +194,7 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.
 
     Example:
-        >>> combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
+        >>> aggregation.combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
         {'w': tensor([2.5000, 4.0000])}
     """
     return combined("combine", jacobian, weights)
@@ -222,7 +222,7 @@ def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gram
     leaves, structure = tree_flatten(rows)
     m = row_count(rows, where, leaves)
     with autocast_disabled(leaves):
-        matrices = joined([as_matrix(at_least_float32(leaf)) for leaf in leaves])
+        matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
         products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:

@@ -28,7 +28,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights]) 
 
     Example:
         >>> def shy(temperature=1.0):
-        ...     return stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
+        ...     return stateless(views.gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
     """
     check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
     check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")

@@ -183,8 +183,7 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
     with autocast_disabled(leaves):
         if any_sharded(leaves):
             return sum_over_shards([inner_products(as_matrix(shard_of(leaf))) for leaf in leaves], leaves)
-        matrices = joined([as_matrix(leaf) for leaf in leaves])
-        return reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
+        return reduce(torch.add, [inner_products(matrix) for matrix, _ in joined(leaves)])
 
 
 @_view("norms")

@@ -34,7 +34,8 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
     """Weight each loss by its ratio between the last two epochs.
 
     `weights = m softmax(r / temperature)`, with `r_i = A_i(e - 1) / A_i(e - 2)` and A(e) the mean losses of epoch e; in
-    the first two epochs `r = 1`. Every call adds its losses to the mean of the current epoch, which `end_epoch` ends.
+    the first two epochs `r = 1`. Every call adds its losses to the mean of the current epoch, which
+    `dwa_end_epoch` ends.
 
     Args:
         temperature: larger values give more uniform weights; positive. A number or a tensor `[]`. The paper uses 2.
@@ -58,7 +59,7 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
     Example:
         >>> rule, jacobian = dwa(), torch.eye(2)
         >>> state = aggregate(rule, jacobian, losses=torch.tensor([1.0, 2.0])).state
-        >>> state = end_epoch(state)  # of a TrainState: state._replace(aggregator=end_epoch(state.aggregator))
+        >>> state = dwa_end_epoch(state)  # of a TrainState: state._replace(aggregator=dwa_end_epoch(state.aggregator))
         >>> aggregate(rule, jacobian, state, losses=torch.tensor([1.0, 1.0])).weights
         tensor([1., 1.], dtype=torch.float64)
     """
@@ -77,7 +78,7 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
     return Aggregator(losses, init, update)
 
 
-def end_epoch(state: DwaState) -> DwaState:
+def dwa_end_epoch(state: DwaState) -> DwaState:
     """End an epoch of `dwa`: its mean losses become those of the previous epoch.
 
     `ratio <- average' / average`, `average' = total / calls`
@@ -94,7 +95,7 @@ def end_epoch(state: DwaState) -> DwaState:
     Laws:
         Pure. Without a call in the epoch, the state does not change, bit for bit.
     """
-    check_type("end_epoch", "state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
+    check_type("dwa_end_epoch", "state", state, DwaState, "Pass the state.aggregator of a rule dwa().")
     empty = state.calls == 0
     average = state.total / nonzero(state.calls)
     ratio = torch.where(state.epochs == 0, 1, divide(average, state.average, otherwise=1))

@@ -60,7 +60,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
 
     Laws:
         The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
-        `after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence
+        `famo_after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence
         noisier, but without a further forward pass. Invariant to the unit of the losses, up to the rounding of their
         logarithms. Losses must be positive: otherwise weights and state are not finite; keep the previous state.
 
@@ -75,7 +75,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         >>> losses = lambda params: (params - torch.tensor([1.0, -1.0])).square()
         >>> method = {"losses": losses, "aggregator": famo(), "optimizer": sgd(0.1)}
         >>> state, info = step(train_state(torch.zeros(2), **method), **method)
-        >>> state = state._replace(aggregator=after_step(state.aggregator, losses(state.params)))
+        >>> state = state._replace(aggregator=famo_after_step(state.aggregator, losses(state.params)))
     """
     rate = hyper_parameter(rate, "famo: rate", NOT_NEGATIVE, "The default is 0.025.")
     decay = hyper_parameter(decay, "famo: decay", NOT_NEGATIVE, "The default is 0.001.")
@@ -99,7 +99,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
     return Aggregator(losses_view, init, update)
 
 
-def after_step(state: FamoState, losses: Losses) -> FamoState:
+def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
     """Pass `famo` the losses after the step, on the batch of the step.
 
     Args:
@@ -117,12 +117,12 @@ def after_step(state: FamoState, losses: Losses) -> FamoState:
         Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
         batch, the state does not change.
     """
-    check_type("after_step", "state", state, FamoState, "Pass the state.aggregator of a rule famo().")
-    m = loss_count(losses, "after_step")
+    check_type("famo_after_step", "state", state, FamoState, "Pass the state.aggregator of a rule famo().")
+    m = loss_count(losses, "famo_after_step")
     values = losses_view((), losses=losses)
     if m != len(state.logits):
         raise ValueError(
-            f"after_step: expected {len(state.logits)} losses, as in the step, found {m}. "
+            f"famo_after_step: expected {len(state.logits)} losses, as in the step, found {m}. "
             "Pass what the loss function returns, unreduced."
         )
     after = torch.where(state.measured, state.after, values)

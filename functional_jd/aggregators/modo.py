@@ -50,7 +50,7 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
 
     Differs:
         The paper's direction is that of both batches' mean gradients or of a third batch; here it is that of the first
-        Jacobian. For a third batch, use `combine(third_jacobian, weights)`.
+        Jacobian. For a third batch, use `aggregation.combine(third_jacobian, weights)`.
 
     Example:
         >>> rows, others = torch.eye(2), torch.tensor([[1.0, 0.5], [0.0, 1.0]])

@@ -70,7 +70,7 @@ def sdmgrad(
 
     Differs:
         Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
-        `combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
+        `aggregation.combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
     """
     rate = hyper_parameter(rate, "sdmgrad: rate", POSITIVE, "The default is 10.")
     momentum = hyper_parameter(momentum, "sdmgrad: momentum", BELOW_1, "The default is 0.5.")

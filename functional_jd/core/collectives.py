@@ -47,7 +47,7 @@ class _Collective(Function):
         if kind == "share":
             return value / replicas
         value = value.contiguous()
-        ops = collective_ops
+        ops, wait = collective_ops, collective_ops.wait_tensor
         try:
             if kind in _REDUCTIONS:
                 result = ops.all_reduce(value / replicas if kind == "mean" else value, _REDUCTIONS[kind], name)
@@ -57,7 +57,7 @@ class _Collective(Function):
                 result = ops.reduce_scatter_tensor(value, "sum", replicas, name).squeeze(0)
             else:
                 result = ops.all_gather_into_tensor(value.unsqueeze(0), replicas, name)
-            return ops.wait_tensor(result)
+            return wait(result)
         except RuntimeError as error:
             found = str(error).partition("\n")[0]
             raise RuntimeError(

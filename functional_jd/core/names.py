@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from functional_jd.core.arguments import refuse
-from functional_jd.core.record_display import children
-from functional_jd.core.tree import tree_leaves, tree_map, tree_names
-from functional_jd.core.types import Losses, Tree
+from functional_jd.core.tree import tree_leaves, tree_names
+from functional_jd.core.types import Losses
 
 # What can be iterated, but holds no names, or in no order.
 _NO_NAMES = (str, bytes, Set, Iterator, Tensor)
@@ -35,7 +34,7 @@ def objective_names(losses: Losses) -> list[str]:
         ['digits.left', 'image[0]', 'image[1]']
     """
     names: list[str] = []
-    for name, leaf in zip(leaf_names(losses), tree_leaves(losses), strict=True):
+    for name, leaf in zip(tree_names(losses), tree_leaves(losses), strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"objective_names: every loss must be a tensor, found {type(leaf).__name__} in {name!r}. "
@@ -65,19 +64,3 @@ def names_or_indices(names: Any, m: int, where: str) -> list[str]:
             "objective_names(losses) returns them in the order of the rows."
         )
     return chosen
-
-
-def leaf_names(tree: Tree) -> list[str]:
-    """Return the names of the leaves in the order of `tree_leaves`, with field names where optree has indices."""
-    # Names are looked up by identity. Tensors are replaced, because one tensor may occur as several leaves.
-    placeholders = tree_map(lambda _: object(), tree)
-    names: dict[int, str] = {}
-
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        names[id(node)] = ".".join(path)
-        for key, child in children(node) or []:
-            visit(child, (*path, key))
-
-    visit(placeholders, ())
-    leaves = tree_leaves(placeholders)
-    return [names.get(id(leaf)) or name for leaf, name in zip(leaves, tree_names(tree), strict=True)]

@@ -74,25 +74,29 @@ def inner_products(matrix: Tensor) -> Tensor:
     Float32 would be twice as fast, but with its rounding error of 1e-8 dependent rows look independent to the rules,
     which truncate eigenvalues at the precision of float64.
     """
-    return reduce(torch.add, [symmetric_product(block.double()) for block in _blocks(matrix)])
+    width = _width(len(matrix))
+    if matrix.shape[1] <= width:
+        return symmetric_product(matrix.double())
+    return reduce(torch.add, [symmetric_product(block.double()) for block in matrix.split(width, dim=1)])
 
 
-def joined(matrices: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Matrices with the columns of these `[m, *]`, of which narrow neighbours are joined: adding up m^2 results of each
-    would cost more than the products. Beside each matrix, how many columns it has of each.
+def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """Matrices with the columns of these leaves `[m, *p]`, of which narrow neighbours are joined: adding up m^2 results
+    of each would cost more than the products. Beside each matrix, how many columns it has of each.
     """
-    groups: list[list[Tensor]] = []
-    for matrix in matrices:
-        last = groups[-1] if groups else []
-        alike = all(x.dtype == matrix.dtype and x.device == matrix.device for x in last)
-        if last and alike and sum(x.shape[1] for x in (*last, matrix)) <= _least_width(len(matrix)):
-            last.append(matrix)
-        else:
-            groups.append([matrix])
-    return [
-        (group[0] if len(group) == 1 else torch.cat(group, 1), [matrix.shape[1] for matrix in group])
-        for group in groups
-    ]
+    groups: list[tuple[list[Tensor], list[int]]] = []
+    for leaf in leaves:
+        matrix = leaf if leaf.ndim == 2 else as_matrix(leaf)
+        m, columns = matrix.shape
+        if groups:
+            group, widths = groups[-1]
+            alike = matrix.dtype == group[0].dtype and matrix.device == group[0].device
+            if alike and sum(widths) + columns <= max(LEAST_WIDTH, 2 * m):
+                group.append(matrix)
+                widths.append(columns)
+                continue
+        groups.append(([matrix], [columns]))
+    return [(group[0] if len(group) == 1 else torch.cat(group, 1), widths) for group, widths in groups]
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -125,14 +129,5 @@ def symmetric_product(rows: Tensor) -> Tensor:
     return torch.cat([top, bottom], -2)
 
 
-def _blocks(matrix: Tensor) -> tuple[Tensor, ...]:
-    width = _width(len(matrix))
-    return (matrix,) if matrix.shape[1] <= width else matrix.split(width, dim=1)
-
-
 def _width(m: int) -> int:
-    return max(_least_width(m), CACHED // m)
-
-
-def _least_width(m: int) -> int:
-    return max(LEAST_WIDTH, 2 * m)
+    return max(LEAST_WIDTH, 2 * m, CACHED // m)

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
@@ -23,8 +24,6 @@ NAMESPACE = "functional_jd"
 
 
 _TENSORS = {Tensor}
-_PLAIN = {Tensor, torch.nn.Parameter}
-
 # Leaves of up to so many elements are looked at together.
 _SMALL = 1 << 10
 
@@ -44,7 +43,7 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
         flat = structure.num_nodes <= structure.num_leaves + 1 and structure.type is not OrderedDict
         order = None if flat else _order(structure)
         if order is not None:
-            leaves = _in_order(leaves, order)
+            leaves = [leaves[index] for index in order]
         return leaves, (structure, None, order)  # pyright: ignore[reportReturnType]
     for container in unregistered:
         _register_with_optree(container)
@@ -72,56 +71,69 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
         traced_tree.up_to(structure, tree, found)
         return found
     spec, empty, order = structure
-    leaves = _in_order(spec.flatten_up_to(tree), order)
+    leaves = spec.flatten_up_to(tree)
+    if order is not None:
+        leaves = [leaves[index] for index in order]
     return leaves if empty is None else [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
-    """Return the leaves of a pytree."""
-    leaves: list[Any] = []
-    if torch.compiler.is_compiling() or not _append_leaves(tree, leaves):
-        return tree_flatten(tree)[0]
-    return leaves
+    """Return the leaves of a pytree.
 
-
-def _append_leaves(tree: Any, leaves: list[Any]) -> bool:
-    """Append the leaves of dicts, lists, tuples and tensors, and return False where something else is among them, which
-    optree knows. Without a structure this takes a quarter of the time of optree's walk.
+    Of dicts, lists, tuples and tensors they are collected here: without a structure this takes a quarter of the time of
+    optree's walk, which serves all else.
     """
-    kind = type(tree)
-    if kind is dict:
-        try:
-            parts = [tree[key] for key in sorted(tree)]
-        except TypeError:  # keys of several classes, which optree sorts in its own way
-            return False
-    elif kind is list or kind is tuple:
-        parts = tree
-    else:
-        leaves.append(tree)
-        return kind in _PLAIN
-    for part in parts:
-        if type(part) is Tensor:
+    if torch.compiler.is_compiling():
+        return tree_flatten(tree)[0]
+    leaves: list[Any] = []
+    rest: list[Any] = [tree]  # the next one last
+    while rest:
+        part = rest.pop()
+        kind = type(part)
+        if kind is Tensor or kind is torch.nn.Parameter:
             leaves.append(part)
-        elif part is not None and not _append_leaves(part, leaves):
-            return False
-    return True
+        elif kind is dict:
+            try:
+                rest.extend(map(part.__getitem__, sorted(part)[::-1]))
+            except TypeError:  # keys of several classes, which optree sorts in its own way
+                return tree_flatten(tree)[0]
+        elif kind is list or kind is tuple:
+            rest.extend(part[::-1])
+        elif part is not None:
+            return tree_flatten(tree)[0]
+    return leaves
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `f` leaf by leaf; `rest` must have the structure of `tree` (dicts match by key)."""
     leaves, structure = tree_flatten(tree)
-    others = [leaves_like(structure, other) for other in rest]
-    return tree_unflatten(structure, list(map(f, leaves, *others)))
+    if rest:
+        return tree_unflatten(structure, list(map(f, leaves, *[leaves_like(structure, other) for other in rest])))
+    return tree_unflatten(structure, list(map(f, leaves)))
 
 
 def tree_names(tree: Tree) -> list[str]:
-    """Return the names of the leaves, such as `"layers.0.weight"`; a single tensor is named `"value"`."""
+    """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
+    single tensor is named `"value"`.
+    """
     structure = tree_flatten(tree)[1]
     if structure is None or isinstance(structure, traced_tree.Node):
         return [".".join(path) or "value" for path in traced_tree.paths(structure)]
-    _, _, order = structure
-    paths = _in_order(optree.tree_paths(tree, namespace=NAMESPACE), order)
-    return [".".join(str(part) for part in path) or "value" for path in paths]
+    *_, order = structure
+    paths = optree.tree_paths(tree, namespace=NAMESPACE)
+    names = [".".join(map(str, path)) or "value" for path in paths]
+    if order is not None:
+        names = [names[index] for index in order]
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:  # paths of optree have indices in the place of fields
+        if isinstance(node, _Position):
+            names[node.index] = ".".join(path) or "value"
+            return
+        for word, child in children(node) or []:
+            visit(child, (*path, word))
+
+    visit(tree_unflatten(structure, [_Position(index) for index in range(len(names))]), ())
+    return names
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -131,21 +143,27 @@ def all_finite(tree: Tree) -> Tensor:
     """
     leaves = tree_leaves(tree)
     sharded = any_sharded(leaves)
-    shards = [leaf.detach() if leaf.requires_grad else leaf for leaf in (map(shard_of, leaves) if sharded else leaves)]
-    extrema = [value for shard in _joined(shards) if shard.numel() for value in torch.aminmax(shard)]
+    shards = list(map(shard_of, leaves)) if sharded else leaves
+    joins = not torch.compiler.is_compiling()
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for shard in shards:
+        values = shard.detach() if shard.requires_grad else shard
+        if joins and values.numel() <= _SMALL and values.device == shards[0].device:
+            small.append(values)
+        else:
+            large.append(values)
+    if len(small) > 1:  # of small leaves, a call costs more than what it computes
+        small = [torch.cat([values.reshape(-1) for values in small])]
+    extrema: list[Tensor] = []
+    for values in (*small, *large):
+        if values.numel():
+            extrema.extend(torch.aminmax(values))
     if extrema:
         finite = (torch.stack(extrema).abs() < torch.inf).all()
     else:  # the device of a flag matters to those who add it up over the ranks
         finite = torch.ones((), dtype=torch.bool, device=shards[0].device if sharded else None)
     return agreed(finite, leaves) if sharded else finite
-
-
-def _joined(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves, small ones joined: of these a call costs more than what it computes."""
-    small = [leaf for leaf in leaves if leaf.numel() <= _SMALL]
-    if len(small) < 2 or torch.compiler.is_compiling() or any(leaf.device != small[0].device for leaf in small):
-        return leaves
-    return [torch.cat([leaf.reshape(-1) for leaf in small]), *[leaf for leaf in leaves if leaf.numel() > _SMALL]]
 
 
 def shards_of(tree: Tree) -> Tree:
@@ -160,8 +178,6 @@ def tree_sharded_as(shards: Tree, like: Tree, rows: int = 0) -> Tree:
 
 def check_layouts(leaves: list[Tensor], tree: Tree, where: str) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
-    if not any_sharded(leaves):
-        return
     for index, leaf in enumerate(leaves):
         if error := layout_error(leaf):
             raise ValueError(
@@ -196,7 +212,8 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
             )
         rows.append(leaf.shape[0])
         uneven = uneven or leaf.shape[0] != rows[0]
-    check_layouts(leaves, jacobian, where)
+    if any_sharded(leaves):
+        check_layouts(leaves, jacobian, where)
     if uneven:
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
@@ -242,7 +259,8 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
                 f"{_cure(params, leaf)}"
             )
-    check_layouts(leaves, params, where)
+    if any_sharded(leaves):
+        check_layouts(leaves, params, where)
     if not leaves:
         raise ValueError(
             f"{where}: expected at least one parameter tensor, found an empty tree. Pass for instance "
@@ -295,7 +313,8 @@ def _traced_by_optree(tree: Tree) -> tuple[list[Tensor], Structure]:
 
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
     order = _sorted_order(spec) if ordered else None
-    leaves = _in_order(leaves, order)
+    if order is not None:
+        leaves = [leaves[index] for index in order]
     empty = [_is_empty_dict(leaf) for leaf in leaves]
     kept = [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
     return kept, (spec, empty, order)  # pyright: ignore[reportReturnType]
@@ -329,10 +348,6 @@ def _as_dicts(tree: Tree) -> Tree:
         return {key: _as_dicts(value) for key, value in node.items()} if _is_ordered_dict(node) else node
 
     return optree.tree_map(as_dict, tree, is_leaf=_is_ordered_dict, namespace=NAMESPACE)
-
-
-def _in_order(leaves: list[Any], order: list[int] | None) -> list[Any]:
-    return leaves if order is None else [leaves[index] for index in order]
 
 
 def _is_ordered_dict(value: Any) -> bool:

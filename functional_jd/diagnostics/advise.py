@@ -1,4 +1,4 @@
-"""Advice on a rule, from a window of training steps."""
+"""Advice on a rule, from a window of training steps: the record, and how it is found."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,50 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import refuse
+from functional_jd.core.record_display import Table, displayed_as, number
 from functional_jd.core.types import Gramian
-from functional_jd.diagnostics.advice import Advice
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
 from functional_jd.torch_compat.torch_internals import has_values
 
 # A pair of objectives conflicts throughout a window if its mean cosine lies so many standard errors below zero: chance
 # alone, the noise of batches, puts it there for one pair in forty.
 _STANDARD_ERRORS = 2.0
+
+
+def advice_line(advice: "Advice") -> str:
+    """Return verdict, rule and reason in one line."""
+    return f"Advice: {advice.verdict}: {advice.rule}(). {advice.reason}"
+
+
+def _table(advice: "Advice") -> Table:
+    figures = advice._asdict()
+    names = [name for name in figures if name not in ("verdict", "rule", "reason")]
+    return advice_line(advice), [], [[name, number(figures[name])] for name in names]
+
+
+@displayed_as(_table)
+class Advice(NamedTuple):
+    """The result of `advise`: what to do, and the figures it rests on, as Python values.
+
+    Attributes:
+        verdict: `"keep the mean"`, `"rescale"` or `"project"`.
+        rule: the name of the rule to try: `getattr(functional_jd, advice.rule)()`.
+        reason: one sentence.
+        conflict: the share of the pairs of objectives that conflict throughout the window, in [0, 1].
+        imbalance: the ratio of the longest to the shortest gradient, of their medians over the window; at least 1.
+        rank: the median effective rank divided by m, in (0, 1].
+        noise: how much a cosine of two gradients varies from step to step: its standard deviation, the mean over pairs.
+        rising: the share of the objectives whose loss rose over the window; NaN without losses.
+    """
+
+    verdict: str
+    rule: str
+    reason: str
+    conflict: float
+    imbalance: float
+    rank: float
+    noise: float
+    rising: float
 
 
 class Thresholds(NamedTuple):
@@ -64,7 +100,7 @@ def advise(
     Example:
         >>> short, long = torch.tensor([1.0, 0.2]), torch.tensor([-30.0, 900.0])
         >>> gramians = torch.stack([J @ J.T for J in (torch.stack([short, long]), torch.stack([short, 2 * long]))])
-        >>> advise(gramians).verdict
+        >>> diagnostics.advise(gramians).verdict
         'rescale'
     """
     norms, cosines, ranks = _window(diagnoses)
@@ -137,7 +173,7 @@ def _from_gramians(gramians: Tensor) -> Diagnosis:
     if invalid.any():
         raise ValueError(
             "advise: expected Gramians, symmetric and without negative eigenvalues, found other matrices at steps "
-            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with gramian(jacobian)."
+            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with views.gramian(jacobian)."
         )
     return found
 

@@ -9,13 +9,12 @@ from torch import Tensor
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregators.mgda import mgda
-from functional_jd.core.arguments import check_flag, check_type
+from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
-from functional_jd.core.record_display import Table, as_text, displayed_as, number, outline, shortened
+from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.tree import row_count, tree_flatten, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
-from functional_jd.diagnostics.advice import Advice, line_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.torch_compat.torch_internals import has_values, under_transform
@@ -32,7 +31,7 @@ _NOT_A_GRAMIAN = 1e-2
 _MAX_COLUMNS = 8
 
 
-@displayed_as(lambda record: _table(record, None))
+@displayed_as(lambda record: diagnosis_table(record, None))
 class Diagnosis(NamedTuple):
     """The result of `diagnose`: float64 tensors.
 
@@ -80,7 +79,7 @@ def diagnose(
             `MultitaskJacobian`, of which `shared` is used. Or a Gramian, a single matrix `[m, m]`.
         direction_or_weights: a direction, a pytree like params (with a Jacobian only). Or weights, a single tensor
             `[m]`. `None` is the mean of the rows, the direction of ordinary training. With a single square Jacobian, a
-            tensor `[m]` is the direction; instead of weights, pass `combine(J, weights)`.
+            tensor `[m]` is the direction; instead of weights, pass `aggregation.combine(J, weights)`.
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
@@ -112,7 +111,7 @@ def diagnose(
         CVPR 2023 (condition).
 
     Example:
-        >>> diagnosis = diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
+        >>> diagnosis = diagnostics.diagnose(torch.tensor([[2.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
         >>> diagnosis.cosines[0, 1]
         tensor(-0.7071, dtype=torch.float64)
     """
@@ -134,30 +133,6 @@ def diagnose(
             rank=rank,
             condition=condition,
         )
-
-
-def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None, advice: Advice | None = None) -> str:
-    """Format a diagnosis as a table, to print.
-
-    Args:
-        diagnosis: from `diagnose`; for a batch, the table has shapes instead of values.
-        names: m names, for instance `objective_names(losses)`; `None`: the row indices.
-        advice: from `advise`, for a last line with its rule and reason.
-
-    Returns:
-        One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
-        rows; from 9 rows on, the lowest of these and the name of that row.
-
-    Raises:
-        TypeError: no `Diagnosis`, names that are no list, or no `Advice`.
-        ValueError: the number of names is not that of the rows.
-    """
-    check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
-    table = as_text(_table(diagnosis, names))
-    if advice is None:
-        return table
-    check_type("describe", "advice", advice, Advice, "Pass what advise returned.")
-    return f"{table}\n{line_of(advice)}"
 
 
 def _is_square_matrix(value: Any) -> bool:
@@ -236,7 +211,8 @@ def _require_direction(rows: Jacobian, direction: Any) -> None:
         shapes = {name: None if shape is None else list(shape) for name, shape in found.items()}
         raise ValueError(
             "diagnose: expected weights, a single tensor [m], or a direction with the structure of params, found "
-            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction combine(jacobian, weights)."
+            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction "
+            "aggregation.combine(jacobian, weights)."
         )
 
 
@@ -272,7 +248,7 @@ def _rank_and_condition(G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return torch.where(finite, rank, torch.nan), torch.where(finite, condition, torch.nan)
 
 
-def _table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
+def diagnosis_table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
     """Return one line for all rows, and one per row; an outline for a batch, or if there are no values."""
     if not all(map(has_values, diagnosis)) or diagnosis.norms.ndim != 1:
         return outline(diagnosis)

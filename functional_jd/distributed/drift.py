@@ -10,7 +10,6 @@ from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Tree
 from functional_jd.distributed.group import Group, check_alike, check_dense, collective, known_group
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.training.state import TrainState
 
 
 def check_replicas(tree: Tree, group: Group = None) -> None:
@@ -38,8 +37,6 @@ def check_replicas(tree: Tree, group: Group = None) -> None:
             "values. Call it between two steps."
         )
     replicas = known_group(group)[1]
-    if isinstance(tree, TrainState):  # the names of its fields
-        tree = tree._asdict()
     check_dense("check_replicas", tree)
     check_alike("check_replicas", tree, group, "a tree")
     leaves = tree_leaves(tree)

@@ -25,10 +25,10 @@ from functional_jd.distributed.group import (
     shard_columns,
     sum_over_group,
 )
+from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.table import ENGINES
 from functional_jd.precision.loss_scale import unscale
 
 

@@ -88,13 +88,15 @@ def choose_engine(
         return EngineChoice("jacobian", "groups of parameters under several sets of examples have their rows")
     if any_sharded(leaves):
         return EngineChoice("jacobian", "sharded rows have the sum of the shards' Gramians: m^2 numbers travel")
-    if any(leaf.dtype.itemsize < 4 for leaf in leaves):
+    n, narrowest = 0, 8
+    for leaf in leaves:
+        n, narrowest = n + leaf.numel(), min(narrowest, leaf.dtype.itemsize)
+    if narrowest < 4:
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
     if view.products == "gramian" and view.losses:
         # Residuals, whose number the parameters do not tell: there are many, and their rows are what takes memory.
         return EngineChoice("gramian", "the rule solves in the space of the losses, of which there are many")
-    n = sum(leaf.numel() for leaf in leaves)
     if m * n >= MANY_ELEMENTS:
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
     few = m * n < _BY_EXAMPLE * max(1, positions // m) if examples else n < max(_RECORDED_FROM, _BY_TASK * positions)
@@ -140,9 +142,10 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
         return "loop" if few else "auto", chunk_size
     if mode != "auto":
         return mode, chunk_size
-    if m == 1 or (m <= _FEW_ROWS and not under_transform()):
+    traced = not point.inputs and under_transform()
+    if m == 1 or (m <= _FEW_ROWS and not traced):
         return "loop", chunk_size
-    if under_transform() or not point.inputs or not all(x.is_cpu for x in point.inputs):
+    if not point.inputs or not all(x.is_cpu for x in point.inputs):
         return "auto", chunk_size
     between = largest_gradient(graph_nodes(point.outputs), point.inputs)
     if between <= max(x.numel() for x in point.inputs):
@@ -163,7 +166,7 @@ def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, options: Options) ->
     pass would add up the rows of heads in half precision in half precision.
     """
     if options.mode == "auto" and len(point.outputs) > 1:
-        if not under_transform():
+        if point.inputs or not under_transform():
             return "loop"
         summable = (options.scale is None or not options.scale.ndim) and all(x.dtype.itemsize >= 4 for x in own)
         if torch.compiler.is_compiling() and summable and len(point.outputs) == m:
@@ -181,8 +184,11 @@ def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
 
     Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better.
     """
-    sizes = [g.numel() for g in gradients if g is not None]
-    return under_transform() or sum(sizes) < _STACKED or m * max(sizes, default=0) <= sum(sizes)
+    total = largest = 0
+    for g in gradients:
+        if g is not None:
+            total, largest = total + g.numel(), max(largest, g.numel())
+    return total < _STACKED or m * largest <= total or under_transform()
 
 
 # Layers of the Gramian engine

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
-from functional_jd.core.names import leaf_names
-from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat.slow_path import StateJournal
@@ -17,7 +15,11 @@ from functional_jd.torch_compat.slow_path import StateJournal
 
 def any_requires_grad(values: Any) -> bool:
     """Whether a tensor of a pytree requires grad, so that a derivative of the result may be asked for."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(values))
+    if torch.is_grad_enabled():
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and x.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
+                return True
+    return False
 
 
 def detach_tree(tree: Tree) -> Tree:
@@ -79,12 +81,12 @@ def evaluate_losses(losses: LossFunction, args: tuple[Any, ...], options: Option
             if isinstance(leaf, Tensor):
                 found = str(leaf.dtype if leaf.layout == torch.strided else leaf.layout)
             raise TypeError(
-                f"{where}: losses must be floating-point tensors, found {found} in {leaf_names(values)[index]!r}. "
+                f"{where}: losses must be floating-point tensors, found {found} in {tree_names(values)[index]!r}. "
                 "Return the tensors themselves, without .item(); for further values use has_aux=True."
             )
-    if not any(leaf.numel() for leaf in leaves):
+    if not element_count(leaves):
         raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
-    return [at_least_float32(leaf) for leaf in leaves], (values, aux)
+    return [leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves], (values, aux)
 
 
 def check_example_aux(where: str, aux: Any) -> None:
@@ -108,7 +110,15 @@ def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
 
 def objective_count(values: Losses) -> int:
     """The number m of objectives."""
-    return sum(leaf.numel() for leaf in tree_leaves(values))
+    return element_count(tree_leaves(values))
+
+
+def element_count(tensors: list[Tensor]) -> int:
+    """The number of elements of all tensors together."""
+    count = 0
+    for x in tensors:
+        count += x.numel()
+    return count
 
 
 def check_losses(where: str, losses: Any, argnums: Any, has_aux: Any) -> None:
@@ -144,12 +154,20 @@ def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor
 
 def dense_gradients(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
     """One gradient `[*p]` per leaf, zeros in the place of None."""
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
+    dense = list(gradients)
+    for index, g in enumerate(dense):
+        if g is None:
+            dense[index] = torch.zeros_like(leaves[index])
+    return cast(list[Tensor], dense)
 
 
 def dense_rows(rows: Sequence[Tensor | None], leaves: Sequence[Tensor], m: int) -> list[Tensor]:
     """Rows `[m, *p]` per leaf, zeros in the place of None."""
-    return [x.new_zeros(m, *x.shape) if row is None else row for row, x in zip(rows, leaves, strict=True)]
+    dense = list(rows)
+    for index, row in enumerate(dense):
+        if row is None:
+            dense[index] = leaves[index].new_zeros(m, *leaves[index].shape)
+    return cast(list[Tensor], dense)
 
 
 def select_arguments(

@@ -155,7 +155,7 @@ def _products_fn(
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
-        objectives = of_arguments(losses, given)
+        objectives = of_arguments(losses, tree_leaves(given))
         kind = kind_of(objectives, argnums)
         found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
         products, pull = unscaled_products(factor, found, unchecked)

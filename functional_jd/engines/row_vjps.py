@@ -148,8 +148,12 @@ def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
 
 
 def _stack(column: list[Tensor | None]) -> Tensor | None:
-    like = next((g for g in column if g is not None), None)
-    return None if like is None else torch.stack([torch.zeros_like(like) if g is None else g for g in column])
+    missing, like = False, None
+    for g in column:
+        missing, like = missing or g is None, g if like is None else like
+    if like is None:
+        return None
+    return torch.stack([torch.zeros_like(like) if g is None else g for g in column] if missing else column)  # pyright: ignore[reportArgumentType]
 
 
 def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:

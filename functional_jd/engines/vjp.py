@@ -62,18 +62,23 @@ def refuse_inner_backward(where: str, points: Iterable[Tensor]) -> None:
     """Refuse leaves of the graph to which something added a gradient beside those that `torch.autograd.grad` returned:
     the backward of a custom function that calls `Tensor.backward`.
     """
-    if any(x.grad is not None for x in points):
-        raise ValueError(
-            f"{where}: expected custom autograd functions whose backward returns its gradients, found one that calls "
-            "Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are lost. Pass "
-            "it the parameters as inputs, and return what torch.autograd.grad gives; or, of a reversible model, take "
-            "the form that does not recompute."
-        )
+    for x in points:
+        if x.grad is not None:
+            raise ValueError(
+                f"{where}: expected custom autograd functions whose backward returns its gradients, found one that "
+                "calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are "
+                "lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
+                "reversible model, take the form that does not recompute."
+            )
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+    dense = list(gradients)
+    for index, g in enumerate(dense):
+        if g is not None and g.is_sparse:
+            dense[index] = g.to_dense()
+    return dense
 
 
 def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool) -> Vjp:
@@ -120,29 +125,33 @@ def _by_autograd(
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         with SeparateNormAffine() if differentiable else nullcontext():
             outputs, extra = f(points)
-    separate = [pair for y in outputs for pair in (scalars_of_stack(y) if scalars else [(y, y)])]
-    outputs = [value for value, _ in separate]
-    sources = [source if source is not y or y.requires_grad else None for y, source in separate]
-    # One tensor for each device is enough to tell whether autocast is on there.
-    devices = list({x.device: x for x in inputs}.values())
-    leaves = [] if where is None else [x for x in points if x.is_leaf]
+    values: list[Tensor] = []
+    sources: list[Any] = []
+    for y in outputs:
+        for value, source in scalars_of_stack(y) if scalars else ((y, y),):
+            values.append(value)
+            sources.append(source if source is not value or value.requires_grad else None)
+    # Where the inputs are not differentiable, all points are leaves.
+    leaves = [] if where is None else [x for x in points if x.is_leaf] if differentiable else points
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
-        pairs = [(y, c) for y, c in zip(sources, cotangent, strict=True) if c is not None and y is not None]
-        wanted = points[among]
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        given = [c for _, c in pairs]
         # The cotangent itself may require grad, when nothing else does.
-        create_graph = differentiable or (torch.is_grad_enabled() and any(c.requires_grad for c in given))
-        with autocast_disabled(devices):
-            outs, keep = [y for y, _ in pairs], create_graph or not last
-            found = _gradients(outs, wanted, given, keep, create_graph)
+        outs, given, create_graph = [], [], differentiable
+        for y, c in zip(sources, cotangent, strict=True):
+            if c is not None and y is not None:
+                outs.append(y)
+                given.append(c)
+                create_graph = create_graph or (c.requires_grad and torch.is_grad_enabled())
+        wanted = points[among]
+        if not outs or not wanted:
+            return [None] * len(wanted)
+        with autocast_disabled(inputs):
+            found = _gradients(outs, wanted, given, create_graph or not last, create_graph)
         if where is not None:
             refuse_inner_backward(where, leaves)
         return to_dense(found)
 
-    return Vjp(outputs, extra if differentiable else detach_tree(extra), pullback, tuple(points))
+    return Vjp(values, extra if differentiable else detach_tree(extra), pullback, tuple(points))
 
 
 def _gradients(
@@ -153,7 +162,7 @@ def _gradients(
     Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
     subclass of tensors is to see the call.
     """
-    if has_torch_function((*outputs, *inputs)):
+    if has_torch_function((*outputs, *inputs)) or not run_backward:
         return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
     how = retain_graph, create_graph, tuple(inputs), True
     return run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)

@@ -11,7 +11,8 @@ from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
-from functional_jd.core.heads import Heads, direction_with_heads, split_heads
+from functional_jd.core.heads import direction_with_heads, split_heads
+from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import (
     Options,
@@ -22,7 +23,7 @@ from functional_jd.engines.evaluate import (
     select_arguments,
 )
 from functional_jd.engines.kinds import kind_of, of_arguments
-from functional_jd.engines.kinds.kind import FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import FoundWeighted, Kind, PulledBack
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
@@ -77,7 +78,7 @@ def weighted_fn(
         given, _ = select_arguments(0, args, "weighted_fn")  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options("weighted_fn", has_aux, factor, differentiable)
-        objectives = of_arguments(losses, given)
+        objectives = of_arguments(losses, tree_leaves(given))
         values, aux, unchecked = _weighted(kind_of(objectives), objectives, args, options)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
@@ -97,7 +98,7 @@ def _weighted(kind: Kind, losses: LossFunction, args: tuple[Any, ...], options: 
     scale = torch.ones(()) if options.scale is None else options.scale
     rows, flags = unscale(scale, jacobian)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:  # noqa: ARG001
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:  # noqa: ARG001
         check_weights(options.where, weights, objective_count(values))
         trunk, heads = split_heads(rows)
         return combine(trunk, weights), heads, flags.all().expand(flags.shape)

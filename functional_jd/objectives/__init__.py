@@ -3,18 +3,10 @@
 from functional_jd.objectives.functional import functional
 from functional_jd.objectives.over_shards import Sharded
 from functional_jd.objectives.partition import merge, partition
-from functional_jd.objectives.structured import (
-    Dims,
-    ExampleSets,
-    Multitask,
-    PerExample,
-    multitask,
-    per_example,
-    stacked,
-)
+from functional_jd.objectives.structured import ExampleSets, Multitask, PerExample, multitask, per_example
+from functional_jd.objectives.structured import stacked as stacked
 
 __all__ = [
-    "Dims",
     "ExampleSets",
     "Multitask",
     "PerExample",
@@ -24,5 +16,4 @@ __all__ = [
     "multitask",
     "partition",
     "per_example",
-    "stacked",
 ]

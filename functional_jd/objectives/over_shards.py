@@ -9,8 +9,8 @@ from torch import Tensor
 
 from functional_jd.core.declared import Declared
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import any_sharded, gathered, is_sharded, over_dimension, sharded_as
-from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map
+from functional_jd.core.sharding import gathered, is_sharded, over_dimension, sharded_as
+from functional_jd.core.tree import floating_leaves, shards_of, tree_map
 from functional_jd.core.types import Losses, Params, Tree
 from functional_jd.objectives.gathering import GatheredWhereUsed, Keep, saved_shards
 from functional_jd.objectives.structured import ExampleSets, Multitask, PerExample
@@ -22,7 +22,7 @@ class Sharded(Declared):
 
     Attributes:
         losses: the losses of whole parameters.
-        mesh: the mesh over which the batch is split; None for losses that compute with `DTensor`s themselves.
+        mesh: the mesh over which the batch is split; None where the losses compute with `DTensor` leaves themselves.
         reshard: whether what the backward pass needs of gathered leaves is gathered again.
     """
 
@@ -122,8 +122,3 @@ def _replicated(value: Any) -> Tensor:
     from torch.distributed.tensor import Replicate  # takes a second to import: not before there is a DTensor
 
     return value.full_tensor(grad_placements=[Replicate()] * value.device_mesh.ndim)
-
-
-def has_sharded_leaves(tree: Tree) -> bool:
-    """Whether a pytree has a `DTensor`."""
-    return any_sharded(tree_leaves(tree))

@@ -30,7 +30,8 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         `merge(*partition(tree, predicate))` is the tree. Every leaf is in exactly one of the two.
 
     Example:
-        >>> trained, constant = partition({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, lambda name, _: name[0] == "a")
+        >>> tree = {"a.w": torch.ones(1), "b.w": torch.zeros(1)}
+        >>> trained, constant = objectives.partition(tree, lambda name, _: name[0] == "a")
         >>> list(trained), list(constant)
         (['a.w'], ['b.w'])
     """
@@ -64,7 +65,7 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
         Linear: differentiable in both, and composes with every transform.
 
     Example:
-        >>> merge({"a": 1.0}, {"b": 2.0})
+        >>> objectives.merge({"a": 1.0}, {"b": 2.0})
         {'a': 1.0, 'b': 2.0}
     """
     if isinstance(chosen, dict) and isinstance(rest, dict):

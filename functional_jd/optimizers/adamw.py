@@ -1,6 +1,6 @@
 """Adam with decoupled weight decay."""
 
-from itertools import chain
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -9,17 +9,18 @@ from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
-    by_shard,
     check_settings,
     copy_with_strides,
     current_rate,
     in_dtype_of,
     no_steps,
+    on_shards,
 )
 from functional_jd.torch_compat.torch_internals import fused_adamw, under_transform
 
@@ -94,18 +95,27 @@ def adamw(
     def step(
         moving: Tensor | None, direction: Direction, state: AdamwState, params: Params
     ) -> tuple[Params, AdamwState]:
-        rate = current_rate(lr, state.steps)
         leaves, structure = floating_leaves(params, "adamw")
-        columns = [leaves, *(leaves_like(structure, tree) for tree in (direction, state.first, state.second))]
-        shapes = [x.shape for x in leaves]
-        if state.steps.ndim or any(x.shape != s for column in columns[1:] for x, s in zip(column, shapes, strict=True)):
+        if any_sharded(leaves):
+            return on_shards(step, "adamw", moving, direction, state, params)
+        rate = current_rate(lr, state.steps)
+        directions, first, second = (
+            leaves_like(structure, direction),
+            leaves_like(structure, state.first),
+            leaves_like(structure, state.second),
+        )
+        fits = state.steps.ndim == 0
+        for p, d, m, v in zip(leaves, directions, first, second, strict=True):
+            fits = fits and p.shape == d.shape == m.shape == v.shape
+        if not fits:
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
                 "adamw: expected a direction and averages of the shapes of the parameters, found others. Start the "
                 "state anew with init(params)."
             )
-        scalars = [x for x in (state.steps, rate) if isinstance(x, Tensor)]
-        if are_numbers and _undisturbed([*chain(*columns), *scalars]):
+        scalars = [state.steps, rate] if isinstance(rate, Tensor) else [state.steps]
+        if fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
+            columns = zip(leaves, directions, first, second, strict=True)
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
@@ -125,44 +135,41 @@ def adamw(
                 v,
             )
 
-        rows = [(moved(p, *rest), (p, *rest[1:])) for p, *rest in zip(*columns, strict=True)]
+        old = zip(leaves, first, second, strict=True)
+        rows = zip(map(moved, leaves, directions, first, second), old, strict=True)
         chosen = [[_kept(moving, x.to(old[0].dtype), y) for x, y in zip(new, old, strict=True)] for new, old in rows]
         params, first, second = (tree_unflatten(structure, list(column)) for column in zip(*chosen, strict=True))
         return params, AdamwState(_kept(moving, steps, state.steps), first, second)
 
-    guarded = by_shard(step, "adamw")
-    return Optimizer(init, lambda direction, state, params: guarded(None, direction, state, params), guarded)
+    return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), step)
 
 
 def _fused(
-    columns: list[list[Tensor]], structure: Structure, steps: Tensor, rate: Any, moving: Tensor | None, settings: Any
+    columns: Iterable[tuple[Tensor, ...]], structure: Structure, steps: Tensor, rate: Any, moving: Any, settings: Any
 ) -> tuple[Params, AdamwState]:
     """The formulas of `adamw` in one kernel, in place on copies: a fifth of the time.
 
     The kernel that `torch.optim` calls too, with its flag for overflow, which keeps everything as it was.
     """
-    leaves, direction, *averages = columns
-    params = [p.clone() for p in leaves]
-    direction = [d if d.dtype is p.dtype else d.to(p.dtype) for d, p in zip(direction, params, strict=True)]
-    copies = [[x.clone() for x in average] for average in averages]
-    strides = [p.stride() for p in params]
-    direction, first, second = (
-        [x if x.stride() == stride else copy_with_strides(x, p) for x, p, stride in zip(*columns, strict=True)]
-        for columns in ((column, params, strides) for column in (direction, *copies))
-    )
-    groups: dict[Any, list[int]] = {}
-    for index, p in enumerate(params):
-        groups.setdefault((p.device, p.dtype), []).append(index)
+    copies: list[tuple[Tensor, ...]] = []
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for leaf, d, m, v in columns:
+        p = leaf.clone()
+        strides = p.stride()
+        d = d if d.dtype is p.dtype else d.to(p.dtype)
+        d = d if d.stride() == strides else copy_with_strides(d, p)
+        m = m.clone() if m.stride() == strides else copy_with_strides(m, p)
+        v = v.clone() if v.stride() == strides else copy_with_strides(v, p)
+        copies.append((p, d, m, v))
+        groups.setdefault((p.device, p.dtype), []).append(copies[-1])
     taken = steps + 1
     for (device, _), members in groups.items():
-        parts = [[column[i] for i in members] for column in (params, direction, first, second)]
-        count = taken.to(device, torch.float32)
+        count = [taken.to(device, torch.float32)] * len(members)
         lr = rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else rate
         kept = None if moving is None else (~moving).to(device, torch.float32)
-        with torch.no_grad():
-            fused_adamw(
-                *parts, [], [count] * len(members), lr=lr, amsgrad=False, maximize=False, found_inf=kept, **settings
-            )
+        parts = zip(*members, strict=True)
+        fused_adamw(*parts, [], count, lr=lr, amsgrad=False, maximize=False, found_inf=kept, **settings)
+    params, _, first, second = map(list, zip(*copies, strict=True))
     state = AdamwState(
         taken if moving is None else steps + moving, tree_unflatten(structure, first), tree_unflatten(structure, second)
     )
@@ -174,7 +181,10 @@ def _undisturbed(values: list[Tensor]) -> bool:
     if under_transform():
         return False
     recorded = torch.is_grad_enabled()
-    return not any((recorded and x.requires_grad) or not (x.is_cpu or x.is_cuda) for x in values)
+    for x in values:  # noqa: SIM110, a generator is called anew for each
+        if (recorded and x.requires_grad) or not (x.is_cpu or x.is_cuda):
+            return False
+    return True
 
 
 def _pair(betas: Any) -> tuple[float, float]:

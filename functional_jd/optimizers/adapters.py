@@ -13,12 +13,12 @@ from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     Optimizer,
-    by_shard,
     check_settings,
     copy_with_strides,
     current_rate,
     in_dtypes_of,
     no_steps,
+    on_shards,
 )
 from functional_jd.torch_compat.torch_internals import under_functorch
 
@@ -125,6 +125,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
 
     def update(direction: Direction, state: TorchState, params: Params) -> tuple[Params, TorchState]:
         leaves, structure = floating_leaves(params, "from_torch")
+        if any_sharded(leaves):
+            return on_shards(update, "from_torch", direction, state, params)
         gradients = tree_leaves(in_dtypes_of(direction, params))
         rate = _rate(schedule, state.steps) if scheduled else None
         results: list[Any] = []
@@ -139,9 +141,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         new_leaves, entries = tree_map(select, *results)
         return tree_unflatten(structure, new_leaves), TorchState(state.steps + 1, entries)
 
-    eager: Any = torch.compiler.disable(
-        by_shard(update, "from_torch"), reason="torch.optim creates its state in its first step"
-    )
+    eager: Any = torch.compiler.disable(update, reason="torch.optim creates its state in its first step")
     return Optimizer(init, eager)
 
 

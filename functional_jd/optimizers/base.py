@@ -9,12 +9,11 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_scalar, described, is_too_large
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.sharding import any_sharded, same_layout
+from functional_jd.core.sharding import same_layout
 from functional_jd.core.tree import (
     floating_leaves,
     leaves_like,
     shards_of,
-    tree_leaves,
     tree_map,
     tree_names,
     tree_sharded_as,
@@ -75,26 +74,20 @@ def _check_number(where: str, name: str, value: Any) -> None:
         )
 
 
-def by_shard(update: Callable[..., tuple[Params, Tree]], where: str) -> Callable[..., tuple[Params, Tree]]:
-    """An update of single entries, for leaves that may be sharded: `update(*first, direction, state, params)` sees this
-    rank's shards, and what it returns has the layouts of params and state.
+def on_shards(update: Callable[..., tuple[Params, Tree]], where: str, *given: Any) -> tuple[Params, Tree]:
+    """An update of single entries, `update(*first, direction, state, params)`, of sharded params: it is called with
+    this rank's shards, and what it returns has the layouts of params and state.
     """
-
-    def update_shards(*given: Any) -> tuple[Params, Tree]:
-        *first, direction, state, params = given
-        if not any_sharded(tree_leaves(params)):
-            return update(*given)
-        leaves, structure = floating_leaves(params, where)
-        for index, (p, d) in enumerate(zip(leaves, leaves_like(structure, direction), strict=True)):
-            if not same_layout(p, d):
-                raise ValueError(
-                    f"{where}: expected a direction that is sharded as the parameters are, found another layout in "
-                    f"{tree_names(params)[index]!r}. Redistribute it: d.redistribute(p.device_mesh, p.placements)."
-                )
-        new = update(*first, *map(shards_of, (direction, state, params)))
-        return tree_sharded_as(new[0], params), tree_sharded_as(new[1], state)
-
-    return update_shards
+    *first, direction, state, params = given
+    leaves, structure = floating_leaves(params, where)
+    for index, (p, d) in enumerate(zip(leaves, leaves_like(structure, direction), strict=True)):
+        if not same_layout(p, d):
+            raise ValueError(
+                f"{where}: expected a direction that is sharded as the parameters are, found another layout in "
+                f"{tree_names(params)[index]!r}. Redistribute it: d.redistribute(p.device_mesh, p.placements)."
+            )
+    new = update(*first, *map(shards_of, (direction, state, params)))
+    return tree_sharded_as(new[0], params), tree_sharded_as(new[1], state)
 
 
 def no_steps(params: Params, where: str) -> Tensor:

@@ -8,17 +8,18 @@ from torch import Tensor
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import tree_map
+from functional_jd.core.sharding import any_sharded
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
-    by_shard,
     check_settings,
     current_rate,
     in_dtype_of,
     in_dtypes_of,
     no_steps,
+    on_shards,
 )
 
 
@@ -79,6 +80,8 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         return SgdState(no_steps(params, "sgd"), tree_map(torch.zeros_like, params) if momentum else ())
 
     def update(direction: Direction, state: SgdState, params: Params) -> tuple[Params, SgdState]:
+        if any_sharded(tree_leaves(params)):
+            return on_shards(update, "sgd", direction, state, params)
         rate, velocity, direction = current_rate(lr, state.steps), state.velocity, in_dtypes_of(direction, params)
         if weight_decay:
             direction = tree_map(lambda d, p: d.add(p, alpha=weight_decay), direction, params)
@@ -89,7 +92,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
             state.steps + 1, velocity if momentum else ()
         )
 
-    return Optimizer(init, by_shard(update, "sgd"))
+    return Optimizer(init, update)
 
 
 def _descended(leaf: Tensor, direction: Tensor, rate: Any) -> Tensor:

@@ -3,8 +3,8 @@
 Every plot takes `ax=None` and returns the axes. `PALETTE`, `look`, `quiet` and `legend` give your own matplotlib plots
 the same style.
 
-The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnose` reads as a Gramian by default:
-call `diagnose(jacobian, direction, gramian=False)`.
+The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnostics.diagnose` reads as a Gramian by
+default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
 """
 
 from importlib.util import find_spec

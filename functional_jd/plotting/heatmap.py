@@ -51,7 +51,7 @@ def heatmap(
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ValueError(
             f"heatmap: expected a matrix of pairs [m, m], found shape {list(matrix.shape)}. "
-            "Pass gramian(jacobian), or the cosines of a diagnosis."
+            "Pass views.gramian(jacobian), or the cosines of a diagnosis."
         )
     check_option("heatmap", "kind", kind, ("cosines", "gramian"), "Gramians have a logarithmic scale.")
     m = len(matrix)

@@ -105,7 +105,7 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     if not _have_gramians(infos):
         raise ValueError(
             "norms: expected infos with a Gramian, found none. Rules whose view is gramian leave it in the info; with "
-            "others, call diagnose(jacobian).norms."
+            "others, call diagnostics.diagnose(jacobian).norms."
         )
     table = _table("norms", [_gramian(info).diagonal().sqrt() for info in infos])
     ax = axes_or_new("norms", ax, SIZE)

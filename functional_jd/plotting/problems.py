@@ -20,7 +20,8 @@ class Problem(NamedTuple):
     """Two losses of a point on the plane.
 
     Attributes:
-        losses: `losses(point [2]) -> [2]`. Its Jacobian is a square matrix: `diagnose(jacobian, gramian=False)`.
+        losses: `losses(point [2]) -> [2]`. Its Jacobian is a square matrix: call
+            `diagnostics.diagnose(jacobian, gramian=False)`.
         pareto: `[k, 2]`, points of the Pareto set, in order along it.
         window: `[2, 2]`, the lower left and the upper right corner of the region to plot.
         starts: `[s, 2]`, the initial points.
@@ -77,8 +78,8 @@ def descend(
 
         A random rule has its key in its closure: all starts use the same random numbers. For others, vmap over keys.
 
-        Only the rule is called: without `end_epoch`, `dwa` stays in its first epoch, where it equals `total`; without
-        `after_step`, `famo` uses the losses of the next call, which here are the same.
+        Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where it equals `total`;
+        without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
     """
     check_problem("descend", problem)
     check_rule(rule, "descend")

@@ -23,6 +23,7 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.checkpoints import in_reentrant_checkpoint
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.recurrent import batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
@@ -30,7 +31,6 @@ from functional_jd.torch_compat.slow_path import StateJournal, changes_in_place
 from functional_jd.torch_compat.torch_internals import (
     constant_while_tracing,
     function_name,
-    in_reentrant_checkpoint,
     innermost_mode,
     traceable,
     untraced,

@@ -48,7 +48,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         rounding is zero, and second derivatives can be.
 
     Example:
-        >>> @custom(cast_inputs=torch.float32)
+        >>> @precision.custom(cast_inputs=torch.float32)
         ... class Exp(torch.autograd.Function):
         ...     generate_vmap_rule = True
         ...     forward = staticmethod(lambda x: x.exp())

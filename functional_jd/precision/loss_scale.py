@@ -18,7 +18,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_type
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
-from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
+from functional_jd.core.sharding import agreed, any_sharded, is_sharded, same_layout, shard_of, sharded_as
 from functional_jd.core.tree import check_layouts, tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
@@ -228,7 +228,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         (This zero times an infinite derivative *before* `select` is NaN, as with every `where`.)
 
     Example:
-        >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        >>> precision.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
         {'w': tensor([0., 0.])}
     """
     _require_flag(finite, "select")
@@ -276,7 +276,8 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
                 f"{_description(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
                 "scale_state() creates one scale for all objectives."
             )
-    check_layouts(leaves, tree, where)
+    if any_sharded(leaves):
+        check_layouts(leaves, tree, where)
     return leaves, structure
 
 

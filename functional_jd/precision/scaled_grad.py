@@ -50,7 +50,7 @@ def scaled_grad(
     Example:
         >>> energy = autocast(lambda x, w: 1e-7 * (x @ w).square().float().sum())
         >>> x, w = torch.ones(2, 3), torch.ones(3, 4)
-        >>> torch.func.grad(energy)(x, w)[0], scaled_grad(energy, 2.0**20)(x, w)[0]
+        >>> torch.func.grad(energy)(x, w)[0], precision.scaled_grad(energy, 2.0**20)(x, w)[0]
         (tensor([2.3842e-06, 2.3842e-06, 2.3842e-06]), tensor([2.3991e-06, 2.3991e-06, 2.3991e-06]))
     """
     check_function("scaled_grad", "f", f, "Pass the function, not its value: scaled_grad(energy, 2.0**14).")

@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from functional_jd.random.draws import DRAWS, Numbers
 from functional_jd.random.keys import check_key, split
+from functional_jd.torch_compat.checkpoints import in_reentrant_checkpoint
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.slow_path import random_state
 from functional_jd.torch_compat.torch_internals import (
@@ -19,7 +20,6 @@ from functional_jd.torch_compat.torch_internals import (
     function_name,
     functorch_depth,
     ignoring_modes,
-    in_reentrant_checkpoint,
     show_to_compiled_modes,
     traceable,
     untraced,

@@ -75,12 +75,12 @@ def guessed_multipliers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tens
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     resolvent = torch.linalg.inv_ex(matrix + _DAMPING * eye)[0]
     s = dual = torch.zeros_like(offset)
-    active = s > 0
-    for step in range(_GUESSES if on_host(matrix) else _GUESSES_UNSEEN):
+    active, compares = s > 0, on_host(matrix)
+    for step in range(_GUESSES if compares else _GUESSES_UNSEEN):
         raw = torch.lerp(s, (_DAMPING * (s - dual) - offset) @ resolvent, _RELAXATION) + dual
         s = raw.clamp(min=0) * allowed
         dual = raw - s
-        if on_host(matrix) and step % _COMPARED == _COMPARED - 1:
+        if compares and step % _COMPARED == _COMPARED - 1:
             before, active = active, s > 0
             if (before == active).all(-1).double().mean() >= _SETTLED:
                 break

@@ -59,10 +59,10 @@ class Entry(NamedTuple):
     """How a rule is tested.
 
     Attributes:
-        build: builds the rule to test, given its builder and any of the hyper-parameters in `hyper`.
         claims: the laws that it obeys, in addition to `ALWAYS`.
         fails: the laws that it must break, with the reason. Laws in neither depend on its arguments, or are open.
         hyper: the hyper-parameters that take any number, each with the range over which the laws are tested.
+        build: builds the rule to test, given its builder and any of the hyper-parameters in `hyper`.
         where: laws that it obeys for some hyper-parameters only, each with their ranges.
         rows: the number of rows that it accepts.
         like: the parameters that it accepts; `None` means any.
@@ -70,10 +70,10 @@ class Entry(NamedTuple):
         invalid: values for which the direction is not finite if all losses have them, for a rule that uses the losses.
     """
 
-    build: Callable[..., Aggregator]
     claims: tuple[Law, ...]
     fails: Mapping[Law, str]
     hyper: Mapping[str, Range] = MappingProxyType({})
+    build: Callable[..., Aggregator] = lambda f, **hyper: f(**hyper)
     where: Mapping[Law, Mapping[str, Range]] = MappingProxyType({})
     rows: Size = (1, 5)
     like: Params = None
@@ -192,207 +192,138 @@ _RATE = {_SCALE: "the rate has a unit"}
 _ENTRYWISE = {_ROTATE: "weights depend on single entries"}
 _BLOCKED = {_STRONG: "the direction is zero also if only some of the objectives block each other"}
 _INVALID = (-1.0, 0.0)
+# What many rules claim, and what they break.
+_USUAL = (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE)
+_FREE, _FITTED = _OUTWEIGHED | _SUM, _OUTWEIGHED | _SUM | _NORM
 # Ranges end where the rule's own does, or where its results no longer change much.
 _SHARE, _DECAY, _SIZE, _RATES = Range(0.0, 1.0), Range(0.0, 0.99), Range(0.0, 10.0), Range(0.01, 10.0)
 
 RULES: dict[str, Entry] = {
-    "mean": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED),
-    "total": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM),
+    "mean": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED),
+    "total": Entry(_USUAL, _FREE),
     "constant": Entry(
-        lambda f: f([1.0, 1.0, -1.0]),
         (_SCALE, _LINEAR, _ROTATE),
-        _OUTWEIGHED | _SUM | dict.fromkeys((_ORDER, _WEAK, _STRONG), "every row has its weight, negative ones too"),
+        _FREE | dict.fromkeys((_ORDER, _WEAK, _STRONG), "every row has its weight, negative ones too"),
+        build=lambda f: f([1.0, 1.0, -1.0]),
         rows=3,
     ),
     "random_weights": Entry(
-        lambda f: f(key(0)), (_SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _RANDOM
+        (_SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _RANDOM, build=lambda f: f(key(0))
     ),
-    "upgrad": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _SUM),
-    "dualproj": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _WEAK, _STRONG, _ROTATE), _SUM | _NORM),
-    "mgda": Entry(lambda f: f(), (_ORDER, _DUAL, _SCALE, _SIMPLEX, _WEAK, _ROTATE), _NORM | _BLOCKED),
-    "aligned_mtl": Entry(
-        lambda f: f(), (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False
-    ),
+    "upgrad": Entry((*_USUAL, _DUAL), _SUM),
+    "dualproj": Entry((_ORDER, _DUAL, _SCALE, _WEAK, _STRONG, _ROTATE), _SUM | _NORM),
+    "mgda": Entry((_ORDER, _DUAL, _SCALE, _SIMPLEX, _WEAK, _ROTATE), _NORM | _BLOCKED),
+    "aligned_mtl": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FITTED, wide=False),
     "cagrad": Entry(
-        lambda f, c=0.5: f(c),
         (_ORDER, _SCALE, _WEAK, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM,
+        _FITTED,
         {"c": _SIZE},
+        build=lambda f, c=0.5: f(c),
         where={_DUAL: {"c": Range(1.0, 10.0)}},
     ),
-    "config": Entry(lambda f: f(), (_ORDER, _SCALE, _LINEAR, _ROTATE), _OUTWEIGHED | _SUM, wide=False),
-    "imtl_g": Entry(lambda f: f(), (_ORDER, _SCALE, _ROTATE), _OUTWEIGHED | _SUM | _NORM, wide=False),
+    "config": Entry((_ORDER, _SCALE, _LINEAR, _ROTATE), _FREE, wide=False),
+    "imtl_g": Entry((_ORDER, _SCALE, _ROTATE), _FITTED, wide=False),
     "fairgrad": Entry(
-        lambda f, alpha=1.0: f(alpha),
         (_ORDER, _DUAL, _WEAK, _ROTATE),
         _SUM | _NORM | _LENGTH | _BLOCKED,
         {"alpha": Range(0.1, 10.0)},
+        build=lambda f, alpha=1.0: f(alpha),
     ),
-    "nash_mtl": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _DUAL, _WEAK, _ROTATE),
-        _SUM | _NORM | _LENGTH | _BLOCKED,
-        {"max_norm": _SIZE},
-    ),
-    "pcgrad": Entry(lambda f: f(key(0)), (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _OUTWEIGHED | _SUM | _RANDOM),
+    "nash_mtl": Entry((_ORDER, _DUAL, _WEAK, _ROTATE), _SUM | _NORM | _LENGTH | _BLOCKED, {"max_norm": _SIZE}),
+    "pcgrad": Entry((_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE), _FREE | _RANDOM, build=lambda f: f(key(0))),
     "gradvac": Entry(
-        lambda f, **hyper: f(key(0), **hyper),
         (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM | _RANDOM,
+        _FREE | _RANDOM,
         {"beta": _SHARE},
+        build=lambda f, **hyper: f(key(0), **hyper),
     ),
-    "graddrop": Entry(lambda f: f(key(0)), (_ORDER, _SCALE, _WEAK, _STRONG), _OUTWEIGHED | _SUM | _NORM | _ENTRYWISE),
+    "graddrop": Entry((_ORDER, _SCALE, _WEAK, _STRONG), _FITTED | _ENTRYWISE, build=lambda f: f(key(0))),
     "krum": Entry(
-        lambda f: f(1),
         (_SCALE, _SIMPLEX, _WEAK, _ROTATE),
         _OUTWEIGHED | _NORM | _BLOCKED | {_ORDER: "ties between scores are broken by the order of the rows"},
+        build=lambda f: f(1),
         rows=(4, 6),
     ),
     "trimmed_mean": Entry(
-        lambda f: f(1),
         (_ORDER, _SCALE, _SIMPLEX),
         _OUTWEIGHED | _NORM | _BLOCKED | _ENTRYWISE | {_WEAK: "the rows that are trimmed differ between entries"},
+        build=lambda f: f(1),
         rows=(3, 5),
     ),
     "clipped": Entry(
-        lambda f, max_norm=1.0: f(max_norm),
         (_ORDER, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the largest norm has a unit"},
+        _FITTED | {_SCALE: "the largest norm has a unit"},
         {"max_norm": _RATES},
+        build=lambda f, max_norm=1.0: f(max_norm),
     ),
-    "auto_clipped": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "gamma has a unit"},
-        {"gamma": _RATES},
-    ),
-    "excess_mtl": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SIMPLEX, _WEAK),
-        _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE,
-        {"rate": _RATES},
-    ),
+    "auto_clipped": Entry((_ORDER, _WEAK, _STRONG, _ROTATE), _FITTED | {_SCALE: "gamma has a unit"}, {"gamma": _RATES}),
+    "excess_mtl": Entry((_ORDER, _SIMPLEX, _WEAK), _OUTWEIGHED | _NORM | _RATE | _ENTRYWISE, {"rate": _RATES}),
     "modo": Entry(
-        lambda f, **hyper: f(**hyper),
         (_ORDER, _SIMPLEX, _WEAK, _ROTATE),
         _OUTWEIGHED | _NORM | _RATE,
         {"rate": _RATES, "ridge": _SIZE},
         wide=False,
     ),
     "sdmgrad": Entry(
-        # Few and small steps, as every step amplifies rounding errors if the two batches disagree.
-        lambda f, rate=0.1, **hyper: f(rate, n_steps=2, **hyper),
         (_ORDER, _SCALE, _SIMPLEX, _WEAK, _STRONG, _ROTATE),
         _OUTWEIGHED | _NORM,
         {"rate": Range(0.01, 1.0), "momentum": _DECAY, "pull": _SIZE},
+        # Few and small steps, as every step amplifies rounding errors if the two batches disagree.
+        build=lambda f, rate=0.1, **hyper: f(rate, n_steps=2, **hyper),
         wide=False,
     ),
     "pcd": Entry(
-        lambda f, **hyper: f(**hyper),
         (_SCALE, _LINEAR, _WEAK, _ROTATE),
-        _OUTWEIGHED | _SUM | _BLOCKED | {_ORDER: "the first row is the primary objective"},
+        _FREE | _BLOCKED | {_ORDER: "the first row is the primary objective"},
         {"tau": _SHARE, "beta": _DECAY},
     ),
-    "natural_gradient": Entry(
-        lambda f, damping=1.0: f(damping),
-        (_ORDER, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the direction is in the unit of parameters"},
-        {"damping": _RATES},
-        wide=False,
+    **dict.fromkeys(
+        ("natural_gradient", "levenberg_marquardt"),
+        Entry(
+            (_ORDER, _ROTATE),
+            _FITTED | {_SCALE: "the direction is in the unit of parameters"},
+            {"damping": _RATES},
+            build=lambda f, damping=1.0: f(damping),
+            wide=False,
+        ),
     ),
-    "levenberg_marquardt": Entry(
-        lambda f, damping=1.0: f(damping),
-        (_ORDER, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM | {_SCALE: "the direction is in the unit of parameters"},
-        {"damping": _RATES},
-        wide=False,
-    ),
-    "cr_mogm": Entry(
-        lambda f, **hyper: f(upgrad(), **hyper),
-        (_ORDER, _DUAL, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _SUM,
-        {"momentum": _DECAY},
-    ),
+    "cr_mogm": Entry((*_USUAL, _DUAL), _SUM, {"momentum": _DECAY}, build=lambda f, **hyper: f(upgrad(), **hyper)),
     "grouped": Entry(
-        lambda f: f({"trunk": rule_of("upgrad"), "head": rule_of("mean")}),
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
-        _OUTWEIGHED | _SUM,
+        _FREE,
+        build=lambda f: f({"trunk": rule_of("upgrad"), "head": rule_of("mean")}),
         like={"trunk": torch.zeros(2, 2), "head": torch.zeros(2)},
     ),
-    "geometric_mean": Entry(
-        lambda f: f(),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        invalid=_INVALID,
-    ),
-    "stch": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        {"mu": _RATES},
-    ),
+    "geometric_mean": Entry(_USUAL, _FREE, invalid=_INVALID),
+    "stch": Entry(_USUAL, _FREE, {"mu": _RATES}),
     "tchebycheff": Entry(
-        lambda f: f(),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE),
-        _OUTWEIGHED | _SUM | {_STRONG: "only the worst objective has a weight"},
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE), _FREE | {_STRONG: "only the worst objective has a weight"}
     ),
     "cosmos": Entry(
-        lambda f, lambda_=1.0: f(lambda_, [0.5] * 3),
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
-        _OUTWEIGHED | _SUM,
+        _FREE,
         {"lambda_": _SIZE},
+        build=lambda f, lambda_=1.0: f(lambda_, [0.5] * 3),
         rows=3,
         invalid=(0.0,),
     ),
     "pbi": Entry(
-        lambda f, theta=5.0: f(theta, [1.0] * 3),
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
-        _OUTWEIGHED | _SUM,
+        _FREE,
         {"theta": _SIZE},
+        build=lambda f, theta=5.0: f(theta, [1.0] * 3),
         rows=3,
     ),
-    "uw": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        {"rate": _RATES},
-    ),
-    "imtl_l": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        {"rate": _RATES},
-    ),
-    "dwa": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        {"temperature": _RATES},
-    ),
-    "famo": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _LINEAR, _SIMPLEX, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED,
-        {"rate": _SIZE, "decay": _SIZE},
-        invalid=_INVALID,
-    ),
-    "db_mtl": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM,
-        {"beta": _DECAY, "beta_sigma": _SIZE},
-    ),
+    "uw": Entry(_USUAL, _FREE, {"rate": _RATES}),
+    "imtl_l": Entry(_USUAL, _FREE, {"rate": _RATES}),
+    "dwa": Entry(_USUAL, _FREE, {"temperature": _RATES}),
+    "famo": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED, {"rate": _SIZE, "decay": _SIZE}, invalid=_INVALID),
+    "db_mtl": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FITTED, {"beta": _DECAY, "beta_sigma": _SIZE}),
     "moco": Entry(
-        lambda f, **hyper: f(**hyper),
         (_ORDER, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM | _NORM | _LENGTH,
+        _FITTED | _LENGTH,
         {"beta": Range(0.01, 1.0), "gamma": _SIZE, "rho": _SIZE, "beta_sigma": _SIZE, "gamma_sigma": _SIZE},
     ),
-    "gradnorm": Entry(
-        lambda f, **hyper: f(**hyper),
-        (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE),
-        _OUTWEIGHED | _SUM,
-        {"alpha": _SIZE, "rate": _RATES},
-    ),
+    "gradnorm": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FREE, {"alpha": _SIZE, "rate": _RATES}),
 }
 """All rules by name: how each is tested, and the laws that it claims."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.torch_internals import traceable, untraced, weight_norm
+from functional_jd.torch_compat.torch_internals import traceable, untraced, weight_norm_as
 
 
 class SeparateNormAffine(RecomputedMode):
@@ -59,7 +59,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 _NORMS: dict[Any, Callable[..., Tensor]] = {
-    weight_norm: _weight_norm,
+    **weight_norm_as(_weight_norm),
     nn.functional.layer_norm: _layer_norm,
     nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
     nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),

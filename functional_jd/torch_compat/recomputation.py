@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.torch_internals import (
-    calling_modules,
-    checkpoint_frames,
-    module_tensors,
-    saved_tensors_hook,
-)
+from functional_jd.torch_compat.checkpoints import calling_modules, checkpoint_frames, saved_tensors_hook
+from functional_jd.torch_compat.torch_internals import module_tensors
 
 
 class RecomputedMode(TorchFunctionMode):

@@ -1,44 +1,8 @@
-"""Every private name of torch that the package uses: what it is for, and what breaks without it.
+"""Every private name of torch that the package uses, and what stands in for one that torch no longer has.
 
 `tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what
-it means. "Loudly" below says that an exception is raised without the name; "quietly", that only time or memory is lost.
-
-| name of torch | used by | without it |
-| --- | --- | --- |
-| `_C._functorch.peek_interpreter_stack` | `under_functorch` | loudly: every function asks |
-| `autograd.forward_ad._current_level` | `under_transform`, `transform_level` | loudly |
-| `_C._functorch.maybe_current_level`, `retrieve_current_functorch_interpreter` | `transform_level` | loudly |
-| `_C._functorch.is_batchedtensor`, `get_unwrapped`, `maybe_get_bdim` | the Gramian of examples | loudly |
-| `_C._functorch.get_interpreter_stack`, `CVmapInterpreterPtr`, `_add_batch_dim` | `keyed`, under vmap | loudly |
-| `_dynamo.variables.torch.get_overridable_functions` | `keyed`, compiled | wrong numbers |
-| `_C._functorch.is_functorch_wrapped_tensor` | checks of values, reprs | loudly |
-| `_C._dynamo.eval_frame.set_code_exec_strategy`, `_FrameExecStrategy`, `_FrameAction` | handlers of modes | loudly |
-| `_dynamo_marked_constant` | answers that are constant while tracing | loudly |
-| `_C._functorch._unwrap_batched`, `_autograd_grad` | compiled Gramians | loudly |
-| `autograd.graph._engine_run_backward` | `vjp` | loudly |
-| `_C.DisableTorchFunction` | the layer recorder | loudly |
-| `_C._len_torch_function_stack`, `_get_function_stack_at` | op tables inside op tables | loudly |
-| `_C._len_torch_dispatch_stack` | random numbers without tensors | loudly |
-| `_guards.detect_fake_mode`, `_is_functional_tensor` | reprs while tracing | loudly |
-| `_fused_adamw_` | `adamw`, eager | loudly |
-| `Node._input_metadata` | the choice of row groups, losses that were stacked | loudly |
-| `Node.name` of `torch.stack`, `Tensor._backward_hooks` | losses that were stacked | time; hooks left out |
-| `_weight_norm` | second derivatives of `weight_norm` | loudly |
-| `Tensor._version`, `Tensor._is_view` | the layer recorder, shards that are gathered again | loudly |
-| `ops.aten._unsafe_view` | the layer recorder | loudly |
-| `ops.aten._cdist_forward`, `_cdist_backward` | rows of distances | loudly |
-| `ops._c10d_functional` | collectives | loudly |
-| `DTensor.__new__`, `DTensor._spec` | closing shards | loudly |
-| `utils._pytree.SUPPORTED_NODES` | containers registered with torch | loudly |
-| `_C._autograd._top_saved_tensors_default_hooks` | modes where checkpoints run again | loudly |
-| `_C._autograd._push_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` | the same | loudly |
-| `_C._autograd._saved_tensors_hooks_get_disabled_error_message` | the same | loudly |
-| `frame` of `utils.checkpoint._checkpoint_hook`, `_CheckpointFrame.recompute_fn` | the same | loudly |
-| `gen` and `new_frame` inside `utils.checkpoint.checkpoint` (`_checkpoint_impl`) | `calling_modules` | loudly |
-| `nn.Module._call_impl`, `_parameters`, `_buffers` | `calling_modules`, `module_tensors` | loudly |
-| `nn.Module._apply` | `functional`, for modules that convert themselves | parameters of other dtypes |
-| globals of `nn.functional.multi_head_attention_forward` | attention weights in the Gramian engine | quietly |
-| globals of functions of `nn.functional` that draw | `keyed` | loudly |
+it means; `test_next_torch.py` takes each away. `private` names the feature that then raises, unless `otherwise` says
+what takes its place: the same numbers, in more time.
 """
 
 import inspect
@@ -49,59 +13,97 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_function_stack_at, _len_torch_dispatch_stack, _len_torch_function_stack  # pyright: ignore
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore
-from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._guards import detect_fake_mode
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge  # pyright: ignore
-from torch.utils import _pytree as torch_pytree
-from torch.utils import checkpoint as torch_checkpoint
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from functional_jd.torch_compat.private_names import Missing, missing, private
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-_forward_ad: Any = torch.autograd.forward_ad
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
-torch_function_disabled: Any = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+_EXAMPLES = "the Gramian engine over examples"
+_RECORDER = "the layer recorder"
+_DISTANCES = "rows of torch.cdist"
+_VMAPS = "random numbers and recurrent layers under torch.vmap"
+
+_peek: Any = private("_C._functorch.peek_interpreter_stack", "every function")
+_forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
+_interpreter: Any = private("_functorch.pyfunctorch.retrieve_current_functorch_interpreter", "compiled functions")
+_is_batched: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
+_unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
+_batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
+_unwrap_batched: Any = private("_C._functorch._unwrap_batched", "compiled Gramians")
+_add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
+_interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
+_transforms: Any = private("_C._functorch.TransformType", _VMAPS, "Vmap")
+_vmap_interpreter: Any = private("_C._functorch.CVmapInterpreterPtr", _VMAPS)
+_version: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
+_is_view: Any = private("Tensor._is_view", _RECORDER)
+_unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
+# Without it, losses that were stacked are differentiated as one vector.
+_backward_hooks: Any = private("Tensor._backward_hooks.__get__", "stacked losses", otherwise=lambda _: True)
+
+torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
 
-pytree_nodes: dict[Any, Any] = torch_pytree.SUPPORTED_NODES
-"""The containers that are registered with torch's own pytree, with the functions that flatten them."""
-
-traced_grad: Any = _autograd_grad
+traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
 
-run_backward: Any = _engine_run_backward
-"""What `torch.autograd.grad` calls after it has asked about each tensor."""
+run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)
+"""What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor."""
 
-dispatch_modes: Any = _len_torch_dispatch_stack
+dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", otherwise=lambda: 1)
 """How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
 
-fused_adamw: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
-"""The in-place kernel behind `torch.optim.AdamW(fused=True)`."""
+fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
+"""The in-place kernel behind `torch.optim.AdamW(fused=True)`; the formulas take its place."""
 
-weight_norm: Any = torch._weight_norm  # pyright: ignore[reportPrivateUsage]
+weight_norm: Any = private("_weight_norm", "rows of weight_norm")
 """The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
 
-cdist_forward, cdist_backward = torch.ops.aten._cdist_forward, torch.ops.aten._cdist_backward
+cdist_forward: Any = private("ops.aten._cdist_forward", _DISTANCES)
+cdist_backward: Any = private("ops.aten._cdist_backward", _DISTANCES)
 """The kernel of `torch.cdist`, and its derivative by the first points."""
 
-collective_ops: Any = torch.ops._c10d_functional
+collective_ops: Any = private(
+    "ops._c10d_functional", "replicas",
+    "all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor",
+)  # fmt: skip
 """Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
 
-GRAPH_ATTRIBUTES: Any = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__)  # pyright: ignore
+REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+GRAD_FN: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+GRAPH_ATTRIBUTES = (REQUIRES_GRAD, GRAD_FN)
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
 
-_top_hooks: Any = _autograd._top_saved_tensors_default_hooks
-# From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
-_CHECKPOINT: Any = inspect.unwrap(getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)).__code__
-_REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
-_CALL: Any = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
+
+class _UnknownContainers:
+    """Stands in for torch's registry of containers: whatever is no tensor and none of Python's own may be one."""
+
+    def keys(self) -> Any:
+        return self
+
+    def __rand__(self, kinds: set[type]) -> set[type]:
+        if any(not issubclass(kind, Tensor) and kind.__module__ not in ("builtins", "torch") for kind in kinds):
+            raise missing("utils._pytree.SUPPORTED_NODES", "registered containers")
+        return set()
+
+    def get(self, _: Any) -> None:
+        return None
+
+
+pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
+"""The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
+def weight_norm_as(form: Callable[..., Any]) -> dict[Any, Any]:
+    """The function that computes `weight_norm`, with another form. Where torch has no such function, those that have
+    its name in theirs raise: one of them may be the same.
+    """
+    named = {f: weight_norm for name, f in vars(torch).items() if "weight_norm" in name}
+    return {weight_norm: form} if weight_norm in named else named
 
 
 def constant_while_tracing(f: _Function) -> _Function:
@@ -112,12 +114,15 @@ def constant_while_tracing(f: _Function) -> _Function:
 
 def sharded_like(shard: Tensor, like: Any) -> Any:
     """A `DTensor` with the layout of another of its dtype: a tenth of the time of `DTensor.from_local`."""
-    return type(like)(shard, like._spec, requires_grad=False)
+    if hasattr(like, "_spec"):
+        return type(like)(shard, like._spec, requires_grad=False)
+    size: Any = {"shape": like.shape, "stride": like.stride()}
+    return type(like).from_local(shard, like.device_mesh, like.placements, run_check=False, **size)
 
 
 def under_functorch() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
-    return _functorch.peek_interpreter_stack() is not None
+    return _peek() is not None
 
 
 def under_transform() -> bool:
@@ -126,7 +131,7 @@ def under_transform() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or under_functorch()
+        or _peek() is not None
         or _forward_ad._current_level >= 0
         or torch.is_inference_mode_enabled()
     )
@@ -135,9 +140,10 @@ def under_transform() -> bool:
 def transform_level() -> tuple[Any, int]:
     """The number of active transforms: of torch.func, and of forward mode."""
     if torch.compiler.is_compiling():  # torch.compile traces this form only
-        inner: Any = retrieve_current_functorch_interpreter().level() if under_functorch() else None
+        inner: Any = _interpreter().level() if under_functorch() else None
     else:
-        inner = _functorch.maybe_current_level()
+        top = _peek()
+        inner = None if top is None else top.level()
     return inner, _forward_ad._current_level
 
 
@@ -159,13 +165,19 @@ def in_custom_function() -> bool:
     """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
     if torch.compiler.is_compiling():  # torch.compile traces no frames
         return False
-    frame = inspect.currentframe()
     if _APPLY is not None:
-        while frame is not None and frame.f_code is not _APPLY:
-            frame = frame.f_back
-    else:
-        while frame is not None and not _is_forward(frame):
-            frame = frame.f_back
+        return runs_inside(_APPLY)
+    frame = inspect.currentframe()
+    while frame is not None and not _is_forward(frame):
+        frame = frame.f_back
+    return frame is not None
+
+
+def runs_inside(code: Any) -> bool:
+    """Whether the caller runs inside the Python function with this code."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
     return frame is not None
 
 
@@ -182,87 +194,57 @@ def _is_forward(frame: FrameType) -> bool:
     return any(getattr(inspect.unwrap(cls.forward), "__code__", None) is code for cls in classes)
 
 
-def saved_tensors_hook() -> Any:
-    """The innermost function that packs what autograd saves, which identifies the checkpoint that runs; or None."""
-    hooks = _top_hooks(False)
-    return None if hooks is None else hooks[0]
-
-
-def checkpoint_frames(around: Any = None) -> list[Any]:
-    """The records that `torch.utils.checkpoint` keeps of the checkpoints that run, from the innermost to the last one
-    inside the hook `around`.
-    """
-    hooks: list[Any] = []
-    while (top := _top_hooks(False)) is not None and top[0] is not around:
-        hooks.append(top)
-        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-            break  # inside a transform, where no checkpoint can begin: they could not be put back
-        _autograd._pop_saved_tensors_default_hooks()
-    else:
-        for pair in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(*pair)
-    packs = [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
-    return [pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents for pack in packs]
-
-
-def calling_modules(checkpoint_frame: Any) -> list[nn.Module]:
-    """The modules that are being called around a checkpoint, from the innermost to the outermost."""
-    found: list[nn.Module] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _CALL:
-            found.append(frame.f_locals["self"])
-        elif frame.f_code is _CHECKPOINT and _record_of(frame) is checkpoint_frame:
-            found.clear()
-        frame = frame.f_back
-    return found
-
-
-def _record_of(frame: FrameType) -> Any:
-    """The record of the checkpoint whose Python frame this is; None while it is being made."""
-    return frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
-
-
-def in_reentrant_checkpoint() -> bool:
-    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _REENTRANT_CHECKPOINT:
-        frame = frame.f_back
-    return frame is not None
-
-
 def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
     """The parameters and the buffers of a module, without those of its children, where it keeps them."""
+    for name in ("_parameters", "_buffers"):
+        if not hasattr(module, name):
+            raise missing(f"nn.Module.{name}", "functional modules")
     return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
 
 
 def converts_as_usual(module: nn.Module) -> bool:
     """Whether `to`, `float` and the like do to a module what they do to every `nn.Module`."""
+    if not hasattr(nn.Module, "_apply"):
+        raise missing("nn.Module._apply", "functional modules")
     return type(module)._apply is nn.Module._apply  # pyright: ignore[reportPrivateUsage]
 
 
 def innermost_mode() -> Any:
     """The `TorchFunctionMode` that sees an op first, or None."""
-    depth = _len_torch_function_stack()
-    return _get_function_stack_at(depth - 1) if depth else None
+    depth = _function_modes()
+    return _function_mode_at(depth - 1) if depth else None
+
+
+# Without them, op tables inside op tables see every op twice.
+_function_modes: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
+_function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
 
 
 def untraced(handler: Any) -> Any:
     """Keep torch.compile from compiling the handler of a mode as a frame of its own, where a compiled function that
     fell back to eager mode runs under the mode. Where the caller is compiled, the handler is traced as always.
     """
-    set_code_exec_strategy(handler.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    if _eval_frame:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(handler.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     return handler
+
+
+# Without it, torch's compiler raises its own errors where a compiled function inside the losses falls back.
+_eval_frame: Any = private(
+    "_C._dynamo.eval_frame", "compiled functions inside the losses",
+    "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction", otherwise=False,
+)  # fmt: skip
 
 
 def is_batched(value: Any) -> bool:
     """Whether the innermost `torch.vmap` hides a dimension of this value."""
-    return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)
+    return isinstance(value, Tensor) and _is_batched(value)
 
 
 def unwrap_batched(x: Tensor) -> tuple[Tensor, int]:
     """The tensor with the dimension that `torch.vmap` hides, and where that dimension is."""
-    return _functorch.get_unwrapped(x), _functorch.maybe_get_bdim(x)
+    return _unwrapped(x), _batch_dim(x)
 
 
 def graph_attribute(func: Any, x: Tensor) -> Any:
@@ -271,29 +253,29 @@ def graph_attribute(func: Any, x: Tensor) -> Any:
     """
     inner = _base(x)
     value = func(inner)
-    if value is not None and inner is not x and func == GRAPH_ATTRIBUTES[1]:
+    if value is not None and inner is not x and func == GRAD_FN:
         raise RuntimeError("grad_fn of a tensor under torch.vmap is that of all examples together")
     return value
 
 
 def varies_in_vmap(x: Tensor, level: int) -> bool:
     """Whether a tensor differs from one element of the vmap at this level to the next; torch.compile traces this."""
-    return _functorch._unwrap_batched(x, level)[1] is not None
+    return _unwrap_batched(x, level)[1] is not None
 
 
 @constant_while_tracing  # the compiled function has no transforms left
 def functorch_depth() -> int:
     """The number of active transforms of torch.func."""
-    return len(_functorch.get_interpreter_stack() or [])
+    return len(_interpreters() or [])
 
 
 @constant_while_tracing
 def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
     """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
     found: list[tuple[int, int, str]] = []
-    for interpreter in _functorch.get_interpreter_stack() or []:
-        if interpreter.level() > level and interpreter.key() == _functorch.TransformType.Vmap:
-            vmap = _functorch.CVmapInterpreterPtr(interpreter)
+    for interpreter in _interpreters() or []:
+        if interpreter.level() > level and interpreter.key() == _transforms.Vmap:
+            vmap = _vmap_interpreter(interpreter)
             found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower()))
     return found
 
@@ -302,19 +284,29 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
     """Let torch.compile hand these functions to a `TorchFunctionMode`, as eager mode does: it leaves out some that are
     no attributes of tensors, `torch.rand_like` and `torch.normal` among them, without a word.
     """
-    from torch._dynamo.variables.torch import get_overridable_functions  # not before something is compiled: it is slow
-
-    get_overridable_functions().update(functions)
+    # Not before something is compiled: the import is slow.
+    private("_dynamo.variables.torch.get_overridable_functions", "keyed in compiled functions")().update(functions)
 
 
 def as_batch(x: Tensor, level: int) -> Tensor:
     """A tensor whose first dimension is the one that the vmap at this level hides."""
-    return _functorch._add_batch_dim(x, 0, level)
+    return _add_batch_dim(x, 0, level)
 
 
-def is_wrapped(x: Tensor) -> bool:
-    """Whether a transform of torch.func hides the values of a tensor."""
-    return _functorch.is_functorch_wrapped_tensor(x)
+def _never_wrapped(_: Tensor) -> bool:
+    """Stands in for `is_wrapped` where no transform is active."""
+    if under_functorch():
+        raise missing("_C._functorch.is_functorch_wrapped_tensor", "values under transforms")
+    return False
+
+
+is_wrapped: Any = private("_C._functorch.is_functorch_wrapped_tensor", "transforms", otherwise=_never_wrapped)
+"""Whether a transform of torch.func hides the values of a tensor."""
+
+# Without it, no values are shown under any `TorchDispatchMode`.
+_fake_mode: Any = private("_guards.detect_fake_mode", "reprs", otherwise=lambda: dispatch_modes() or None)
+# Without it, the repr of a tensor in torch's functionalization raises torch's own error.
+_is_functional: Any = private("_is_functional_tensor", "reprs", otherwise=lambda _: False)
 
 
 def has_values(value: Any) -> bool:
@@ -322,27 +314,27 @@ def has_values(value: Any) -> bool:
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.device.type != "meta"
-        and detect_fake_mode() is None
-        and not torch._is_functional_tensor(value)  # pyright: ignore[reportPrivateUsage]
+        and _fake_mode() is None
+        and not _is_functional(value)
         and not is_wrapped(value)
     )
 
 
 def _base(x: Tensor) -> Tensor:
     """The tensor below vmap: it counts changes in place, and knows whether it is a view."""
-    return _functorch.get_unwrapped(x) if _functorch.is_batchedtensor(x) else x
+    return _unwrapped(x) if _is_batched(x) else x
 
 
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():
-        return _base(x)._version
+        return _version(_base(x))
 
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
     """The same numbers, in this shape, without a copy and not as a view, which in place changes give another graph."""
-    alone = shape is None and not _base(x)._is_view()
-    return x if alone else torch.ops.aten._unsafe_view.default(x, x.shape if shape is None else shape)
+    alone = shape is None and not _is_view(_base(x))
+    return x if alone else _unsafe_view(x, x.shape if shape is None else shape)
 
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
@@ -364,16 +356,23 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
     return order
 
 
+def _metadata(node: Any) -> Any:
+    """The shapes and dtypes of the gradients that a node receives; without them, stacked losses are differentiated as
+    one vector and rows all together.
+    """
+    return getattr(node, "_input_metadata", ())
+
+
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     """Pairs of a value and what `torch.autograd.grad` takes as its output: of scalars that `torch.stack` joined, each
     by itself; of all else, the tensor.
     """
     node: Any = y.grad_fn
-    if node is None or node.name() != "StackBackward0" or y.ndim != 1 or y._backward_hooks:
+    if node is None or node.name() != "StackBackward0" or y.ndim != 1 or _backward_hooks(y):
         return [(y, y)]
     edges = node.next_functions
     # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it.
-    if any(part is None or part._input_metadata[index].dtype != y.dtype for part, index in edges):
+    if any(len(parts := _metadata(part)) <= index or parts[index].dtype != y.dtype for part, index in edges):
         return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
 
@@ -381,7 +380,7 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
 def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
     """The number of elements of the largest gradient on the way to the inputs, without these and their transposes."""
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
-    entries = (entry for node in graph for entry in node._input_metadata if not entry.is_nested_tensor)
+    entries = (entry for node in graph for entry in _metadata(node) if not entry.is_nested_tensor)
     return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
 
 
@@ -390,6 +389,8 @@ def ignoring_modes(f: Any) -> Callable[..., Any]:
     inside it. There is no public way: `has_torch_function` is true wherever a mode is active.
     """
     ignored: dict[str, Any] = {f"has_torch_function{form}": lambda *_: False for form in ("", "_unary", "_variadic")}
+    if ignored.keys().isdisjoint(getattr(getattr(f, "__code__", None), "co_names", ())):
+        return Missing(f"overrides.has_torch_function in nn.functional.{f.__name__}", "what is drawn or recorded in it")
     return FunctionType(f.__code__, vars(nn.functional) | ignored, None, f.__defaults__)
 
 

@@ -133,12 +133,15 @@ def up_to(structure: Node | None, tree: Any, leaves: list[Any]) -> None:
 
 
 def paths(structure: Node | None) -> list[list[str]]:
-    """Return the keys and indices that lead to each leaf."""
+    """Return the keys, indices and names of fields that lead to each leaf."""
     if structure is None:
         return [[]]
-    is_dict = structure.kind is dict or structure.kind is OrderedDict
+    keys: Any = range(len(structure.children))
+    if structure.kind is dict or structure.kind is OrderedDict:
+        keys = structure.ordered
+    elif hasattr(structure.kind, "_fields"):
+        keys = structure.kind._fields
     found: list[list[str]] = []
-    for index, child in enumerate(structure.children):
-        key = str(structure.ordered[index]) if is_dict else str(index)
-        found += [[key, *path] for path in paths(child)]
+    for key, child in zip(keys, structure.children, strict=True):
+        found += [[str(key), *path] for path in paths(child)]
     return found

@@ -9,12 +9,12 @@ from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import Options, any_requires_grad
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.engines.table import ENGINES
 from functional_jd.objectives.buffers import Form
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
@@ -50,16 +50,22 @@ def prepare(
         guarded: whether a step is skipped for what is not finite.
     """
     own_kind, view = kind_of(losses), as_view(rule.view)
+    if view.batches > 1:
+        raise ValueError(
+            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
+            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
+        )
     threaded = own_kind.thread(losses, batch, Form(where, buffers, has_aux))
     args = (params, *threaded.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
     options = Options(where, True, factor, under_transform() or any_requires_grad((args, factor)))
-    whole = of_arguments(threaded.losses, params)
+    leaves = tree_leaves(params)
+    whole = of_arguments(threaded.losses, leaves)
     kind = own_kind if whole is threaded.losses else kind_of(whole)
     plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, threaded.next_buffers)
     if isinstance(engine, str) and engine == "auto":
-        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale).engine]
+        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
         refuse_engine(where, engine)
@@ -95,15 +101,30 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     check_state("chosen_engine", state)
     check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
-    return _choice(kind_of(losses), losses, state.params, batch, as_view(aggregator.view), state.scale.scale)
+    return _choice(
+        kind_of(losses),
+        losses,
+        state.params,
+        batch,
+        as_view(aggregator.view),
+        state.scale.scale,
+        tree_leaves(state.params),
+    )
 
 
 def _choice(
-    kind: Kind, losses: LossFunction, params: Params, batch: tuple[Any, ...], view: View, scale: Tensor
+    kind: Kind,
+    losses: LossFunction,
+    params: Params,
+    batch: tuple[Any, ...],
+    view: View,
+    scale: Tensor,
+    leaves: list[Tensor],
 ) -> EngineChoice:
     """`chosen_engine` of arguments that were checked."""
     m = len(scale) if scale.ndim else kind.objectives(losses, params, batch)
-    leaves = tree_leaves(kind.row_params(losses, params))
+    if (with_rows := kind.row_params(losses, params)) is not params:
+        leaves = tree_leaves(with_rows)
     examples, several = kind.rows_are_examples, kind.several_sets
     return choose_engine(view, m, leaves, scale, positions=_positions(batch), examples=examples, several_sets=several)
 

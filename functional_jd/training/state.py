@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.aggregation.views import as_view
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
@@ -115,15 +114,13 @@ def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, 
 
 
 def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
-    """Refuse what is no function, no rule for one batch, no optimizer, or no flag."""
+    """Refuse what is no function, no rule, no optimizer, or no flag."""
+    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
+    if callable(losses) and are_fit and (has_aux is True or has_aux is False):
+        return  # as nearly always: no call for each
     check_function(where, "losses", losses, "Pass losses(params, ...).")
     check_flag(where, "has_aux", has_aux)
     check_rule(aggregator, where)
-    if as_view(aggregator.view).batches > 1:
-        raise ValueError(
-            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
-            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
-        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{where}: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "

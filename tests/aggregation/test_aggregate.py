@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start, weigh
 from functional_jd.aggregation.lifts import scalarized, stateless
+from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.core.types import MultitaskJacobian
 
@@ -97,7 +98,7 @@ def test_scalarized_sees_float64_in_leaf_order_whatever_the_losses_are():
         return (values * torch.arange(1.0, 4.0)).sum()
 
     given_losses = {"b": torch.tensor([2.0, 3.0], dtype=torch.bfloat16), "a": torch.tensor(1.0)}
-    weights, *_ = weigh(scalarized(s), torch.ones(3, 2), losses=given_losses)
+    weights = aggregate(scalarized(s), torch.ones(3, 2), losses=given_losses).weights
     assert weights.tolist() == [1, 2, 3]
     assert seen[0].dtype == torch.float64
 
@@ -132,7 +133,8 @@ def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
     assert second.weights.tolist() == [2, 2, 2]
     assert start(counting(), jacobian).item() == 0
     close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
-    close(weigh(counting(), jacobian, first.state)[:2], (second.weights, second.state))
+    seen = Observation(None, rows=jacobian)
+    close(weigh(counting(), no_gradients, seen, first.state), (second.weights, second.state))
 
 
 def test_a_stateless_rule_remembers_nothing_and_hands_back_what_it_was_given():

@@ -39,7 +39,7 @@ def test_weights_are_those_of_the_last_fresh_call(name, calls):
             assert same(found.state.inner, memory)
         state = found.state
         assert torch.equal(found.weights, last) or last.isnan().any()
-        assert same(found.direction, fj.combine(J, last)) or last.isnan().any()
+        assert same(found.direction, fj.aggregation.combine(J, last)) or last.isnan().any()
 
 
 def trained(take_fresh, take_repeated, state, batch, pattern):
@@ -94,7 +94,7 @@ def test_transforms():
         state = fj.aggregate(fresh, J).state
         return fj.aggregate(repeated, J.flip(1), state).direction
 
-    expected = lambda J: fj.combine(J.flip(1), fj.aggregate(fj.upgrad(), J).weights)
+    expected = lambda J: fj.aggregation.combine(J.flip(1), fj.aggregate(fj.upgrad(), J).weights)
     batch = torch.stack([J, 2 * J.flip(0)])
     torch.testing.assert_close(vmap(two)(batch), torch.stack([expected(each) for each in batch]))
     size = lambda f: lambda J: f(J).square().sum()

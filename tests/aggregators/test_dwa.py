@@ -20,7 +20,7 @@ from scalarizations import (
 from torch.utils._pytree import tree_map
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.dwa import DwaState, dwa, end_epoch
+from functional_jd.aggregators.dwa import DwaState, dwa, dwa_end_epoch
 
 losses = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=3)
 epochs = st.lists(st.lists(losses, min_size=1, max_size=3), min_size=1, max_size=4)
@@ -42,7 +42,7 @@ def test_equal_to_the_paper_s_equation_in_plain_loops(epochs, temperature):
     for epoch, expected in zip(epochs, in_loops(epochs, temperature), strict=True):
         weights, state = calls(rule, torch.tensor(epoch, dtype=torch.float64), state)
         torch.testing.assert_close(weights.tolist(), [expected] * len(epoch))
-        state = end_epoch(state)
+        state = dwa_end_epoch(state)
 
 
 # torchjd 0.18, DWA(0.5) in float64, two calls in each of four epochs, at LOSSES[(epoch + call) % 4]: the gradients
@@ -54,13 +54,13 @@ def test_equal_to_the_peer_over_four_epochs():
     for epoch, expected in enumerate(PEER):
         weights, state = calls(rule, LOSSES.roll(-epoch, 0)[:2], state)
         torch.testing.assert_close(weights.tolist(), [expected] * 2, atol=1e-9, rtol=0)
-        state = end_epoch(state)
+        state = dwa_end_epoch(state)
 
 
 def third_epoch():
     state = None
     for epoch in range(2):
-        state = end_epoch(calls(dwa(), LOSSES[epoch : epoch + 2], state)[1])
+        state = dwa_end_epoch(calls(dwa(), LOSSES[epoch : epoch + 2], state)[1])
     return state
 
 
@@ -75,29 +75,29 @@ def test_the_direction_is_the_gradient():
 
 def test_an_epoch_without_a_call_is_none():
     for state in (third_epoch(), dwa().init(LOSSES[0])):
-        for expected, found in zip(state, end_epoch(state), strict=True):
+        for expected, found in zip(state, dwa_end_epoch(state), strict=True):
             assert torch.equal(expected, found)
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=3))
 def test_the_units_of_the_losses_do_not_matter(units):
     scales = torch.tensor(units, dtype=torch.float64)
-    state, scaled = (end_epoch(calls(dwa(), LOSSES[:2] * c)[1]) for c in (1, scales))
-    state, scaled = (end_epoch(calls(dwa(), LOSSES[2:] * c, s)[1]) for c, s in ((1, state), (scales, scaled)))
+    state, scaled = (dwa_end_epoch(calls(dwa(), LOSSES[:2] * c)[1]) for c in (1, scales))
+    state, scaled = (dwa_end_epoch(calls(dwa(), LOSSES[2:] * c, s)[1]) for c, s in ((1, state), (scales, scaled)))
     torch.testing.assert_close(state.ratio, scaled.ratio)
     assert (state.ratio - 1).abs().min() > 0.01
 
 
 def test_a_loss_that_was_zero_in_an_epoch_counts_as_unchanged():
     zero = LOSSES * torch.tensor([0.0, 1.0, 1.0])
-    state = end_epoch(calls(dwa(), LOSSES[1:], end_epoch(calls(dwa(), zero)[1]))[1])
+    state = dwa_end_epoch(calls(dwa(), LOSSES[1:], dwa_end_epoch(calls(dwa(), zero)[1]))[1])
     assert state.ratio.isfinite().all()
     assert state.ratio[0] == 1
 
 
 def twice(losses):
-    state = end_epoch(calls(dwa(0.5), [losses, losses.flip(0)])[1])
-    state = end_epoch(calls(dwa(0.5), [losses.square()], state)[1])
+    state = dwa_end_epoch(calls(dwa(0.5), [losses, losses.flip(0)])[1])
+    state = dwa_end_epoch(calls(dwa(0.5), [losses.square()], state)[1])
     return calls(dwa(0.5), [losses], state)[0][0]
 
 
@@ -112,7 +112,7 @@ def test_ending_an_epoch_composes_with_every_transform():
 def test_ending_an_epoch_changes_nothing_that_it_is_given():
     state = calls(dwa(), LOSSES)[1]
     before = tree_map(torch.clone, state)
-    end_epoch(state)
+    dwa_end_epoch(state)
     assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_a_saved_state_continues_bit_for_bit_also_in_the_middle_of_an_epoch():
     torch.save(state._asdict(), file)
     file.seek(0)
     restored = DwaState(**torch.load(file, weights_only=True))
-    for expected, found in zip(end_epoch(state), end_epoch(restored), strict=True):
+    for expected, found in zip(dwa_end_epoch(state), dwa_end_epoch(restored), strict=True):
         assert torch.equal(expected, found)
 
 

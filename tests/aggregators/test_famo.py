@@ -20,7 +20,7 @@ from scalarizations import (
 )
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.famo import after_step, famo
+from functional_jd.aggregators.famo import famo, famo_after_step
 
 positive = st.lists(st.floats(0.1, 10), min_size=3, max_size=3)
 sequences = st.lists(st.tuples(positive, positive), min_size=1, max_size=5)
@@ -32,7 +32,7 @@ def measured(rule, losses, after):
     for before, behind in zip(losses, after, strict=True):
         found, state = calls(rule, [before], state)
         weights.append(found[0])
-        state = after_step(state, behind)
+        state = famo_after_step(state, behind)
     return torch.stack(weights), state
 
 
@@ -93,8 +93,8 @@ def test_without_a_measurement_the_next_losses_stand_for_it():
 
 def test_after_a_skipped_step_the_first_measurement_stays():
     _, state = calls(famo(), LOSSES[:1])
-    once = after_step(state, AFTER[0])
-    twice = after_step(once, AFTER[1])
+    once = famo_after_step(state, AFTER[0])
+    twice = famo_after_step(once, AFTER[1])
     assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
     assert torch.equal(state.after, LOSSES[0])  # what was handed over has not changed
 
@@ -102,7 +102,7 @@ def test_after_a_skipped_step_the_first_measurement_stays():
 def test_named_losses_are_taken_in_leaf_order():
     _, state = calls(famo(), LOSSES[:1])
     named = {"b": AFTER[0, 1:], "a": AFTER[0, 0]}
-    assert torch.equal(after_step(state, named).after, AFTER[0])
+    assert torch.equal(famo_after_step(state, named).after, AFTER[0])
 
 
 @given(st.floats(1e-9, 1e9))
@@ -163,5 +163,5 @@ def test_errors_name_what_was_found():
     with pytest.raises(ValueError, match="famo: decay must be finite and not negative, found nan"):
         famo(decay=math.nan)
     state = aggregate(famo(), ROWS, losses=LOSSES[0]).state
-    with pytest.raises(ValueError, match="after_step: expected 3 losses, as in the step, found 2"):
-        after_step(state, LOSSES[0, :2])
+    with pytest.raises(ValueError, match="famo_after_step: expected 3 losses, as in the step, found 2"):
+        famo_after_step(state, LOSSES[0, :2])

@@ -69,7 +69,7 @@ def ours(mode: str, rule: jd.Aggregator, mesh: Any, x: Tensor) -> Prepared:
     losses = distributed.sharded(lambda params, x: losses_of(apply(params, {}, x)[0]), mesh)
     spread = lambda p: distribute_tensor(p.detach(), mesh, [Shard(0) if p.ndim > 1 else Replicate()])
     params = {name: spread(p) for name, p in net.named_parameters()}
-    engine = jd.weighted_engine() if mode == "blind" else jd.jacobian_engine(mode)
+    engine = jd.engines.weighted_engine() if mode == "blind" else jd.engines.jacobian_engine(mode)
     how = {"losses": losses, "aggregator": rule, "optimizer": jd.adamw(1e-3), "engine": engine}
     held = [jd.train_state(params, x, **how)]
     del params, net

@@ -29,7 +29,7 @@ class Lean(Weighting[Tensor]):
         return lean(stat)
 
 
-RULE = jd.stateless(jd.gramian, lean)
+RULE = jd.stateless(jd.views.gramian, lean)
 PEER_RULE = GramianWeightedAggregator(Lean())
 # A step whose "parameters" are the direction: what `engine="auto"` takes, and the step around it, but no optimizer.
 _MAX_NORM = 0.1

@@ -202,7 +202,7 @@ def test_html_is_escaped_and_has_no_colours():
     assert "&lt;b&gt;&amp;" in html
     assert "color" not in html
     assert Cells(html).rows == [["objective", "loss", "weight"], ["<b>&", "1", "1"]]
-    assert jd.no_scale()._repr_html_().startswith("<code>ScaleState(scale=1,")
+    assert jd.precision.no_scale()._repr_html_().startswith("<code>ScaleState(scale=1,")
 
 
 def everywhere(x):
@@ -213,8 +213,8 @@ def everywhere(x):
     yield OPTIMIZER.init({"w": x})
     yield jd.StepInfo({"a": x}, x, x > 0)
     yield jd.StepInfo(x, {"w": x}, x > 0)
-    yield jd.MultitaskJacobian({"w": x}, [x])
-    yield jd.Aggregation({"w": x}, x, ())
+    yield jd.aggregation.MultitaskJacobian({"w": x}, [x])
+    yield jd.aggregation.Aggregation({"w": x}, x, ())
     yield RULE
     yield OPTIMIZER
 
@@ -246,7 +246,7 @@ def test_records_show_themselves_where_values_are_fake():
         look(torch.ones(3))
         assert repr(jd.StepInfo(torch.ones(3), torch.ones(3), torch.ones(()))).startswith("StepInfo\n  losses ")
         assert not has_values(real)
-        look(jd.no_scale().scale)
+        look(jd.precision.no_scale().scale)
 
 
 def test_what_is_printed_while_compiling_does_not_break_the_graph():
@@ -255,7 +255,7 @@ def test_what_is_printed_while_compiling_does_not_break_the_graph():
         made = state._replace(scale=state.scale * x)
         return state.scale * x, str(state), f"{state}", "%s" % (state,), str(made)  # noqa: UP031
 
-    found, *texts = f(jd.no_scale(), torch.ones(2))
+    found, *texts = f(jd.precision.no_scale(), torch.ones(2))
     assert found.tolist() == [1, 1]
     assert len(texts) == 4
     assert all(text.startswith("ScaleState(") for text in texts)

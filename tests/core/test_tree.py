@@ -57,9 +57,10 @@ def in_order(tree):
     if isinstance(tree, dict):
         return [((key, *path), x) for key in sorted(tree) for path, x in in_order(tree[key])]
     if isinstance(tree, list | tuple):
-        return [((str(i), *path), x) for i, part in enumerate(tree) for path, x in in_order(part)]
+        words = getattr(tree, "_fields", map(str, range(len(tree))))
+        return [((word, *path), x) for word, part in zip(words, tree, strict=True) for path, x in in_order(part)]
     if isinstance(tree, Foreign):
-        return [((str(i), *path), x) for i, part in enumerate((tree.second, tree.first)) for path, x in in_order(part)]
+        return [((word, *path), x) for word in ("second", "first") for path, x in in_order(getattr(tree, word))]
     return [((), tree)]
 
 
@@ -117,7 +118,7 @@ def test_leaves_of_an_ordered_dict_are_sorted_and_its_order_is_kept(compiled):
     assert leaves == [3, 2, 1]
     assert again == [3, 2, 1]
     assert doubled == OrderedDict(b=2, a=Point([OrderedDict(d=4, c=6), {}], {}))
-    assert trees.tree_names(tree) == ["a.0.0.c", "a.0.0.d", "b"]
+    assert trees.tree_names(tree) == ["a.z.0.c", "a.z.0.d", "b"]
     torch.compiler.reset()
 
 

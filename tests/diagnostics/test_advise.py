@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd import Diagnosis, advise, describe, diagnose, mean
+from functional_jd import mean
 from functional_jd.core.tree import tree_map
+from functional_jd.diagnostics import Diagnosis, advise, describe, diagnose
 
 # Two unit vectors at right angles, and one that opposes the first at an angle of cosine -0.6.
 EPS = torch.finfo(torch.float64).eps

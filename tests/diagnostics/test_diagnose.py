@@ -17,7 +17,7 @@ from functional_jd.aggregation.views import gramian
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.names import objective_names
 from functional_jd.core.types import MultitaskJacobian
-from functional_jd.diagnostics.diagnose import Diagnosis, describe, diagnose
+from functional_jd.diagnostics import Diagnosis, describe, diagnose
 from functional_jd.engines.inner_products import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask

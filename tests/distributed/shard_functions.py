@@ -30,8 +30,8 @@ def check_the_functions_of_a_step_by_hand():
 
     J = spread(rows)
     eps = torch.finfo(torch.float32).eps
-    close(fj.gramian(J), fj.gramian(rows), 16 * eps)
-    close(fj.norms(J), fj.norms(rows), 1e-12)
+    close(fj.views.gramian(J), fj.views.gramian(rows), 16 * eps)
+    close(fj.views.norms(J), fj.views.norms(rows), 1e-12)
     by_entry = (fj.trimmed_mean(1), fj.graddrop(fj.random.key(1)))
     for rule in (fj.upgrad(), fj.mean(), fj.clipped(2.0), fj.natural_gradient(0.1), *by_entry):
         found, expected = (fj.aggregate(rule, tree, losses=torch.tensor([1.0, -2.0, 3.0])) for tree in (J, rows))
@@ -41,8 +41,8 @@ def check_the_functions_of_a_step_by_hand():
     with pytest.raises(ValueError, match="this rule needs whole rows, found rows that are sharded"):
         fj.aggregate(fj.excess_mtl(), J)
     scale = torch.tensor([2.0, 4.0, 8.0])
-    scaled = fj.scale(scale, J)
-    close(scaled, fj.scale(scale, rows), 0)
+    scaled = fj.precision.scale(scale, J)
+    close(scaled, fj.precision.scale(scale, rows), 0)
     back, finite = fj.unscale(scale, scaled)
     close(back, rows, 0)
     assert finite.all()
@@ -58,13 +58,19 @@ def check_the_functions_of_a_step_by_hand():
     params = {k: leaf[1] for k, leaf in rows.items()}
     p = spread(params, less=1)
     for power in (1.0, 2.0, 3.0, torch.inf):
-        close(fj.global_norm(d, power), fj.global_norm(direction, power), 16 * eps)
-        assert same_everywhere(fj.global_norm(d, power))
+        close(fj.optimizers.global_norm(d, power), fj.optimizers.global_norm(direction, power), 16 * eps)
+        assert same_everywhere(fj.optimizers.global_norm(d, power))
         for bound in (0.1, torch.tensor(0.5)):
-            close(fj.clip_by_norm(d, bound, power), fj.clip_by_norm(direction, bound, power), 16 * eps)
-    close(fj.clip_by_value(d, torch.tensor(0.1)), fj.clip_by_value(direction, torch.tensor(0.1)), 0)
+            close(
+                fj.optimizers.clip_by_norm(d, bound, power),
+                fj.optimizers.clip_by_norm(direction, bound, power),
+                16 * eps,
+            )
+    close(
+        fj.optimizers.clip_by_value(d, torch.tensor(0.1)), fj.optimizers.clip_by_value(direction, torch.tensor(0.1)), 0
+    )
     for taken in (True, False):
-        chosen = fj.select(torch.tensor(taken), d, p)
+        chosen = fj.precision.select(torch.tensor(taken), d, p)
         close(chosen, direction if taken else params, 0)
         assert chosen["a"].placements == d["a"].placements
     for optimizer in (
@@ -87,10 +93,10 @@ def check_the_functions_of_a_step_by_hand():
     with pytest.raises(ValueError, match=r"sgd: expected a direction that is sharded as the parameters are.*'a'"):
         fj.sgd(0.1).update(other, fj.sgd(0.1).init(p), p)
     with pytest.raises(TypeError, match=r"select: .*placed"):
-        fj.select(torch.tensor(True), other, p)
+        fj.precision.select(torch.tensor(True), other, p)
     for target in (None, torch.tensor([0.5, 0.25, 0.25]), "direction"):
-        seen = [fj.diagnose(J, d if target == "direction" else target)]
-        seen.append(fj.diagnose(rows, direction if target == "direction" else target))
+        seen = [fj.diagnostics.diagnose(J, d if target == "direction" else target)]
+        seen.append(fj.diagnostics.diagnose(rows, direction if target == "direction" else target))
         close(*seen, 1e-7)
     kept = fj.to_checkpoint(p)
     assert kept["a"].placements == p["a"].placements

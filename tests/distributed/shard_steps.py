@@ -22,7 +22,7 @@ def check_no_rank_holds_a_whole_leaf_after_a_step():
     expected, _ = trained(params, (batch,), how | {"losses": losses}, n=2)
     for mode in ("loop", "vmap"):
         for reshard in (False, True):
-            own = {"losses": distributed.sharded(losses, mesh(), reshard), "engine": fj.jacobian_engine(mode)}
+            own = {"losses": distributed.sharded(losses, mesh(), reshard), "engine": fj.engines.jacobian_engine(mode)}
             state, infos = trained(placed(params), (mine(batch),), how | own, n=2)
             assert none_is_whole((params, expected))
             close(state, expected, 1e-6)
@@ -103,7 +103,7 @@ def check_losses_that_compute_with_dtensors_themselves():
             warnings.simplefilter("always", fj.SlowPathWarning)
             state, infos = trained(own, batch, how | {"losses": parallel})
         slow = [w for w in told if issubclass(w.category, fj.SlowPathWarning)]
-        assert bool(slow) == (rule.view is fj.gramian), "one backward pass takes no slow path"
+        assert bool(slow) == (rule.view is fj.views.gramian), "one backward pass takes no slow path"
         assert same_everywhere((state, infos))
         assert {k: leaf.placements[0] for k, leaf in state.params.items()} == layouts
         close(state, expected, 1e-6)

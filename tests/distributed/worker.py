@@ -116,7 +116,7 @@ def check_one_replicas_overflow_skips_the_step_on_all():
 
 def check_a_rule_that_refuses_skips_the_step_but_not_the_scale():
     params, batch = problem()
-    refusing = fj.stateless(fj.gramian, lambda G: G.diagonal() * torch.nan)
+    refusing = fj.stateless(fj.views.gramian, lambda G: G.diagonal() * torch.nan)
     how = {"losses": plain, "aggregator": refusing, "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
     for sharded in (False, True):
@@ -168,14 +168,14 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
     wanted = {k: sum(jacobian(r)[k].double() for r in range(replicas())) / replicas() for k in local}
     assert same(mean, tree_map(lambda leaf: leaf.to(dtype), wanted)), "small whole numbers: exact"
     # Losses that are linear have this Jacobian everywhere, and `total` of a Gramian rule needs every column once.
-    rule = fj.stateless(fj.gramian, lambda G: torch.ones_like(G[0]))
+    rule = fj.stateless(fj.views.gramian, lambda G: torch.ones_like(G[0]))
     params = tree_map(lambda leaf: torch.zeros_like(leaf[0]), local)
 
     def losses(p):
         return sum((p[k] * local[k]).unsqueeze(-1).flatten(1).sum(1) for k in p)
 
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
-    state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.no_scale())
+    state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
     for sharded in (False, True):
         after, _ = step(state, sharded=sharded, **how)
         close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
@@ -253,7 +253,7 @@ def check_a_step_of_a_step_can_be_differentiated():
 
     def after(take, batch, options, rate):
         how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(lambda _: rate)}
-        state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.no_scale())
+        state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
         for _ in range(2):
             state, info = take(state, *batch, **how, **options)
         return sum((leaf**2).sum() for leaf in tree_leaves(state.params)) + sum(info.losses.values())
@@ -268,7 +268,7 @@ def check_a_step_of_a_step_can_be_differentiated():
 def check_the_step_compiles_in_a_full_graph():
     params, batch = {"w": torch.ones(5, 3, dtype=torch.float64)}, problem()[1][:1]
     losses = lambda p, x: torch.tanh(x @ p["w"]).mean(0)
-    rule = fj.stateless(fj.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
+    rule = fj.stateless(fj.views.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), scale=fj.scale_state(), **how)
     take = partial(step, sharded=True, **how)

@@ -32,7 +32,7 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
     losses = fj.multitask(lambda shared, x, y: x, lambda heads, h, x, y: [])
     heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
     params = {"shared": {str(i): torch.empty(shape) for i, shape in enumerate(shapes)}, "heads": heads}
-    state = fj.TrainState(params, (), (), (), fj.no_scale())
+    state = fj.TrainState(params, (), (), (), fj.precision.no_scale())
     given = torch.empty(batch), torch.empty(tasks, batch[0], 1)
     assert fj.chosen_engine(state, *given, losses=losses, aggregator=fj.upgrad()).engine == engine
 
@@ -52,14 +52,14 @@ def test_tasks_take_the_engine_that_was_measured_to_be_faster(shapes, batch, tas
 def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example, m, engine):
     losses = fj.per_example(lambda params, x, y: y)
     params = [torch.empty(shape) for shape in (*shapes, (10, shapes[-1][0]), (10,))]
-    state = fj.TrainState(params, (), (), (), fj.no_scale())
+    state = fj.TrainState(params, (), (), (), fj.precision.no_scale())
     batch = torch.empty(m, *example), torch.empty(m, dtype=torch.int64)
     assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == engine
 
 
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
-    state = fj.TrainState(leaves, (), (), (), fj.no_scale())
+    state = fj.TrainState(leaves, (), (), (), fj.precision.no_scale())
     name = lambda *batch: fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine
     assert [name(), name(torch.zeros(5, 10, dtype=torch.int64)), name(torch.zeros(5, 11, dtype=torch.int64))] == [
         "gramian",

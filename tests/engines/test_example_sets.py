@@ -71,20 +71,6 @@ def test_rows_products_and_pullbacks_are_those_of_a_loop_over_all_examples(insid
         assert finite.tolist() == ([True] * m if scaled else True)
 
 
-@pytest.mark.parametrize("rule", [fj.natural_gradient(1e-3), fj.clipped(1.0), fj.upgrad(), fj.mean()], ids=lambda _: "")
-def test_steps_are_those_of_one_loss_after_the_other(rule):
-    given_sets = batch()
-    states = []
-    for losses in (SETS, one_by_one):
-        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        state = fj.train_state(PARAMS, *given_sets, scale=fj.scale_state(shape=(7,)), **how)
-        for _ in range(3):
-            state, info = fj.step(state, *given_sets, **how)
-        assert info.moved
-        states.append(state.params)
-    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-9)
-
-
 def test_the_engine_of_inner_products_is_chosen_by_all_examples_and_aux_comes_by_name():
     losses = fj.per_example({name: lambda p, *x, f=f: (f(p, *x), x[0].sum()) for name, f in LOSSES.items()})
     given_sets = batch()

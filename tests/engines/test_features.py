@@ -8,44 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from two_tasks import method, same, two_tasks
+from two_tasks import same
 
 import functional_jd as fj
 
 EPS = torch.finfo(torch.float64).eps
 AGREE = {"rtol": 2**10 * EPS, "atol": 2**10 * EPS}
-ENGINE = fj.features_engine()
-
-
-def by_hand(params, features, top, batch, rule, rate=0.1):
-    """The next parameters, by plain autograd."""
-    p = tree_map(lambda x: x.detach().requires_grad_(), params)
-    h = features(p["shared"], *batch)
-    cut = [x.detach().requires_grad_() for x in tree_leaves(h)]
-    losses = tree_leaves(top(p["heads"], cut[0] if isinstance(h, torch.Tensor) else cut, *batch))
-    rows = [torch.autograd.grad(loss, cut, retain_graph=True, materialize_grads=True) for loss in losses]
-    Z = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).double()
-    weights = fj.aggregate(rule, Z).weights
-    cotangent = [
-        sum(w * g for w, g in zip(weights.tolist(), column, strict=True)) for column in zip(*rows, strict=True)
-    ]
-    own, shared = tree_leaves(p["heads"]), tree_leaves(p["shared"])
-    trunk = torch.autograd.grad(tree_leaves(h), shared, cotangent)
-    heads = torch.autograd.grad(sum(losses), own)
-    step = lambda leaves, gradients: [x.detach() - rate * g for x, g in zip(leaves, gradients, strict=True)]
-    return Z @ Z.mT, weights, step(shared, trunk), step(own, heads)
-
-
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, lambda: fj.cagrad(0.5)], ids=["upgrad", "mgda", "cagrad"])
-def test_a_step_is_the_one_by_hand(rule):
-    params, features, top, batch = two_tasks(dtype=torch.float64)
-    how = method(params, features, top, aggregator=rule(), optimizer=fj.sgd(0.1), engine=ENGINE)
-    after, info = fj.step(fj.train_state(params, *batch, **how), *batch, **how)
-    gramian, weights, trunk, heads = by_hand(params, features, top, batch, rule())
-    torch.testing.assert_close(info.gramian, gramian, **AGREE)
-    torch.testing.assert_close(info.weights, weights, rtol=2**20 * EPS, atol=2**20 * EPS)  # a solver's tolerance
-    torch.testing.assert_close(tree_leaves(after.params["shared"]), trunk, rtol=2**20 * EPS, atol=2**20 * EPS)
-    torch.testing.assert_close(tree_leaves(after.params["heads"]), heads, **AGREE)
+ENGINE = fj.engines.features_engine()
 
 
 def several_features(seed=0):
@@ -62,7 +31,7 @@ def several_features(seed=0):
 
 
 def weighing(weights):
-    return fj.stateless(fj.gramian, lambda G: torch.tensor(weights, dtype=torch.float64))
+    return fj.stateless(fj.views.gramian, lambda G: torch.tensor(weights, dtype=torch.float64))
 
 
 powers = st.integers(-6, 40)
@@ -84,8 +53,8 @@ def test_the_pullback_is_the_weighted_sum_of_the_trunks_rows_at_any_scale(seed, 
     state = fj.train_state(params, *batch, scale=scale, **how)
     after, info = fj.step(state, *batch, engine=ENGINE, **how)
     rows = fj.jacobian_fn(losses, mode="loop")(params, *batch)[0]
-    expected = fj.combine(rows, torch.tensor(weights, dtype=torch.float64))
-    terms = fj.combine(tree_map(torch.abs, rows), torch.tensor(weights, dtype=torch.float64).abs())
+    expected = fj.aggregation.combine(rows, torch.tensor(weights, dtype=torch.float64))
+    terms = fj.aggregation.combine(tree_map(torch.abs, rows), torch.tensor(weights, dtype=torch.float64).abs())
     for found, old, direction, size in zip(*map(tree_leaves, (after.params, params, expected, terms)), strict=True):
         assert ((old - direction - found).abs() <= 64 * EPS * (old.abs() + size)).all()
     assert info.moved

@@ -17,7 +17,6 @@ from gramian_by_hand import (
     expectation_by_finite_differences,
     found,
     gramian_fn,
-    inner_products,
     model_of,
     network,
     priced,
@@ -29,12 +28,11 @@ from gramian_by_hand import (
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jacobian_by_hand import CASES, KINDS, case_of, leaves, rows_of
+from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import ASKS, BATCH, MODELS, Case, Model, mlp, numbers, plain, with_hook
 
 from functional_jd.objectives import PerExample, multitask, per_example
-from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 # Slow operators are no errors.
@@ -42,38 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 # The numbers
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    tolerance = 1e-6 if name == "mixed" else 1e-9
-    for lean in (True, False):
-        priced(monkeypatch, lean)
-        agree(found(case), expected, tolerance, tolerance)
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_takes_all_rows_only_where_vmap_refuses_the_examples(name, kind, monkeypatch):
-    formed, by_rows = [], inner_products.products_and_pullback
-    noted = lambda *given, **how: formed.append(1) or by_rows(*given, **how)
-    monkeypatch.setattr(inner_products, "products_and_pullback", noted)
-    found(case_of(name, kind))
-    # The recorder takes the embedding without its sparse gradient, which vmap refuses.
-    refused = kind == "by_example" and not MODELS[name]().examples and name != "sparse_embedding"
-    assert bool(formed) == refused
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_scales_leave_no_trace(name, kind):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    m = len(weights_for(case))
-    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
-    tolerance = 1e-6 if name == "mixed" else 1e-9
-    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
-        agree(found(case, scale=scale), expected, tolerance, max(tolerance, 1e-7))
 
 
 SINGLE = "mlp deep tied reused conv1d conv2d conv_transpose conv_grouped layer_norm group_norm embedding encoder lstm"

@@ -47,7 +47,7 @@ def figures_of(name: str, seeds: int = 5) -> dict[str, float]:
     """The figures of `advise` early in a training with `mean`: the median over seeds."""
     problem = PROBLEMS[name]()
     gramians, losses = window(problem, seeds, problem.steps)
-    said = [jd.advise(G, L) for G, L in zip(gramians, losses, strict=True)]
+    said = [jd.diagnostics.advise(G, L) for G, L in zip(gramians, losses, strict=True)]
     return {key: float(f"{median(getattr(one, key) for one in said):.4g}") for key in FIGURES}
 
 

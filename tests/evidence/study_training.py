@@ -90,7 +90,7 @@ def scores(problem: Problem, params: Any, split: str) -> Tensor:
 def with_epoch_ended(state: jd.TrainState) -> jd.TrainState:
     """The state of `dwa` after the end of an epoch; other states as they are."""
     if isinstance(state.aggregator, DwaState):
-        return state._replace(aggregator=torch.vmap(jd.end_epoch)(state.aggregator))
+        return state._replace(aggregator=torch.vmap(jd.dwa_end_epoch)(state.aggregator))
     return state
 
 
@@ -148,7 +148,7 @@ def window(problem: Problem, seeds: int, steps: int) -> tuple[Tensor, Tensor]:
         rows = []
         for _ in range(length):
             jacobian, values = jd.jacobian_fn(problem.losses)(state.params, *batch)
-            rows.append((jd.gramian(jacobian), values.detach().double()))
+            rows.append((jd.views.gramian(jacobian), values.detach().double()))
             state, _ = jd.step(state, *batch, **method)
             batch = problem.batch(generator)
         gramians.append(torch.stack([g for g, _ in rows]))

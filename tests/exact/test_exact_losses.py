@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cosmos import cosmos
-from functional_jd.aggregators.dwa import dwa, end_epoch
+from functional_jd.aggregators.dwa import dwa, dwa_end_epoch
 from functional_jd.aggregators.famo import famo
 from functional_jd.aggregators.geometric_mean import geometric_mean
 from functional_jd.aggregators.imtl_l import imtl_l
@@ -168,7 +168,7 @@ def test_dwa(Ls, temperature):
                 found, state = weights(rule, losses, state)
                 check(found, expected, min(1, 16 * eps() * (1 + float(max(ratio)) / temperature)) * len(ratio))
             means.append(sum(decimals(losses) for losses in Ls[2 * epoch : 2 * epoch + 2]) / 2)
-            state = end_epoch(state)
+            state = dwa_end_epoch(state)
 
 
 @SOME

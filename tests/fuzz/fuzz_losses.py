@@ -33,7 +33,7 @@ def _apply(module, params, buffers, x):
 
 
 def _split():
-    return jd.partition(params(), lambda name, _: name == "w")
+    return jd.objectives.partition(params(), lambda name, _: name == "w")
 
 
 OBJECTIVES = {
@@ -44,13 +44,13 @@ OBJECTIVES = {
         kinds({"x"}),
     ),
     "partition": Call(
-        jd.partition,
+        jd.objectives.partition,
         lambda: {"tree": params(), "predicate": lambda name, _: name == "w"},
         {"tree": TREE | EMPTY},
         kinds({"predicate"}),
     ),
     "merge": Call(
-        jd.merge,
+        jd.objectives.merge,
         lambda: {"chosen": _split()[0], "rest": _split()[1]},
         dict.fromkeys(("chosen", "rest"), kinds({"dict"})),
     ),
@@ -171,10 +171,12 @@ ENGINES = {
         {"x": EVERYTHING, "returned": CONSTANTS},
         _LOSSES,
     ),
-    "jacobian_engine": Call(jd.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}),
-    "gramian_engine": Call(jd.gramian_engine, dict),
-    "weighted_engine": Call(jd.weighted_engine, dict),
-    "features_engine": Call(jd.features_engine, dict),
+    "jacobian_engine": Call(
+        jd.engines.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}
+    ),
+    "gramian_engine": Call(jd.engines.gramian_engine, dict),
+    "weighted_engine": Call(jd.engines.weighted_engine, dict),
+    "features_engine": Call(jd.engines.features_engine, dict),
 }
 
 

@@ -70,17 +70,17 @@ OPTIMIZERS = {
         kinds({"merit"}),
     ),
     "global_norm": Call(
-        jd.global_norm,
+        jd.optimizers.global_norm,
         lambda: {"direction": params(), "norm_type": 2.0},
         {"direction": FLOATS, "norm_type": kinds({"inf"})},
     ),
     "clip_by_norm": Call(
-        jd.clip_by_norm,
+        jd.optimizers.clip_by_norm,
         lambda: {"direction": params(), "max_norm": 1.0, "norm_type": 2.0},
         {"direction": FLOATS, "max_norm": NOT_NEGATIVE | {"inf"}, "norm_type": kinds({"inf"})},
     ),
     "clip_by_value": Call(
-        jd.clip_by_value,
+        jd.optimizers.clip_by_value,
         lambda: {"direction": params(), "limit": 1.0},
         {"direction": FLOATS, "limit": NOT_NEGATIVE | {"inf"}},
     ),

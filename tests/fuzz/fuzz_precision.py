@@ -10,7 +10,7 @@ import functional_jd as jd
 
 
 def _scaled(**entries: Any) -> dict[str, Any]:
-    return jd.scale_state_to_dict(jd.scale_state(shape=(2,))) | entries
+    return jd.precision.scale_state_to_dict(jd.scale_state(shape=(2,))) | entries
 
 
 class _Double(torch.autograd.Function):
@@ -26,22 +26,22 @@ PRECISION = {
         kinds({"f"}),
     ),
     "custom": Call(
-        lambda function, cast_inputs: jd.custom(function, cast_inputs=cast_inputs),
+        lambda function, cast_inputs: jd.precision.custom(function, cast_inputs=cast_inputs),
         lambda: {"function": _Double, "cast_inputs": torch.float32},
         {"function": OPTION, "cast_inputs": OPTION},
     ),
     "float32_island": Call(
-        lambda f: jd.float32_island(f)(x()), lambda: {"f": torch.sum}, {"f": CALLABLE}, kinds({"f"})
+        lambda f: jd.precision.float32_island(f)(x()), lambda: {"f": torch.sum}, {"f": CALLABLE}, kinds({"f"})
     ),
     "scaled_grad": Call(
-        lambda f, factor, argnums, has_aux: jd.scaled_grad(f, factor, argnums, has_aux=has_aux)(x()),
+        lambda f, factor, argnums, has_aux: jd.precision.scaled_grad(f, factor, argnums, has_aux=has_aux)(x()),
         lambda: {"f": torch.sum, "factor": 2.0, "argnums": 0, "has_aux": False},
         {"factor": POSITIVE, "argnums": kinds({"zero", "minus_one"})},
         kinds({"f"}),
     ),
-    "policy": Call(lambda description: jd.policy(description), lambda: {"description": "compute=float16"}),
+    "policy": Call(lambda description: jd.precision.policy(description), lambda: {"description": "compute=float16"}),
     "scale": Call(
-        jd.scale,
+        jd.precision.scale,
         lambda: {"state": jd.scale_state(shape=2), "tree": values()},
         {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
     ),
@@ -55,7 +55,7 @@ PRECISION = {
         lambda: {"state": jd.scale_state(), "finite": torch.tensor(True), "losses_finite": torch.tensor(True)},
         {"losses_finite": OPTION},
     ),
-    "select": Call(jd.select, lambda: {"finite": torch.tensor(True), "new": params(), "old": params()}),
+    "select": Call(jd.precision.select, lambda: {"finite": torch.tensor(True), "new": params(), "old": params()}),
     "scale_state": Call(
         jd.scale_state,
         lambda: {
@@ -68,9 +68,9 @@ PRECISION = {
         },
         {"growth_interval": kinds({"minus_one", "zero"}), "shape": kinds({"list"}), "device": OPTION},
     ),
-    "no_scale": Call(jd.no_scale, lambda: {"device": "cpu"}, {"device": OPTION}),
-    "scale_state_to_dict": Call(jd.scale_state_to_dict, lambda: {"state": jd.scale_state()}),
+    "no_scale": Call(jd.precision.no_scale, lambda: {"device": "cpu"}, {"device": OPTION}),
+    "scale_state_to_dict": Call(jd.precision.scale_state_to_dict, lambda: {"state": jd.scale_state()}),
     "scale_state_from_dict": Call(
-        jd.scale_state_from_dict, lambda: {"entries": _scaled(), "device": "cpu"}, {"device": OPTION}
+        jd.precision.scale_state_from_dict, lambda: {"entries": _scaled(), "device": "cpu"}, {"device": OPTION}
     ),
 }

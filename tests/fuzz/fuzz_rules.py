@@ -107,7 +107,7 @@ RULES = {
         pull=_number(0.1),
         preference=_EACH,
     ),
-    "stateless": _rule("stateless", view=lambda: jd.losses, weigh=lambda: torch.ones_like)._replace(
+    "stateless": _rule("stateless", view=lambda: jd.views.losses, weigh=lambda: torch.ones_like)._replace(
         functions=kinds({"view", "weigh"}), names=("aggregate",)
     ),
     "stch": _rule(
@@ -139,7 +139,7 @@ def _famo_state():
 
 def _view(name: str, fine: dict[str, Any]) -> Call:
     def look(jacobian, other, losses):
-        return getattr(jd, name)(jacobian, other, losses=losses)
+        return getattr(jd.views, name)(jacobian, other, losses=losses)
 
     return Call(look, lambda: {"jacobian": rows(), "other": rows(), "losses": values()}, fine, names=("aggregate",))
 
@@ -157,7 +157,7 @@ AGGREGATION = {
         {"jacobian": ROWS, "state": OPTION, "other": ROWS, "losses": kinds({"nans", "nested"})},
     ),
     "combine": Call(
-        lambda jacobian, weights: jd.combine(jacobian, weights),
+        lambda jacobian, weights: jd.aggregation.combine(jacobian, weights),
         lambda: {"jacobian": rows(), "weights": torch.ones(2)},
         {"weights": kinds({"nans", "meta"}), "jacobian": OF_TWO},
     ),
@@ -167,15 +167,15 @@ AGGREGATION = {
     "gramian": _view("gramian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "norms": _view("norms", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "cross_gramian": _view("cross_gramian", {"losses": EVERYTHING}),
-    "end_epoch": Call(jd.end_epoch, lambda: {"state": _dwa_state()}),
-    "after_step": Call(
-        jd.after_step,
+    "dwa_end_epoch": Call(jd.dwa_end_epoch, lambda: {"state": _dwa_state()}),
+    "famo_after_step": Call(
+        jd.famo_after_step,
         lambda: {"state": _famo_state(), "losses": values()},
         {"losses": kinds({"nans", "nested"})},
     ),
     "objective_names": Call(jd.objective_names, lambda: {"losses": values()}, {"losses": TREE | EMPTY}),
     "diagnose": Call(
-        jd.diagnose,
+        jd.diagnostics.diagnose,
         lambda: {"jacobian_or_gramian": rows(), "direction_or_weights": torch.ones(2), "gramian": False},
         {
             "jacobian_or_gramian": OF_TWO,
@@ -184,16 +184,16 @@ AGGREGATION = {
         },
     ),
     "advise": Call(
-        jd.advise,
-        lambda: {"diagnoses": [jd.diagnose(rows())] * 2, "losses": [torch.ones(2), torch.ones(2)]},
+        jd.diagnostics.advise,
+        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2, "losses": [torch.ones(2), torch.ones(2)]},
         {"losses": OPTION},
     ),
     "describe": Call(
-        jd.describe,
+        jd.diagnostics.describe,
         lambda: {
-            "diagnosis": jd.diagnose(rows()),
+            "diagnosis": jd.diagnostics.diagnose(rows()),
             "names": ["a", "b"],
-            "advice": jd.advise([jd.diagnose(rows())] * 2),
+            "advice": jd.diagnostics.advise([jd.diagnostics.diagnose(rows())] * 2),
         },
         {"names": OPTION | {"numpy"}, "advice": OPTION},
     ),

@@ -46,7 +46,7 @@ def _records() -> list[jd.StepInfo]:
     return list(_infos())
 
 
-def _scales() -> list[jd.ScaleState]:
+def _scales() -> list[jd.precision.ScaleState]:
     return [jd.scale_state(), jd.scale_state()]
 
 
@@ -73,7 +73,7 @@ PLOTTING = {
     ),
     "conflicts": _plot(
         plotting.conflicts,
-        lambda: {"diagnoses": [jd.diagnose(rows())], "ax": _axes(), "every": 2},
+        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())], "ax": _axes(), "every": 2},
     ),
     "descend": Call(
         plotting.descend,
@@ -101,7 +101,7 @@ PLOTTING = {
         lambda: {
             "infos": _records(),
             "states": _scales(),
-            "diagnoses": [jd.diagnose(rows())],
+            "diagnoses": [jd.diagnostics.diagnose(rows())],
             "ax": _five_axes(),
             "every": 1,
         },

@@ -53,7 +53,7 @@ GARBAGE: dict[str, Callable[[], Any]] = {
     "nested": lambda: {1: {(2, 3): torch.ones(2)}},
     "dataclass": lambda: Unregistered(torch.ones(2)),
     "builder": lambda: jd.upgrad,
-    "record": lambda: jd.Aggregation(torch.ones(2), torch.ones(2), ()),
+    "record": lambda: jd.aggregation.Aggregation(torch.ones(2), torch.ones(2), ()),
 }
 
 EVERYTHING = frozenset(GARBAGE)

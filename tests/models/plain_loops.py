@@ -97,7 +97,7 @@ def functional_losses(problem, module, constant, in_place_of_the_module=False):
         moved = {}
 
         def call(*args, **kwargs):
-            output, new = apply(fj.merge(params, constant), buffers, *args, **kwargs)
+            output, new = apply(fj.objectives.merge(params, constant), buffers, *args, **kwargs)
             moved.update(new)
             return output
 
@@ -109,7 +109,7 @@ def functional_losses(problem, module, constant, in_place_of_the_module=False):
 def start_of(problem, seed=0, wrap=lambda f: f, in_place_of_the_module=False, **method):
     """The losses as `step` takes them, and the state that the first step takes."""
     module = problem.module(seed)
-    params, constant = fj.partition(dict(module.named_parameters()), lambda _, p: p.requires_grad)
+    params, constant = fj.objectives.partition(dict(module.named_parameters()), lambda _, p: p.requires_grad)
     constant = {name: p.detach() for name, p in constant.items()}
     losses = wrap(functional_losses(problem, module, constant, in_place_of_the_module))
     method = {"losses": losses, **method}

@@ -28,12 +28,12 @@ trees = st.recursive(
 
 @given(trees, st.integers(1, 4))
 def test_every_leaf_is_in_one_of_the_two_and_together_they_are_the_tree(tree, divisor):
-    chosen, rest = fj.partition(tree, lambda _, x: int(x) % divisor == 0)
+    chosen, rest = fj.objectives.partition(tree, lambda _, x: int(x) % divisor == 0)
     leaves = tree_flatten(tree)[0]
     assert all(int(x) % divisor == 0 for x in tree_flatten(chosen)[0])
     assert all(int(x) % divisor for x in tree_flatten(rest)[0])
     assert len(tree_flatten(chosen)[0]) + len(tree_flatten(rest)[0]) == len(leaves)
-    again, structure = tree_flatten(fj.merge(chosen, rest))
+    again, structure = tree_flatten(fj.objectives.merge(chosen, rest))
     assert all(x is y for x, y in zip(again, tree_flatten(_sorted(tree))[0], strict=True))
     assert structure == tree_flatten(_sorted(tree))[1]
 
@@ -49,7 +49,7 @@ def _sorted(tree):
 def test_names_are_dotted_and_absent_keys_are_left_out():
     names = []
     tree = {"trunk": {"w": torch.ones(1)}, "heads": [torch.ones(2), torch.ones(3)]}
-    chosen, rest = fj.partition(tree, lambda name, _: names.append(name) or name.startswith("heads"))
+    chosen, rest = fj.objectives.partition(tree, lambda name, _: names.append(name) or name.startswith("heads"))
     assert sorted(names) == ["heads.0", "heads.1", "trunk.w"]
     assert chosen.keys() == {"heads"} or not chosen["trunk"]
     assert not tree_flatten(rest.get("heads", []))[0]
@@ -58,10 +58,10 @@ def test_names_are_dotted_and_absent_keys_are_left_out():
 def test_frozen_layers_of_a_module_stay_while_the_others_train():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     params = {name: p.detach() for name, p in net.named_parameters()}
-    trained, constant = fj.partition(params, lambda name, _: name.startswith("2."))
+    trained, constant = fj.objectives.partition(params, lambda name, _: name.startswith("2."))
     assert set(trained) == {"2.weight", "2.bias"}
     apply, x = fj.functional(net), torch.randn(5, 3)
-    losses = lambda trained, x: apply(fj.merge(trained, constant), {}, x)[0].square().squeeze(1)
+    losses = lambda trained, x: apply(fj.objectives.merge(trained, constant), {}, x)[0].square().squeeze(1)
     rows = fj.jacobian_fn(losses)(trained, x)[0]
     theirs = torch.func.jacrev(lambda p: torch.func.functional_call(net, p, (x,)).square().squeeze(1))(params)
     for name in trained:
@@ -72,8 +72,8 @@ def test_composes_with_transforms_and_compile():
     tree = {"a": torch.ones(2), "b": [torch.ones(2), torch.zeros(2)]}
 
     def f(tree):
-        chosen, rest = fj.partition(tree, lambda name, _: name != "b.0")
-        return sum((2 * x).sum() for x in tree_flatten(chosen)[0]) + fj.merge(chosen, rest)["b"][0].sum()
+        chosen, rest = fj.objectives.partition(tree, lambda name, _: name != "b.0")
+        return sum((2 * x).sum() for x in tree_flatten(chosen)[0]) + fj.objectives.merge(chosen, rest)["b"][0].sum()
 
     expected = {"a": torch.full((2,), 2.0), "b": [torch.ones(2), torch.full((2,), 2.0)]}
     for gradient in (
@@ -88,6 +88,6 @@ def test_composes_with_transforms_and_compile():
 
 def test_mistakes_are_named_with_their_cure():
     with pytest.raises(TypeError, match=r"partition: predicate must be a function, found str\. Pass predicate"):
-        fj.partition({"a": torch.ones(1)}, "a")
+        fj.objectives.partition({"a": torch.ones(1)}, "a")
     with pytest.raises(ValueError, match=r"merge: expected two parts of one pytree, found Tensor and Tensor"):
-        fj.merge({"a": torch.ones(1)}, {"a": torch.ones(1)})
+        fj.objectives.merge({"a": torch.ones(1)}, {"a": torch.ones(1)})

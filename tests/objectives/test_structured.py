@@ -123,7 +123,7 @@ def test_mistakes_are_named_with_their_cure(mistake):
         make()
 
 
-WRAPPERS = {"autocast": fj.autocast, "policy": fj.policy("params=float32,compute=bfloat16,output=float32")}
+WRAPPERS = {"autocast": fj.autocast, "policy": fj.precision.policy("params=float32,compute=bfloat16,output=float32")}
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
@@ -133,7 +133,7 @@ def test_a_wrapper_keeps_the_structure(wrap):
     x = torch.linspace(-1, 1, 12).reshape(4, 3)
     found, _ = fj.jacobian_fn(wrap(fj.multitask(trunk, top)))(params, x)
     expected, _ = fj.jacobian_fn(fj.multitask(wrap(trunk), wrap(top)))(params, x)
-    assert isinstance(found, fj.MultitaskJacobian)
+    assert isinstance(found, fj.aggregation.MultitaskJacobian)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not torch.equal(found.shared["w"], fj.jacobian_fn(fj.multitask(trunk, top))(params, x)[0].shared["w"])
     loss = lambda w, x, y: (x @ w - y).square()

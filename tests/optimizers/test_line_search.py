@@ -197,6 +197,6 @@ def test_mistakes_are_named_with_their_cure():
         how = {"losses": rosenbrock, "aggregator": fj.mean(), "optimizer": around}
         with pytest.raises(ValueError, match=r"line_search: expected the losses.*with this optimizer outermost"):
             fj.step(fj.train_state(START, **how), **how)
-    replicas = fj.jacobian_engine()._replace(replicate=lambda tree: tree)
+    replicas = fj.engines.jacobian_engine()._replace(replicate=lambda tree: tree)
     with pytest.raises(ValueError, match=r"replicas have different batches.*found one that compares"):
         fj.step(fj.train_state(START, **method()), engine=replicas, **method())

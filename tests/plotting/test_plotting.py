@@ -385,7 +385,7 @@ def test_the_axis_of_losses_is_logarithmic_where_that_helps():
 
 def test_conflicts_are_shares_of_diagnoses():
     gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
-    ax = plotting.conflicts([jd.diagnose(gramian) for gramian in gramians])
+    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
     np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
 
 

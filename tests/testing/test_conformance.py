@@ -184,8 +184,9 @@ def test_what_is_no_rule_is_refused(ask):
 def test_pytest_names_the_cases_after_the_laws_and_prints_little_more_than_the_counterexample(tmp_path):
     path = tmp_path / "test_of_mine.py"
     path.write_text(
-        "from functional_jd import gramian, mean, stateless\n"
+        "from functional_jd import mean, stateless\n"
         "from functional_jd.testing import compiled, non_conflicting, obeys, pure\n"
+        "from functional_jd.views import gramian\n"
         "test_mean = obeys(mean(), pure, non_conflicting)\n"
         "test_branch = obeys(stateless(gramian, lambda G: G[0] if G[0, 0] > 1 else 0 * G[0]), compiled)\n"
     )

@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from functional_jd.torch_compat import checkpoints, private_names
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -334,28 +336,28 @@ def test_the_forward_of_a_custom_function_is_recognised():
 
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
     def inner(x):
-        hook = internals.saved_tensors_hook()
-        frames.extend(internals.checkpoint_frames())
+        hook = checkpoints.saved_tensors_hook()
+        frames.extend(checkpoints.checkpoint_frames())
         # Asking changes nothing.
-        assert internals.saved_tensors_hook() is hook
-        assert internals.checkpoint_frames() == frames
-        assert internals.checkpoint_frames(around=outside[0]) == frames[:1]
-        assert internals.checkpoint_frames(around=hook) == []
+        assert checkpoints.saved_tensors_hook() is hook
+        assert checkpoints.checkpoint_frames() == frames
+        assert checkpoints.checkpoint_frames(around=outside[0]) == frames[:1]
+        assert checkpoints.checkpoint_frames(around=hook) == []
         with torch.autograd.graph.save_on_cpu():
-            assert internals.saved_tensors_hook() is not hook
-            assert internals.checkpoint_frames() == frames
+            assert checkpoints.saved_tensors_hook() is not hook
+            assert checkpoints.checkpoint_frames() == frames
         return x.sin()
 
     def outer(x):
-        outside.append(internals.saved_tensors_hook())
+        outside.append(checkpoints.saved_tensors_hook())
         return checkpoint(inner, x.exp(), use_reentrant=False)
 
     frames, outside = [], []
-    assert internals.saved_tensors_hook() is None
+    assert checkpoints.saved_tensors_hook() is None
     x = torch.ones(2, requires_grad=True)
     y = checkpoint(outer, x, use_reentrant=False)
     assert len(set(map(id, frames))) == 2
-    assert internals.saved_tensors_hook() is None
+    assert checkpoints.saved_tensors_hook() is None
     calls, found = [], frames.copy()
     for i, frame in enumerate(found):
         frame.recompute_fn = lambda *args, run=frame.recompute_fn, i=i: (calls.append(i), run(*args))
@@ -377,18 +379,18 @@ def test_the_modules_around_a_checkpoint_are_known():
     class Inner(nn.Module):
         def forward(self, x):
             if not found:
-                found.extend(internals.calling_modules(frame) for frame in internals.checkpoint_frames())
+                found.extend(checkpoints.calling_modules(frame) for frame in checkpoints.checkpoint_frames())
             return x.sin()
 
     found = []
     outer, middle, inner = Outer(), Middle(), Inner()
     outer(torch.ones(2, requires_grad=True))
     assert found == [[middle, outer], [outer]]
-    assert internals.calling_modules(None) == []
+    assert checkpoints.calling_modules(None) == []
 
 
 def test_reentrant_checkpoints_are_recognised():
-    f = lambda x: (answers.append(internals.in_reentrant_checkpoint()), x.sin())[1]
+    f = lambda x: (answers.append(checkpoints.in_reentrant_checkpoint()), x.sin())[1]
     answers = []
     x = torch.ones(2, requires_grad=True)
     f(x)
@@ -407,6 +409,8 @@ def test_a_module_keeps_its_tensors_where_they_are_put():
     assert "running_mean" in buffers
     parameters["weight"] = buffers["running_mean"] = torch.zeros(2)
     assert norm.weight is norm.running_mean
+    with pytest.raises(RuntimeError, match=r"expected torch.nn.Module._parameters for functional modules, found"):
+        internals.module_tensors(object())
 
 
 def test_functional_collectives_are_there():
@@ -421,12 +425,19 @@ def test_importing_and_asking_raises_no_warning():
         internals.under_transform()
 
 
-def test_every_private_name_is_listed():
-    """The table of the docstring names all private attributes that the file reads."""
-    table, code = Path(internals.__file__).read_text().split('"""', 2)[1:]
-    names = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+@pytest.mark.parametrize("file", [internals, checkpoints])
+def test_every_private_name_is_listed(file):
+    """The strings that say what is missing name all private attributes that the file reads."""
+    nodes = list(ast.walk(ast.parse(Path(file.__file__).read_text())))
+    texts = " ".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     private = {name for name in names if name.startswith("_") and not name.startswith("__")}
-    assert {name for name in private if name not in table} <= {"_functorch"}
+    assert {name for name in private if name not in texts} <= {"_dynamo_marked_constant"}
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert private_names.SUPPORTED in project["dependencies"]
 
 
 def test_vmaps_and_their_randomness_are_known():
@@ -500,6 +511,20 @@ def test_conversions_of_modules_go_through_one_method():
     assert Own(2, 2).double().weight.dtype == torch.float32
 
 
+class WithoutSpec:
+    """A `DTensor` that no longer has its private attribute."""
+
+    from_local = DTensor.from_local
+
+    def __init__(self, like):
+        self.device_mesh, self.placements, self.shape, self.stride = (
+            like.device_mesh,
+            like.placements,
+            like.shape,
+            like.stride,
+        )
+
+
 def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
     dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
@@ -508,6 +533,8 @@ def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
         assert isinstance(closed, DTensor)
         assert (closed.placements, closed.device_mesh, closed.shape) == (like.placements, like.device_mesh, like.shape)
         assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
+        again = internals.sharded_like(torch.zeros(3, 2), WithoutSpec(like))
+        assert (type(again), again._spec) == (DTensor, closed._spec)
     finally:
         dist.destroy_process_group()
 

@@ -216,7 +216,7 @@ def test_names_consist_of_fields_keys_and_positions():
         "functional_jd.version",
         "functional_jd.fields",
     }
-    assert fj.to_checkpoint(state).keys() == names | {f"scale.{field}" for field in fj.ScaleState._fields}
+    assert fj.to_checkpoint(state).keys() == names | {f"scale.{field}" for field in fj.precision.ScaleState._fields}
     assert "value" in fj.to_checkpoint(torch.ones(1))
 
 

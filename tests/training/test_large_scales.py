@@ -46,7 +46,7 @@ def by_pullback(kind, scale, weights):
 
 def by_step(kind, engine, scale, weights):
     losses, params = KINDS[kind]
-    rule = jd.stateless(jd.gramian, lambda _: weights)
+    rule = jd.stateless(jd.views.gramian, lambda _: weights)
     state = jd.TrainState(params, (), (), (), scale)
     how = {"losses": losses, "aggregator": rule, "optimizer": NO_OPTIMIZER, "engine": engine}
     after, info = jd.step(state, X, **how)

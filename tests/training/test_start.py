@@ -129,8 +129,8 @@ def test_frozen_parameters_are_refused_and_partition_is_the_cure():
     losses = lambda p, x: functional_call(net, p, (x,)).square().mean(0)
     with pytest.raises(ValueError, match=r"train_state: .*found frozen '0.weight'\. .*partition\("):
         begin(losses, params)
-    trained, constant = fj.partition(params, lambda name, p: p.requires_grad)
-    state = begin(lambda p, x: losses(fj.merge(p, constant), x), trained)
+    trained, constant = fj.objectives.partition(params, lambda name, p: p.requires_grad)
+    state = begin(lambda p, x: losses(fj.objectives.merge(p, constant), x), trained)
     assert sorted(state.params) == ["0.bias", "1.bias", "1.weight"]
 
 

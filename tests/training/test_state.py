@@ -59,7 +59,7 @@ class Values(NamedTuple):
     size: float
 
 
-ENGINES = ["auto", "jacobian", "gramian", fj.jacobian_engine("loop"), fj.gramian_engine()]
+ENGINES = ["auto", "jacobian", "gramian", fj.engines.jacobian_engine("loop"), fj.engines.gramian_engine()]
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine if isinstance(engine, str) else "made")
@@ -75,7 +75,7 @@ def test_engines_speak_of_the_function_that_was_called(engine):
 def test_the_weighted_engine_and_rules_speak_of_the_function_that_was_called():
     wrong = method(losses=lambda p, x: {"fit": losses(p, x).sum(), "n": 2}, aggregator=fj.mean(), engine="weighted")
     refused("^step: losses must be .* found int in 'n'", lambda: fj.step(begun(), X, **wrong), TypeError)
-    uneven = method(aggregator=fj.stateless(fj.full_jacobian, lambda J: torch.ones(3)))
+    uneven = method(aggregator=fj.stateless(fj.views.full_jacobian, lambda J: torch.ones(3)))
     refused(r"^step: expected one weight per row, \[2\], found \[3\]", lambda: fj.step(begun(), X, **uneven))
     refused(
         "^chosen_engine: losses must be a function",
@@ -204,7 +204,7 @@ def test_no_more_memory_is_asked_for_where_there_is_none():
     optimizer = fj.Optimizer(init, update)
     state, how = begun(), method(optimizer=optimizer)
     refused("^of the device", lambda: fj.step(state, X, **how), torch.OutOfMemoryError)
-    how = method(aggregator=fj.Aggregator(fj.gramian, init, update))
+    how = method(aggregator=fj.Aggregator(fj.views.gramian, init, update))
     refused("^of the device", lambda: fj.step(state, X, **how), torch.OutOfMemoryError)
     assert not calls
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
+from functional_jd.training.engines import ENGINES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,7 @@ from two_tasks import close, method, same, two_tasks
 import functional_jd as fj
 from functional_jd.aggregation.aggregate import start
 from functional_jd.aggregation.lifts import scalarized
-from functional_jd.engines.table import ENGINES
+from functional_jd.engines.by_name import ENGINES
 
 
 def weighted_step(*args, **how):
@@ -62,7 +63,7 @@ def test_the_step_is_the_composition_by_hand():
     direction, weights, memory = fj.aggregate(how["aggregator"], jacobian, state.aggregator)
     moved, moments = how["optimizer"].update(direction, state.optimizer, params)
     assert same(after, fj.TrainState(moved, (), moments, memory, fj.update_scale(state.scale, finite)))
-    assert same(info, fj.StepInfo(values, weights, finite, finite.all(), fj.gramian(jacobian)))
+    assert same(info, fj.StepInfo(values, weights, finite, finite.all(), fj.views.gramian(jacobian)))
 
 
 def test_heads_follow_their_own_losses_and_the_trunk_the_rule():
@@ -149,7 +150,7 @@ def test_what_a_random_rule_remembers_does_not_advance_in_a_skipped_step():
     def update(view, key):
         return torch.softmax(fj.random.normal(key, view.shape).double(), 0), fj.random.split(key)[0]
 
-    rule = fj.Aggregator(fj.no_gradients, lambda view: fj.random.key(7), update)
+    rule = fj.Aggregator(fj.views.no_gradients, lambda view: fj.random.key(7), update)
     how = {"losses": lambda p, x: p * x, "aggregator": rule, "optimizer": fj.sgd(0.1, momentum=0.9)}
     state = fj.train_state(torch.ones(2), torch.ones(()), scale=fj.scale_state(), **how)
     once, _ = fj.step(state, torch.ones(()), **how)
@@ -697,7 +698,7 @@ def test_auto_counts_heads_where_it_knows_no_better():
     shared = torch.empty(1 << 16)
     for tasks, expected in ((127, False), (128, True)):
         heads = {f"{i}.{name}": torch.empty(1) for i in range(tasks) for name in ("weight", "bias")}
-        state = fj.TrainState({"shared": shared, "heads": heads}, (), (), (), fj.no_scale())
+        state = fj.TrainState({"shared": shared, "heads": heads}, (), (), (), fj.precision.no_scale())
         assert (fj.chosen_engine(state, losses=losses, aggregator=fj.upgrad()).engine == "gramian") == expected
 
 

@@ -56,7 +56,7 @@ def recorded(
 
 def edges_of(uses: list[LayerUse]) -> list[Any]:
     """Where the gradients of the recorded layers are found, each once."""
-    return list(dict.fromkeys(use.edge for use in uses))
+    return list(dict.fromkeys([use.edge for use in uses]))
 
 
 def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:

@@ -136,8 +136,8 @@ def _is_linear(given: dict[str, Any]) -> bool:
 
 
 def _is_pair(given: dict[str, Any]) -> bool:
-    pair = given.get("input"), given.get("other")
-    return all(isinstance(x, Tensor) and x.is_floating_point() for x in pair)
+    other = given.get("other")
+    return isinstance(other, Tensor) and other.is_floating_point() and _is_real(given)
 
 
 def _is_plain_lookup(given: dict[str, Any]) -> bool:

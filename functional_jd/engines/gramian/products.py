@@ -44,7 +44,7 @@ def products_of_leaves(
         else:
             blocks[index] = of_parts(own, leaf, m)
     joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
-    products = [*(block.products for block in blocks.values()), *(of_rows(as_matrix(rows)) for _, rows in joined)]
+    products = [block.products for block in blocks.values()] + [of_rows(rows) for _, rows in joined]
 
     def pullback(weights: Tensor) -> list[Tensor]:
         found = {index: block.pullback(weights) for index, block in blocks.items()}
@@ -61,10 +61,12 @@ def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
     """The block of a leaf whose rows are the sum of these parts: from inner products of factors or from the rows,
     whichever costs less. The pullback keeps the smaller of the two.
     """
+    if len(parts) == 1 and isinstance(parts[0], Factors):
+        return _block_of_factors(parts[0], leaf, m)
     factors = [part for part in parts if isinstance(part, Factors)]
     same = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
     if same and len(factors) == len(parts):
-        return _block_of_factors(factors[0] if len(factors) == 1 else side_by_side(factors), leaf, m)
+        return _block_of_factors(side_by_side(factors), leaf, m)
     rows = [part for part in parts if isinstance(part, Tensor)] + [rows_of_factors(f, leaf, m) for f in factors]
     if not rows:
         return Block(leaf.new_zeros(m, m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))

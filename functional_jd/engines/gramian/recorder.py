@@ -17,9 +17,10 @@ from functional_jd.engines.choose import record_layer
 from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, ParameterView, view_of
+from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
+    GRAD_FN,
     GRAPH_ATTRIBUTES,
     graph_attribute,
     in_custom_function,
@@ -81,7 +82,7 @@ class LayerRecorder(TorchFunctionMode):
         if func in GRAPH_ATTRIBUTES:
             examples = self.examples and transform_level() == self.level
             found = graph_attribute(func, *args) if examples else func(*args)
-            if func == GRAPH_ATTRIBUTES[1] and found is not None:
+            if func == GRAD_FN and found is not None:
                 self.refuse_layer_node(found)
             return found
         if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
@@ -89,41 +90,38 @@ class LayerRecorder(TorchFunctionMode):
         if func in _BACKWARD:
             # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
-        form = transparent[func] if func in transparent else None if kwargs else batched_form(func, args)
+        form = transparent.get(func)
+        if func in RECURRENT and not kwargs:
+            form = batched_form(func, args)
         if form is not None and any(self.view_of_leaf(x) for x in _with_lists((*args, *kwargs.values()))):
             return self.inline(func, form, args, kwargs)
-        layer = LAYERS.get(func)
+        layer, given = LAYERS.get(func), kwargs
+        uses: dict[str, ParameterView] = {}
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
-            uses = {name: part for name in layer.forms if (part := self.view_of_leaf(given.get(name)))}
-            with torch_function_disabled():
-                fits = bool(uses) and self.fits(layer, given, uses)
-            if fits:
-                taken = given | {name: part.constant for name, part in uses.items()}
-                args, kwargs = [taken[name] for name in layer.names[: len(args)]], {k: taken[k] for k in kwargs}
-                output = self.call(func, args, kwargs)
+            for name in layer.forms:
+                part = self.view_of_leaf(given.get(name))
+                if part is not None:
+                    uses[name] = part
+            if uses:
                 with torch_function_disabled():
-                    output = self.without_view(output)
-                    self.record(layer, given, uses, output)
-                return output
-        output = self.call(func, args, kwargs)
-        if func in VIEWS and args and (part := self.view_of_leaf(args[0])):
+                    uses = uses if self.fits(layer, given, uses) else {}
+                args, kwargs = _with_constants(layer, uses, args, kwargs)
+        if self.examples and func in BATCHED_OPS:  # for all examples at once
+            output = on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
+        else:
+            output = func(*args, **kwargs)
+        if layer is not None and uses:
+            with torch_function_disabled():
+                output = self.record(layer, given, uses, output)
+        elif func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an op, for all examples at once where that is another way."""
-        if self.examples and func in BATCHED_OPS:
-            return on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
-        return func(*args, **kwargs)
 
     def refuse_layer_node(self, node: Any) -> None:
         """The gradient of a layer's output is taken before its node, whose hooks would not act."""
         if any(isinstance(use.edge, GradientEdge) and use.edge.node is node for use in self.uses):
             raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
-
-    def without_view(self, output: Tensor) -> Tensor:
-        return without_view(output)
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
         """The view of a leaf that this tensor is, unless it was changed in place since."""
@@ -173,32 +171,37 @@ class LayerRecorder(TorchFunctionMode):
         return cast
 
     def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
+        source = input_name(uses)
         # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
         return (
             transform_level() == self.level
             and record_layer(layer.reach, self.examples)
-            and input_name(uses) not in uses
+            and source not in uses
             and given.keys() <= set(layer.names)
-            and (not self.examples or is_batched(given.get(input_name(uses))))
-            and not any(is_batched(given.get(name)) for name in layer.keeps)
-            and all(part.distance <= (layer.reach if name == "weight" else FLAT) for name, part in uses.items())
+            and (not self.examples or is_batched(given.get(source)))
+            and not (layer.keeps and any(is_batched(given.get(name)) for name in layer.keeps))
+            and ("weight" not in uses or uses["weight"].distance <= layer.reach)
             and layer.fits(given)
             # Its backward may differentiate a graph that its forward keeps, which must reach the leaf.
             and not in_custom_function()
         )
 
-    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
-        source, axis = given[input_name(uses)], 0
+    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> Tensor:
+        """Remember the uses of leaves by a layer, and return its output as the losses get it."""
+        output = without_view(output)
+        source, inner, axis = given[input_name(uses)], output, 0
         if self.examples:
             source = examples_first(source).detach()
-            output, axis = unwrap_batched(output)
+            inner, axis = unwrap_batched(output)
         else:
             source = source.detach()[None]
-        if not output.requires_grad:
-            return  # torch.no_grad inside the losses
-        options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-        options |= {name: given[name] for name in layer.keeps if name in given}
-        before, edge = version(source), get_gradient_edge(output)
+        if not inner.requires_grad:
+            return output  # torch.no_grad inside the losses
+        options: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in layer.keeps or not isinstance(value, Tensor):
+                options[name] = value
+        before, edge = version(source), get_gradient_edge(inner)
         for name, part in uses.items():
 
             def form(gradient: Tensor, rule: Form = layer.forms[name], part: ParameterView = part) -> Factors | Tensor:
@@ -208,11 +211,23 @@ class LayerRecorder(TorchFunctionMode):
                 return part.back(rule(source, gradient.movedim(axis, 0), options | shape))
 
             self.uses.append(LayerUse(part.leaf, edge, form))
+        return output
 
 
 def _with_lists(values: Sequence[Any]) -> list[Any]:
     """The values, and those in lists among them."""
     return [x for value in values for x in (value if isinstance(value, list) else [value])]
+
+
+def _with_constants(layer: Layer, uses: dict[str, ParameterView], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a layer, with a constant in the place of each leaf."""
+    args, kwargs = list(args), dict(kwargs)
+    for name, part in uses.items():
+        if name in kwargs:
+            kwargs[name] = part.constant
+        else:
+            args[layer.names.index(name)] = part.constant
+    return args, kwargs
 
 
 def input_name(uses: dict[str, ParameterView]) -> str:

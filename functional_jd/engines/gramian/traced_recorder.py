@@ -88,9 +88,6 @@ class TracedRecorder(LayerRecorder):
         listed = [x for value in given if isinstance(value, list | tuple) for x in value]
         return any(_may_be_view(x) and id(x) in copies for x in (*given, *listed))
 
-    def without_view(self, output: Tensor) -> Tensor:
-        return output
-
     def view_of_leaf(self, x: Any) -> ParameterView | None:
         found = self.known.get(id(x)) if _may_be_view(x) else None
         return None if found is None else found[0]
@@ -112,14 +109,15 @@ class TracedRecorder(LayerRecorder):
     def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
         return not layer.keeps and super().fits(layer, given, uses)
 
-    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> None:
+    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> Tensor:
         if not output.requires_grad:
-            return  # torch.no_grad inside the losses
+            return output  # torch.no_grad inside the losses
         options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         for name, part in uses.items():
             shape = {"shape": tuple(part.constant.shape)}
             self.seen.append(TracedUse(len(self.ends), part, layer.forms[name], options | shape))
         self.ends.append((given[input_name(uses)].clone(), output))
+        return output
 
 
 def _may_be_view(x: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from functional_jd.core.types import Tree
+from functional_jd.core.sharding import any_sharded
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.multitask import MULTITASK
@@ -11,7 +11,6 @@ from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.kinds.shards import SHARDED
 from functional_jd.objectives import ExampleSets, Multitask, PerExample, Sharded
-from functional_jd.objectives.over_shards import has_sharded_leaves
 
 KINDS: dict[type, Kind] = {
     PerExample: PER_EXAMPLE,
@@ -36,8 +35,8 @@ def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
     return PLAIN
 
 
-def of_arguments(losses: Any, arguments: Tree) -> Any:
-    """The losses, as those of sharded parameters if some of these arguments are `DTensor`s."""
-    if type(losses) is Sharded or not has_sharded_leaves(arguments):
+def of_arguments(losses: Any, leaves: Sequence[Any]) -> Any:
+    """The losses, as those of sharded parameters if some leaves of what is differentiated are `DTensor`s."""
+    if type(losses) is Sharded or not any_sharded(leaves):
         return losses
     return Sharded(losses, None)

@@ -8,14 +8,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.heads import Heads
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params
 from functional_jd.engines.evaluate import Options, check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.products import products_of_leaves
-from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
@@ -84,7 +83,7 @@ def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted
     found = {name: examples_weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = list(losses.counts(args[1:]).values())
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         check_weights(options.where, weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
         results = [pull(piece, last=last) for (*_, pull), piece in pieces]

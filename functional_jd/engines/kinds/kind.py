@@ -20,7 +20,10 @@ FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction], He
 """The Gramian of the scaled rows, or what `options.products` says; losses, aux, the pullback of scaled rows, for the
 parameters that have rows, and the heads' gradient."""
 
-FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., tuple[Direction, Heads, Tensor]]]
+PulledBack: TypeAlias = tuple[Direction, Heads, Tensor]
+"""The direction of the parameters that have rows, the heads' gradient, and what is finite."""
+
+FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., PulledBack]]
 """The losses, aux, and `pullback(weights, *, last=False) -> (direction, heads, finite)`, unscaled."""
 
 FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
-from functional_jd.core.heads import Heads, nan_unless_finite
+from functional_jd.core.heads import nan_unless_finite
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.tree import (
     Structure,
@@ -26,14 +26,22 @@ from functional_jd.engines.evaluate import (
     dense_gradients,
     dense_rows,
     detach_tree,
+    element_count,
     evaluate_losses,
-    objective_count,
     row_scales,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.kind import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import (
+    Args,
+    FoundFeatures,
+    FoundGramian,
+    FoundJacobian,
+    FoundWeighted,
+    Kind,
+    PulledBack,
+)
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
@@ -155,9 +163,9 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     """One backward pass for the trunk, one for the heads."""
     point = _evaluate(losses, args, options)
     outputs, n = point.heads.outputs, len(point.own[0])
-    scales = row_scales(options.scale, objective_count(outputs), outputs[0], options.where)
+    scales = row_scales(options.scale, element_count(outputs), outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), scales, options)
         cotangent, common = weighted_cotangent(outputs, weights, scales, options)
         # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
@@ -233,7 +241,7 @@ def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], option
 def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
     above, n_heads = point.heads, len(point.own[0])
-    factors = row_scales(options.scale, objective_count(above.outputs), above.outputs[0], options.where)
+    factors = row_scales(options.scale, element_count(above.outputs), above.outputs[0], options.where)
 
     def together() -> Parted:
         rows = jacobian_rows(above, factors, options._replace(mode="vmap"))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.heads import Heads
 from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import (
     Options,
     check_example_losses,
@@ -24,7 +23,7 @@ from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_us
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, to_dense, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
@@ -160,7 +159,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
     check_example_losses(point.outputs, (m,))
     scales = row_scales(options.scale, m, point.outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
         batched = partial(point.pullback, cotangent, last=last)
 

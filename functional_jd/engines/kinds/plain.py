@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.heads import Heads
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_unflatten
-from functional_jd.core.types import Direction
+from functional_jd.core.tree import floating_leaves, tree_unflatten
 from functional_jd.engines.evaluate import (
     Options,
     dense_gradients,
     dense_rows,
     detach_tree,
+    element_count,
     evaluate_losses,
     objective_count,
     row_scales,
@@ -22,7 +21,7 @@ from functional_jd.engines.evaluate import (
 )
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
-from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
@@ -40,11 +39,13 @@ def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opt
 
     if options.mode == "forward":
         rows, (values, aux) = _forward(f, leaves, options)
+        m = objective_count(values)
     else:
         point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
-        factors = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
+        m = element_count(point.outputs)
+        factors = row_scales(options.scale, m, point.outputs[0], options.where)
         rows, (values, aux) = jacobian_rows(point, factors, options), point.extra
-    return tree_unflatten(structure, dense_rows(rows, leaves, objective_count(values))), values, aux
+    return tree_unflatten(structure, dense_rows(rows, leaves, m)), values, aux
 
 
 def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundGramian:
@@ -60,7 +61,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
         return evaluate_losses(recorded_losses, rebuild(tree_unflatten(structure, points)), options)
 
     point, uses, edges = recorded(f, leaves, options)
-    m = objective_count(point.outputs)
+    m = element_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
     return products, *point.extra, shaped(pullback, structure, options), ()
@@ -75,9 +76,9 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
         return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
 
     point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
-    scales = row_scales(options.scale, objective_count(point.outputs), point.outputs[0], options.where)
+    scales = row_scales(options.scale, element_count(point.outputs), point.outputs[0], options.where)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
         gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
         direction, finite = unscaled(common, tree_unflatten(structure, gradient), options)
@@ -106,7 +107,7 @@ def _forward(
         with autocast_disabled(tangents):
             return torch.cat([tangent.reshape(len(basis), tangent.shape[1:].numel()) for tangent in tangents], dim=1)
 
-    m = objective_count(tree_leaves(outputs))
+    m = element_count(outputs)
     factors = row_scales(options.scale, m, outputs[0], options.where)
     rows: Rows = []
     for index, leaf in enumerate(leaves):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.heads import Heads, split_heads, with_heads
+from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_dimension
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
-from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
-from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.kinds.multitask import MULTITASK
 from functional_jd.engines.kinds.multitask import weighted as weighted_trunk
 from functional_jd.engines.kinds.plain import PLAIN
@@ -55,7 +55,7 @@ def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
     inner, args, options = _opened(losses, args, 0, options)
     values, aux, pull = _weighted_of(losses)(inner, args, options)
 
-    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Heads, Tensor]:
+    def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         direction, heads, finite = pull(weights, last=last)
         everywhere = agreed(finite, leaves)
         if options.scale is not None:  # a rank whose own shard is finite does not know that another's is not

@@ -72,18 +72,6 @@ def untapped(monkeypatch, case):
 # The numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MORE)
-def test_equals_the_inner_products_of_the_rows_at_either_price(name, kind, monkeypatch):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    is_tapped(monkeypatch, case)
-    for lean in (True, False):
-        priced(monkeypatch, lean)
-        agree(found(case), expected)
-        agree(found(case, scale=torch.tensor(64.0)), expected, 1e-9, 1e-7)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), pairs(*NORMS, *ATTENTION, "scaled", "packed", "prelu_2d", "group_norm_2d", "decoder")
 )

@@ -17,7 +17,7 @@ from gramian_by_hand import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from jacobian_by_hand import CASES, KINDS, case_of, leaves
+from jacobian_by_hand import KINDS, case_of, leaves
 from torch import nn
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
@@ -27,7 +27,6 @@ from functional_jd.engines.gramian import factors, squared_norms
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
 from functional_jd.objectives import multitask, per_example
-from functional_jd.precision.scale_state import scale_state
 
 # Slow operators are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -146,25 +145,6 @@ def agree(result, expected, weights, dtype=torch.float64):
     true_direction = torch.cat(true_direction)
     lengths = weights.abs() @ gramian.diagonal().sqrt() + true_direction.norm()  # the last for heads, without rows here
     check_within(torch.cat(direction), true_direction, 2**10 * eps(dtype) * lengths)
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_equals_the_diagonal_of_the_gramian_of_the_rows_at_either_price(name, kind, monkeypatch):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    for lean in (True, False):
-        priced(monkeypatch, lean)
-        agree(found(case), expected, weights_for(case), torch.float32 if name == "mixed" else torch.float64)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["mlp", "tied", "conv2d", "encoder", "lstm"])
-def test_scales_leave_no_trace(name, kind):
-    case = case_of(name, kind)
-    expected = expectation(case)
-    m = len(weights_for(case))
-    for scale in (torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m], torch.tensor(64.0), scale_state(8.0, shape=(m,))):
-        agree(found(case, scale=scale), expected, weights_for(case))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,91 @@
+"""Which checkpoints of `torch.utils.checkpoint` run, told by their hooks and their Python frames."""
+
+import inspect
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from functional_jd.torch_compat.private_names import missing, private
+from functional_jd.torch_compat.torch_internals import runs_inside
+
+_FEATURE = "checkpoints that run again under modes"
+
+
+def _no_checkpoint(_: bool) -> None:
+    """Stands in for the innermost hook: there is none where no checkpoint runs."""
+    if runs_inside(_CHECKPOINT):
+        raise missing("_C._autograd._top_saved_tensors_default_hooks", _FEATURE)
+
+
+_top_hooks: Any = private("_C._autograd._top_saved_tensors_default_hooks", _FEATURE, otherwise=_no_checkpoint)
+_hooks: Any = private(
+    "_C._autograd", _FEATURE,
+    "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks",
+    "_saved_tensors_hooks_get_disabled_error_message",
+)  # fmt: skip
+_checkpoint_hook: Any = private("utils.checkpoint._checkpoint_hook", _FEATURE)
+# From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
+_CHECKPOINT: Any = inspect.unwrap(
+    private("utils.checkpoint._checkpoint_impl", _FEATURE, otherwise=torch_checkpoint.checkpoint)
+).__code__
+_REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
+_call: Any = private("nn.Module._call_impl", _FEATURE)
+
+
+def saved_tensors_hook() -> Any:
+    """The innermost function that packs what autograd saves, which identifies the checkpoint that runs; or None."""
+    hooks = _top_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def checkpoint_frames(around: Any = None) -> list[Any]:
+    """The records that `torch.utils.checkpoint` keeps of the checkpoints that run, from the innermost to the last one
+    inside the hook `around`.
+    """
+    hooks: list[Any] = []
+    while (top := _top_hooks(False)) is not None and top[0] is not around:
+        hooks.append(top)
+        if _hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+            break  # inside a transform, where no checkpoint can begin: they could not be put back
+        _hooks._pop_saved_tensors_default_hooks()
+    else:
+        for pair in reversed(hooks):
+            _hooks._push_saved_tensors_default_hooks(*pair)
+    inside = f"{_checkpoint_hook.__name__}."
+    return [_frame_of(pack) for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith(inside)]
+
+
+def _frame_of(pack: Any) -> Any:
+    """The record of the checkpoint whose hook this is."""
+    cells = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
+    if not hasattr(cells.get("frame"), "recompute_fn"):
+        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
+    return cells["frame"]
+
+
+def calling_modules(checkpoint_frame: Any) -> list[nn.Module]:
+    """The modules that are being called around a checkpoint, from the innermost to the outermost."""
+    found: list[nn.Module] = []
+    call, frame = _call.__code__, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is call:
+            found.append(frame.f_locals["self"])
+        elif frame.f_code is _CHECKPOINT and _record_of(frame) is checkpoint_frame:
+            found.clear()
+        frame = frame.f_back
+    return found
+
+
+def _record_of(frame: FrameType) -> Any:
+    """The record of the checkpoint whose Python frame this is; None while it is being made."""
+    steps = frame.f_locals.get("gen")
+    if steps is None or "new_frame" not in steps.gi_code.co_varnames:
+        raise missing("utils.checkpoint.checkpoint.gen.new_frame", _FEATURE)
+    return steps.gi_frame.f_locals.get("new_frame")
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
+    return runs_inside(_REENTRANT_CHECKPOINT)

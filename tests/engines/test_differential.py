@@ -1,0 +1,320 @@
+"""Every engine against a loop of plain autograd: kinds of losses x engines x scales, and the steps of rules with them.
+
+Rows of models are a few hundred roundings of their length off, so bounds are that many epsilons times the sum of the
+lengths that are added up.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from bounds import check_products, check_stable, check_within, eps
+from gramian_by_hand import inner_products, priced
+from jacobian_by_hand import KINDS, leaves, rows_of
+from torch.utils import _pytree
+from zoo import MODELS, MORE, Case, numbers
+
+import functional_jd as fj
+from functional_jd.core.types import MultitaskJacobian
+from functional_jd.engines.gramian import squared_norms
+from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
+from functional_jd.engines.jacobian import MODES, jacobian_fn
+from functional_jd.engines.weighted import weighted_fn
+from functional_jd.objectives import Multitask, per_example
+from functional_jd.precision.scale_state import scale_state
+
+pytestmark = [
+    # Of torch's own decompositions for forward mode.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    # Slow operators are no errors.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+ROUNDINGS = 2**10
+WEIGHTS = torch.tensor([0.5, -2.0, 0.25, 3.0], dtype=torch.float64)
+FACTORS = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])
+
+
+def by_sets(model):
+    """The losses by name, one of the first example, the other of all others: m = 4."""
+
+    def error(p, x, y):
+        return ((model.predict(p, x[None])[0] - y) ** 2).mean()
+
+    def size(p, x):
+        return model.predict(p, x[None])[0].square().sum()
+
+    x, y = model.inputs, numbers(1, 3, seed=99)
+    return Case(
+        model.params, per_example({"size": size, "error": error}), ({"error": x[:1], "size": x[1:]}, {"error": y})
+    )
+
+
+def apart(case):
+    """The losses as a function that autograd differentiates one by one."""
+    named = getattr(case.losses, "loss", None)
+    if not isinstance(named, dict):
+        return case.losses
+    return lambda p, x, y: [named["error"](p, x["error"][0], y["error"][0]), *(named["size"](p, e) for e in x["size"])]
+
+
+ALL = MODELS | MORE
+MAKE = KINDS | {"by_sets": by_sets}
+# What scales do, and sets of examples, is not the models' business: some that are recorded, one that vmap refuses.
+FEW = ["mlp", "tied", "encoder", "batch_norm_eval", "scalars", "masked"]
+
+
+def has(name, kind):
+    return name in FEW if kind == "by_sets" else ALL[name]().single or kind != "by_example"
+
+
+CASES = [(name, kind) for name in ALL for kind in MAKE if has(name, kind)]
+
+
+class Expected:
+    """Rows, values and what follows from them, by plain autograd; the heads' leaves come first, as names are sorted."""
+
+    def __init__(self, case):
+        self.case, self.rows = case, rows_of(apart(case), case.params, *case.args)
+        self.heads = len(leaves(case.params["heads"])) if isinstance(case.losses, Multitask) else 0
+        self.m = len(self.rows[0])
+        self.values = at(case.losses, case)
+        flat = [r.double().reshape(self.m, -1) for r in self.rows]
+        self.matrix = torch.cat(flat[self.heads :], 1)
+        self.dtype = max((x.dtype for x in leaves(case.params)), key=eps)
+        self.off = (
+            ROUNDINGS * eps(self.dtype) * torch.cat(flat, 1).norm(dim=1)
+        )  # what an entry of each row may be off by
+
+    def check_jacobian(self, jacobian, factors=None):
+        """Rows, times factors if there are some; the heads' as a plain sum."""
+        factors = torch.ones(self.m) if factors is None else factors.expand(self.m)
+        shared = self.rows[self.heads :]
+        found = leaves(jacobian)
+        for leaf, rows in zip(found[: len(shared)], shared, strict=True):
+            each = factors.reshape(-1, *[1] * (rows.ndim - 1))
+            assert (leaf.shape, leaf.dtype) == (rows.shape, rows.dtype)
+            check_within(leaf, rows.double() * each, self.off.reshape(each.shape) * each)
+        for leaf, rows in zip(found[len(shared) :], self.rows[: self.heads], strict=True):
+            assert (leaf.shape, leaf.dtype) == (rows.shape[1:], rows.dtype)
+            check_within(leaf, rows.double().sum(0), self.off.sum())
+
+    def check_direction(self, direction):
+        weights = WEIGHTS[: self.m]
+        found = leaves(direction)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in leaves(self.case.params)]
+        for i, (leaf, rows) in enumerate(zip(found, self.rows, strict=True)):
+            own = torch.ones_like(weights) if i < self.heads else weights
+            check_within(leaf, torch.tensordot(own, rows.double(), 1), own.abs() @ self.off)
+
+    def check_flags(self, finite, scale):
+        assert finite.shape == (() if scale is None else factors_of(scale).shape)
+        assert finite.all()
+
+    def check_values(self, values):
+        assert _pytree.tree_structure(values) == _pytree.tree_structure(self.values)
+        for x, y in zip(leaves(values), leaves(self.values), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            check_within(x, y, ROUNDINGS * eps() * y.abs())
+
+
+@cache
+def expected_of(name, kind):
+    return Expected(MAKE[kind](ALL[name]()))
+
+
+def at(f, case):
+    """Always from the same seed: where losses draw numbers, every engine draws the same."""
+    torch.manual_seed(0)
+    return f(case.params, *case.args)
+
+
+def scales_of(expected, name, how):
+    """None, one, one per objective; as values too, of one model. Few models are enough to tell the modes apart."""
+    scales = {"none": None}
+    if name in FEW or how in ("jacobian auto", "gramian", "weighted"):
+        scales["by row"] = FACTORS[: expected.m]
+    if name in FEW:
+        scales["one"] = torch.tensor(64.0)
+    if name == "mlp":
+        scales |= {"a state": scale_state(8.0), "states": scale_state(2.0**16, shape=(expected.m,))}
+    return scales
+
+
+def factors_of(scale):
+    return None if scale is None else getattr(scale, "scale", scale)
+
+
+def once_scaled(factors):
+    """What is left of factors: rows are multiplied by them, and by their reciprocals in float32."""
+    return factors.double() * factors.double().reciprocal().float().double()
+
+
+# One function for each engine: it differentiates the case at one scale and checks all that comes back
+
+
+def check_rows(expected, mode, scale):
+    case = expected.case
+    jacobian, values, *finite = at(jacobian_fn(case.losses, mode=mode, scale=scale), case)
+    expected.check_jacobian(jacobian, None if scale is None else once_scaled(factors_of(scale)))
+    expected.check_values(values)
+    for flags in finite:
+        expected.check_flags(flags, scale)
+    rows = case.params["shared"] if isinstance(case.losses, Multitask) else case.params
+    assert isinstance(jacobian, MultitaskJacobian) == isinstance(case.losses, Multitask)
+    shared = jacobian.shared if isinstance(jacobian, MultitaskJacobian) else jacobian
+    assert _pytree.tree_structure(shared) == _pytree.tree_structure(rows)
+    if isinstance(jacobian, MultitaskJacobian):
+        assert _pytree.tree_structure(jacobian.heads) == _pytree.tree_structure(case.params["heads"])
+
+
+def check_gramian(expected, scale):
+    gramian, values, pullback = at(gramian_fn(expected.case.losses, scale=scale), expected.case)
+    assert gramian.dtype == torch.float64
+    check_products(gramian, expected.matrix, expected.matrix, expected.dtype)
+    expected.check_values(values)
+    direction, finite = pullback(WEIGHTS[: expected.m])
+    expected.check_direction(direction)
+    expected.check_flags(finite, scale)
+
+
+def check_norms(expected, scale):
+    squares, values, pullback = at(squared_norms_fn(expected.case.losses, scale=scale), expected.case)
+    assert squares.dtype == torch.float64
+    true = expected.matrix.square().sum(1)
+    check_within(squares, true, ROUNDINGS * eps(expected.dtype) * true)
+    expected.check_values(values)
+    direction, finite = pullback(WEIGHTS[: expected.m])
+    expected.check_direction(direction)
+    expected.check_flags(finite, scale)
+
+
+def check_weighted(expected, scale):
+    values, pullback = at(weighted_fn(expected.case.losses, scale=scale), expected.case)
+    expected.check_values(values)
+    direction, finite = pullback(WEIGHTS[: expected.m], last=True)
+    expected.check_direction(direction)
+    expected.check_flags(finite, scale)
+
+
+def possible(model, kind, mode):
+    if mode == "vmap":
+        return model.examples if kind in ("by_example", "by_sets") else model.vmap
+    return model.forward if mode == "forward" else True
+
+
+def engines_of(expected, name, kind):
+    """Names of engines, and their check at one scale."""
+    model = ALL[name]()
+    modes = [mode for mode in MODES if possible(model, kind, mode)]
+    found = {f"jacobian {mode}": lambda scale, mode=mode: check_rows(expected, mode, scale) for mode in modes}
+    checks = {"gramian": check_gramian, "norms": check_norms, "weighted": check_weighted}
+    return found | {each: lambda scale, check=check: check(expected, scale) for each, check in checks.items()}
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
+    expected, failures, formed = expected_of(name, kind), [], []
+    by_rows = inner_products.products_and_pullback
+    noted = lambda *given, **how: formed.append(1) or by_rows(*given, **how)
+    monkeypatch.setattr(inner_products, "products_and_pullback", noted)
+    for how, check in engines_of(expected, name, kind).items():
+        for scaled, scale in scales_of(expected, name, how).items():
+            for lean in (True, False) if how in ("gramian", "norms") and scale is None else (True,):
+                priced(monkeypatch, lean)
+                monkeypatch.setattr(squared_norms, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
+                try:
+                    check(scale)
+                except AssertionError as error:
+                    failures.append(f"{how}, scale {scaled}, {'factors' if lean else 'rows'}: {error}")
+    assert not failures, "\n".join(failures)
+    # The recorder takes the embedding without its sparse gradient, which vmap refuses.
+    refused = kind in ("by_example", "by_sets") and not ALL[name]().examples and name != "sparse_embedding"
+    assert bool(formed) == refused, "all rows where vmap refuses the examples, and only there"
+    for mode in (mode for mode in MODES if not possible(ALL[name](), kind, mode)):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            at(jacobian_fn(expected.case.losses, mode=mode), expected.case)
+
+
+# The steps of rules, one for each need
+
+
+RULES = {
+    "nothing": fj.mean(),
+    "losses": fj.stch(),
+    "norms": fj.clipped(1.0),
+    "gramian": fj.upgrad(),
+    "gramian and losses": fj.natural_gradient(1e-3),
+    "rows": fj.trimmed_mean(1),
+    "rows and losses": fj.db_mtl(),
+}
+MODES_APART = {f"jacobian {mode}": fj.jacobian_engine(mode) for mode in MODES if mode != "auto"} | {
+    "jacobian chunks": fj.jacobian_engine(chunk_size=2),
+}
+ENGINES = MODES_APART | {
+    "jacobian": fj.jacobian_engine(),
+    "gramian": fj.gramian_engine(),
+    "weighted": fj.weighted_engine(),
+    "features": fj.features_engine(),
+    "auto": "auto",
+}
+
+
+def serves(how, need, kind):
+    if how == "features":
+        return need == "gramian" and kind == "tasks"
+    if how == "gramian":
+        return need in ("norms", "gramian", "gramian and losses")
+    return need in ("nothing", "losses") if how == "weighted" else True
+
+
+def after_step(expected, rule, how):
+    """`f(rows, values)`: the losses, the weights and the parameters after a step of length one, heads first."""
+    case, params = expected.case, leaves(expected.case.params)
+
+    def weigh(shared, values):
+        if how != "features":
+            return fj.aggregate(rule, shared, losses=values)
+        h = case.losses.features(case.params["shared"], *case.args)
+        by_feature = rows_of(lambda h: case.losses.heads(case.params["heads"], h, *case.args), h)
+        return fj.aggregate(rule, by_feature)
+
+    def f(rows, values):
+        own, shared = rows[: expected.heads], rows[expected.heads :]
+        weights = weigh(shared, values).weights
+        directions = [r.sum(0) for r in own] + fj.combine(shared, weights)
+        return values, weights, [p - d for p, d in zip(params, directions, strict=True)]
+
+    return f
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("need", RULES)
+def test_a_step_with_every_engine_is_the_one_by_hand(need, kind):
+    expected, rule, failures = expected_of("mlp", kind), RULES[need], []
+    case, values = expected.case, torch.cat([x.reshape(-1) for x in leaves(expected.values)])
+    # `step` multiplies rows with the reciprocal of their scale in float32, which is exact for powers of two.
+    by_row = scale_state(shape=(expected.m,))._replace(scale=FACTORS.log2().floor().exp2()[: expected.m])
+    how_to = {"losses": case.losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
+    for how, engine_of in ENGINES.items():
+        if not serves(how, need, kind):
+            with pytest.raises(ValueError, match="serves"):
+                fj.train_state(case.params, *case.args, engine=engine_of, **how_to)
+            continue
+        # Modes differ in which factor a row gets; whatever follows the rows is the same for all of them.
+        others = {} if how in MODES_APART else {"none": None, "one": scale_state(8.0)}
+        for scaled, scale in {"by row": by_row, **others}.items():
+            state = fj.train_state(case.params, *case.args, scale=scale, engine=engine_of, **how_to)
+            state, info = fj.step(state, *case.args, engine=engine_of, **how_to)
+            found = torch.cat([x.reshape(-1) for x in leaves(info.losses)]), info.weights, leaves(state.params)
+            found = found[0], _pytree.tree_leaves(leaves(found[1])), found[2]
+            try:
+                check_stable(found, after_step(expected, rule, how), expected.rows, values, roundings=ROUNDINGS)
+                assert info.finite.shape == (() if scale is None else scale.scale.shape)
+                assert info.finite.all()
+                assert info.moved
+                if "gramian" in need and how != "features":
+                    check_products(info.gramian, expected.matrix, expected.matrix)
+            except AssertionError as error:
+                failures.append(f"{how}, scale {scaled}: {error}")
+    assert not failures, "\n".join(failures)

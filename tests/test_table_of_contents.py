@@ -1,0 +1,82 @@
+"""The top level: what it lists, where the names stand that have left it, and what loads only when it is named."""
+
+import subprocess
+import sys
+from operator import attrgetter
+
+import pytest
+
+import functional_jd
+
+# The names of version 0.2 that are elsewhere now, until 0.4, and those of 0.1, until 0.3.
+MOVED = {
+    "aggregation": "AffineWeights Aggregation MultitaskJacobian combine",
+    "diagnostics": "Advice Diagnosis advise describe diagnose",
+    "engines": "Engine EngineChoice features_engine gramian_engine jacobian_engine weighted_engine",
+    "objectives": "merge partition",
+    "optimizers": "clip_by_norm clip_by_value global_norm",
+    "precision": "Policy ScaleState custom float32_island no_scale policy scale scaled_grad select "
+    "scale_state_from_dict scale_state_to_dict",
+    "views": "cross_gramian full_jacobian gramian losses no_gradients norms",
+}
+OLD = {name: f"{package}.{name}" for package, names in MOVED.items() for name in names.split()} | {
+    "after_step": "famo_after_step",
+    "end_epoch": "dwa_end_epoch",
+    "blank": "views.no_gradients",
+    "whole": "views.full_jacobian",
+    "Carried": "aggregation.AffineWeights",
+}
+
+LATER = """
+import sys
+import functional_jd as jd
+
+later = {"distributed", "plotting", "testing", "views"}
+assert not [name for name in sys.modules if name.partition("functional_jd.")[2].split(".")[0] in later]
+assert not {"matplotlib", "hypothesis", "pytest", "scipy"} & sys.modules.keys()
+assert later < set(dir(jd)) and set(jd.__all__) < set(dir(jd))
+assert jd.distributed.replicated and jd.views.losses and jd.testing.obeys and jd.plotting.cone
+
+for name in [name for name in sys.modules if name.startswith("functional_jd.plotting")]:
+    del sys.modules[name]
+del jd.plotting
+sys.modules["matplotlib"] = None
+assert not hasattr(jd, "plotting")
+try:
+    from functional_jd import plotting
+except ImportError as error:
+    assert 'pip install "functional_jd[plot]"' in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_the_table_of_contents_is_short():
+    assert len(functional_jd.__all__) <= 85
+    assert len(set(functional_jd.__all__)) == len(functional_jd.__all__)
+
+
+@pytest.mark.parametrize(("old", "new"), OLD.items())
+def test_an_old_name_warns_and_is_what_the_new_one_is(old, new):
+    assert old not in functional_jd.__all__
+    assert old not in dir(functional_jd)
+    with pytest.warns(DeprecationWarning, match=f"^functional_jd.{old} is now functional_jd.{new}.$") as found:
+        value = getattr(functional_jd, old)
+    assert value is attrgetter(new)(functional_jd)
+    assert found[0].filename == __file__
+
+
+def test_a_name_that_never_was_is_an_error():
+    for package in (functional_jd, functional_jd.engines):
+        with pytest.raises(AttributeError, match=f"^module '{package.__name__}' has no attribute 'nothing'$"):
+            _ = package.nothing
+
+
+@pytest.mark.parametrize("package", MOVED)
+def test_a_package_lists_what_it_has(package):
+    package = getattr(functional_jd, package)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_what_loads_later_loads_when_it_is_named():
+    subprocess.run([sys.executable, "-W", "error", "-c", LATER], check=True)

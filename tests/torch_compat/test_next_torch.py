@@ -1,0 +1,365 @@
+"""The next torch: each private name is taken away in a process, which takes a plain step and uses what needs it."""
+
+import ast
+import gc
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager, nullcontext
+from ctypes import py_object, pythonapi
+from functools import partial, reduce
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+# What a plain step cannot do without. At most five.
+BREAK_A_STEP = {"_C._functorch.peek_interpreter_stack", "autograd.forward_ad._current_level"}
+
+
+# Features, each with numbers that are the same without the name where something else takes its place.
+
+
+def step(losses=lambda p: torch.stack([(p["w"] @ p["w"].T).square().sum(), p["b"].exp().sum()]), params=None, **engine):
+    import functional_jd as fj
+
+    params = params or {"w": torch.arange(6.0).reshape(2, 3) / 10, "b": torch.ones(2)}
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw(), **engine}
+    state, info = fj.step(fj.train_state(params, **how), **how)
+    return [x for leaf in (*state.params.values(), info.losses) for x in leaf.detach().flatten().tolist()]
+
+
+def many_losses():
+    return step(lambda p: (p["w"].T @ p["w"] * p["b"].sum()).tanh().flatten())
+
+
+def layers(engine="gramian"):
+    return step(lambda p: nn.functional.linear(torch.ones(1, 3), p["w"], p["b"]).tanh()[0], engine=engine)
+
+
+def examples():
+    import functional_jd as fj
+
+    loss = lambda p, x: nn.functional.linear(x, p["w"], p["b"]).tanh().sum()
+    params = {"w": torch.arange(6.0).reshape(2, 3) / 10, "b": torch.ones(2)}
+    return fj.gramian_fn(fj.per_example(loss))(params, torch.arange(24.0).reshape(4, 2, 3))[0].flatten().tolist()
+
+
+def draws():
+    from functional_jd.random import key, uniform
+
+    return uniform(key(0), (3,)).tolist()
+
+
+def dropout():
+    import functional_jd as fj
+
+    return fj.random.keyed(lambda x: nn.functional.dropout(x, 0.5, True))(fj.random.key(0), torch.ones(8)).tolist()
+
+
+def drawn_in_vmap():
+    import functional_jd as fj
+
+    f = torch.vmap(lambda x: nn.functional.dropout(x, 0.5, True), randomness="different")
+    return fj.random.keyed(f)(fj.random.key(0), torch.ones(8, 2)).flatten().tolist()
+
+
+def shown_inside_a_transform():
+    import functional_jd as fj
+
+    return torch.vmap(lambda x: x + len(repr(fj.sgd(0.1).init({"w": x}))) * 0)(torch.ones(2)).tolist()
+
+
+def jacobian(f, **how):
+    import functional_jd as fj
+
+    return lambda x: fj.jacobian_fn(f, **how)(x)[0]
+
+
+def compiled():
+    import functional_jd as fj
+
+    loss = lambda p, x: nn.functional.linear(x, p["w"], p["b"]).tanh().sum(1)
+    params = {"w": torch.arange(6.0).reshape(2, 3) / 10, "b": torch.ones(2)}
+    gramian = torch.compile(fj.gramian_fn(loss), backend="eager", fullgraph=True)
+    return gramian(params, torch.arange(12.0).reshape(4, 3))[0].flatten().tolist()
+
+
+def compiled_draws():
+    from functional_jd.torch_compat.torch_internals import show_to_compiled_modes
+
+    return show_to_compiled_modes([torch.rand_like])
+
+
+def weight_norm():
+    f = lambda v: torch._weight_norm_by_another_name(v, torch.ones(2, 1), 0).sum(1)
+    return jacobian(f, mode="vmap")(torch.ones(2, 3, requires_grad=True)).flatten().tolist()
+
+
+def distances():
+    f = lambda x: torch.cdist(x, torch.ones(2, 3), 1.0).flatten()
+    return jacobian(f, mode="vmap")(torch.arange(6.0).reshape(2, 3)).flatten().tolist()
+
+
+def replicas():
+    import torch.distributed as dist
+
+    from functional_jd.core.collectives import collective
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return collective("sum", torch.ones(2), dist.group.WORLD.group_name, 1).tolist()
+
+
+def registered():
+    import functional_jd as fj
+
+    return fj.jacobian_fn(lambda p: p.x.square())(_Pair(torch.ones(2), torch.ones(2)))[0].x.flatten().tolist()
+
+
+class _Pair:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+torch.utils._pytree.register_pytree_node(_Pair, lambda p: ([p.x, p.y], None), lambda parts, _: _Pair(*parts))
+
+
+def checkpointed():
+    net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh())
+    nn.init.ones_(net[0].weight)
+
+    return step(lambda p: torch.utils.checkpoint.checkpoint(net, p["w"], use_reentrant=False) @ p["b"])
+
+
+def nested_tables():
+    import functional_jd as fj
+
+    return (
+        fj.autocast(fj.autocast(lambda x: x @ x, torch.bfloat16), torch.bfloat16)(torch.ones(2, 2)).flatten().tolist()
+    )
+
+
+def module():
+    import functional_jd as fj
+
+    net = nn.Linear(3, 2)
+    return fj.functional(net)(dict(net.named_parameters()), {}, torch.ones(3))[0].shape[0]
+
+
+def shown():
+    import functional_jd as fj
+
+    return [ord(x) for x in repr(fj.adamw().init({"w": torch.ones(2)}))]
+
+
+FEATURES = {
+    **{f"_C._functorch.{name}": examples for name in ("is_batchedtensor", "get_unwrapped", "maybe_get_bdim")},
+    **{
+        f"_C._functorch.{name}": drawn_in_vmap
+        for name in ("_add_batch_dim", "get_interpreter_stack", "TransformType.Vmap", "CVmapInterpreterPtr")
+    },
+    "_C._functorch.is_functorch_wrapped_tensor": shown_inside_a_transform,
+    "_C._functorch._unwrap_batched": compiled,
+    "_functorch.pyfunctorch.retrieve_current_functorch_interpreter": compiled,
+    "_functorch.eager_transforms._autograd_grad": compiled,
+    "_dynamo.variables.torch.get_overridable_functions": compiled_draws,
+    "Tensor._version": layers,
+    "Tensor._is_view": layers,
+    "ops.aten._unsafe_view": examples,
+    "_C.DisableTorchFunction": draws,
+    "_weight_norm": weight_norm,
+    "ops.aten._cdist_forward": distances,
+    "ops.aten._cdist_backward": distances,
+    **{
+        f"ops._c10d_functional.{name}": replicas
+        for name in ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
+    },
+    "utils._pytree.SUPPORTED_NODES": registered,
+    **{
+        f"_C._autograd._{name}": checkpointed
+        for name in (
+            "top_saved_tensors_default_hooks",
+            "push_saved_tensors_default_hooks",
+            "pop_saved_tensors_default_hooks",
+            "saved_tensors_hooks_get_disabled_error_message",
+        )
+    },
+    "utils.checkpoint._checkpoint_hook": checkpointed,
+    "utils.checkpoint._CheckpointFrame.recompute_fn": checkpointed,
+    "utils.checkpoint.checkpoint.gen.new_frame": checkpointed,
+    "nn.Module._call_impl": checkpointed,
+    "nn.Module._apply": module,
+    "overrides.has_torch_function in nn.functional.dropout": dropout,
+}
+"""By name, a feature that raises one sentence without it; all else works."""
+
+TORCH_NEEDS = {
+    "_weight_norm",
+    "nn.Module._call_impl",
+    "utils.checkpoint._checkpoint_hook",
+    *(name for name in FEATURES if name.startswith(("_functorch", "_C._autograd._p"))),
+}
+"""Names that torch itself uses in the feature: they are back when this package was imported without them."""
+
+REPLACED = {
+    "autograd.graph._engine_run_backward": step,
+    "_fused_adamw_": step,
+    "Tensor._backward_hooks": step,
+    "Node._input_metadata": many_losses,
+    "_C._len_torch_dispatch_stack": draws,
+    "_C._len_torch_function_stack": nested_tables,
+    "_C._get_function_stack_at": nested_tables,
+    **{
+        f"_C._dynamo.eval_frame.{name}": layers
+        for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    },
+    "utils.checkpoint._checkpoint_impl": checkpointed,
+    "_guards.detect_fake_mode": shown,
+    "_is_functional_tensor": shown,
+}
+"""By name, a feature that is as good without it."""
+
+
+@contextmanager
+def without(name):
+    """Take a name from torch, and give it back."""
+    path, _, last = name.rpartition(".")
+    if name.startswith("overrides"):  # the function asks by another name
+        nn.functional.asks = torch.overrides.has_torch_function_unary
+        exec(inspect.getsource(nn.functional.dropout).replace("has_torch_function_unary", "asks"), vars(nn.functional))
+        yield
+    elif last in ("recompute_fn", "new_frame"):  # of a record, and a local variable
+        source = inspect.getsource(torch.utils.checkpoint)
+        exec(re.sub(rf"\b{last}\b", "renamed", source), vars(torch.utils.checkpoint))
+        yield
+    elif path.startswith("ops."):
+        space, found = getattr(torch.ops, path[4:]), type(torch.ops.aten).__getattr__
+        vars(space).pop(last, None)
+        hide = lambda self, op: object.__getattribute__(self, op) if (self, op) == (space, last) else found(self, op)
+        with mock.patch.object(type(space), "__getattr__", hide):
+            yield
+    else:
+        owners = [reduce(getattr, path.split("."), torch) if path else torch]
+        if path in ("Tensor", "Node"):  # written in C
+            kinds = object.__subclasses__()
+            owners = [torch._C.TensorBase] if path == "Tensor" else [kind for kind in kinds if last in vars(kind)]
+        places = [gc.get_referents(vars(x))[0] if isinstance(x, type) else vars(x) for x in owners]
+        taken = [place.pop(last, None) for place in places]
+        _tell(owners)
+        yield
+        for place, value in zip(places, taken, strict=True):
+            if value is not None:
+                place[last] = value
+        _tell(owners)
+
+
+def _tell(owners):
+    for owner in owners:
+        if isinstance(owner, type):
+            pythonapi.PyType_Modified(py_object(owner))
+
+
+def _attempted(f):
+    try:
+        return f()
+    except BaseException as error:
+        while error.__cause__ is not None and "functional_jd: expected torch." not in str(error):
+            error = error.__cause__
+        return f"{type(error).__name__}: {error}"
+
+
+def case(name, feature):
+    """What a process without a name finds, for the plain step and for the feature: numbers, or an error."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*torch.jit")
+    with without(name) if name else nullcontext():
+        if name not in TORCH_NEEDS:
+            return _attempted(step), _attempted(feature)
+        _attempted(partial(import_module, "functional_jd"))
+    return _attempted(step), _attempted(feature)
+
+
+def _cases():
+    """By name, what its process found; by feature, what a process found in which torch has all names."""
+    features = FEATURES | REPLACED
+    cases = [(name, features.get(name, step)) for name in (*features, *BREAK_A_STEP)]
+    import torch._dynamo  # once, and not in each process
+
+    torch._weight_norm_by_another_name = torch._weight_norm
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        answers = pool.starmap(case, cases, chunksize=1)
+        whole = pool.apply(of_whole_torch)
+    return dict(zip([name for name, _ in cases], answers, strict=True)) | whole
+
+
+def of_whole_torch():
+    """By feature, what it gives where torch has all names."""
+    return {feature.__name__: case(None, feature) for feature in dict.fromkeys((FEATURES | REPLACED).values())}
+
+
+@pytest.fixture(scope="module")
+def found():
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _is_the_sentence(answer, name):
+    found = rf"found torch {re.escape(torch.__version__)} without it"
+    expected = rf"functional_jd: expected torch\.{re.escape(name)} for [\w\s.]+, {found}; install another: pip install "
+    return isinstance(answer, str) and re.search(expected + r'"torch>=2\.13,<2\.16"\.', answer) is not None
+
+
+def test_few_names_break_a_plain_step(found):
+    expected = found["step"][0]
+    assert not isinstance(expected, str), expected
+    broken = {name for name in (*FEATURES, *REPLACED, *BREAK_A_STEP) if found[name][0] != expected}
+    assert broken == BREAK_A_STEP
+    assert len(broken) <= 5
+    assert all(_is_the_sentence(found[name][0], name) for name in broken)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_says_which_name_it_needs(found, name):
+    assert not isinstance(found[FEATURES[name].__name__][1], str), "the feature fails with all names too"
+    assert _is_the_sentence(found[name][1], name), found[name][1]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
+    expected = found[REPLACED[name].__name__][1]
+    assert found[name][1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_private_name_is_taken_away():
+    from functional_jd.torch_compat import checkpoints, torch_internals
+
+    named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
+    for file in (torch_internals, checkpoints):
+        for call in ast.walk(ast.parse(inspect.getsource(file))):
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Name)
+                and call.func.id in ("private", "missing")
+            ):
+                name, *rest = [x.value if isinstance(x, ast.Constant) else None for x in call.args]
+                parts = [f"{name}.{part}" for part in rest[1:]] or [name]
+                named |= {re.sub(r"\.(__get__|default)$", "", part) for part in parts if part is not None}
+    assert named == {*FEATURES, *REPLACED, *BREAK_A_STEP}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_cases()))
