@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
-from functional_jd.training.engines import ENGINES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
