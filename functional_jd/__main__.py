@@ -19,7 +19,6 @@ from torch.nn.functional import cross_entropy, linear, mse_loss, pad
 
 import functional_jd as jd
 from functional_jd.random import key, normal, permutation, split, uniform
-from functional_jd.views import cross_gramian, gramian
 
 TRAIN_IMAGES, TEST_IMAGES = 2048, 1000
 WIDTH = 32  # the number of features
@@ -186,7 +185,7 @@ def train(rule: str, settings: Namespace) -> Report:
 def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images) -> Tensor:
     """Return whether two tasks conflict on the trunk: a negative inner product of rows."""
     jacobian, _, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
-    return (gramian(jacobian) < 0).any()
+    return (jd.views.gramian(jacobian) < 0).any()
 
 
 @torch.no_grad()
@@ -297,7 +296,7 @@ def builds_without_arguments(build: Any) -> bool:
     """Return whether this function builds a rule without arguments, for one batch per step."""
     if not inspect.isfunction(build) or (signature := inspect.signature(build)).return_annotation is not jd.Aggregator:
         return False
-    return all(p.default is not p.empty for p in signature.parameters.values()) and build().view is not cross_gramian
+    return all(p.default is not p.empty for p in signature.parameters.values()) and build().view.batches == 1
 
 
 RULES = {name: getattr(jd, name) for name in jd.__all__ if builds_without_arguments(getattr(jd, name))}

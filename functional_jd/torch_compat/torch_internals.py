@@ -356,13 +356,6 @@ def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
     return order
 
 
-def _metadata(node: Any) -> Any:
-    """The shapes and dtypes of the gradients that a node receives; without them, stacked losses are differentiated as
-    one vector and rows all together.
-    """
-    return getattr(node, "_input_metadata", ())
-
-
 def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     """Pairs of a value and what `torch.autograd.grad` takes as its output: of scalars that `torch.stack` joined, each
     by itself; of all else, the tensor.
@@ -371,16 +364,20 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     if node is None or node.name() != "StackBackward0" or y.ndim != 1 or _backward_hooks(y):
         return [(y, y)]
     edges = node.next_functions
-    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it.
-    if any(len(parts := _metadata(part)) <= index or parts[index].dtype != y.dtype for part, index in edges):
-        return [(y, y)]
+    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch
+    # does not say so, the losses are differentiated as one vector.
+    for part, index in edges:
+        entries: Any = getattr(part, "_input_metadata", ())
+        if len(entries) <= index or entries[index].dtype != y.dtype:
+            return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
 
 
 def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
     """The number of elements of the largest gradient on the way to the inputs, without these and their transposes."""
     ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
-    entries = (entry for node in graph for entry in _metadata(node) if not entry.is_nested_tensor)
+    # Where torch does not tell, rows go all together.
+    entries = (x for node in graph for x in getattr(node, "_input_metadata", ()) if not x.is_nested_tensor)
     return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
 
 

@@ -35,13 +35,18 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 # The expectation: plain autograd, one row after the other, and a flattening of our own
 
 
-def jacobian_of(losses, params, *args):
-    """What `jacobian_fn` should return, leaf by leaf: the heads' rows as a plain sum."""
+def jacobian_of(losses, params, *args, factors=None):
+    """What `jacobian_fn` should return, leaf by leaf: the heads' rows as a plain sum. With factors, what it unscales:
+    rows times their factors.
+    """
     rows = rows_of(losses, params, *args)
+    scaled = [
+        r if factors is None else (r.mT * factors.to(r.dtype)).mT if r.ndim == 2 else _times(factors, r) for r in rows
+    ]
     if not isinstance(losses, Multitask):
-        return rows
+        return scaled
     heads = len(leaves(params["heads"]))  # sorted before "shared"
-    return [*rows[heads:], *[r.sum(0) for r in rows[:heads]]]
+    return [*scaled[heads:], *[r.sum(0) for r in rows[:heads]]]
 
 
 def _times(factors, rows):
@@ -55,6 +60,22 @@ def possible(model, kind, mode):
 
 
 # The numbers
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_each_row_is_differentiated_at_its_scale(name, kind):
+    case, model = case_of(name, kind), MODELS[name]()
+    m = 3 if kind == "tasks" else 4
+    by_row = torch.tensor([0.5, 1024.0, 3.0, 2.0**-20])[:m]
+    for scale in (by_row, torch.tensor(64.0), scale_state(2.0**16, shape=(m,)), scale_state(8.0)):
+        factors = getattr(scale, "scale", scale).expand(m)
+        expected = jacobian_of(case.losses, case.params, *case.args, factors=factors)
+        # What tells the modes apart is which factor a row gets.
+        others = ("loop", *["forward"] * possible(model, kind, "forward")) if scale is by_row else ()
+        for mode in ("auto", *others):
+            torch.manual_seed(0)
+            rows, _ = scaled_rows(case.losses, scale, mode)(case.params, *case.args)
+            same(rows, expected, rtol=1e-4, atol=1e-8)
 
 
 @every_mode

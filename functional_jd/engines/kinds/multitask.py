@@ -28,6 +28,7 @@ from functional_jd.engines.evaluate import (
     detach_tree,
     element_count,
     evaluate_losses,
+    objective_count,
     row_scales,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
