@@ -112,9 +112,9 @@ def test_what_an_engine_does_not_serve_is_refused_before_anything_is_sent():
     how = {"losses": line, "aggregator": fj.trimmed_mean(0), "optimizer": fj.sgd(0.1)}
     state = fj.train_state(params, x, **how)
     columns = distributed.replicated("columns")
-    with pytest.raises(ValueError, match=r"step: replicated\('columns'\) serves .*needs 'jacobian_entries'"):
+    with pytest.raises(ValueError, match=r"step: replicated\('columns'\) serves .*needs the rows themselves"):
         fj.step(state, x, engine=columns, **how)
-    with pytest.raises(ValueError, match=r"step: replicated\('weighted'\) serves .*needs 'jacobian_entries'"):
+    with pytest.raises(ValueError, match=r"step: replicated\('weighted'\) serves .*needs the rows themselves"):
         fj.step(state, x, engine=distributed.replicated("weighted"), **how)
     with pytest.raises(ValueError, match=r"replicated: engine must be one of auto, .*found 'rows'"):
         distributed.replicated("rows")

@@ -181,9 +181,9 @@ def test_under_vmap_nothing_is_checked():
 @pytest.mark.parametrize(
     ("engine", "rule", "words"),
     [
-        ("gramian", fj.mean, "needs 'no_gradients'"),
-        ("gramian", lambda: fj.trimmed_mean(0), "needs 'jacobian_entries'"),
-        ("weighted", fj.upgrad, "needs 'gramian'"),
+        ("gramian", fj.mean, "needs no gradients"),
+        ("gramian", lambda: fj.trimmed_mean(0), "needs the rows themselves"),
+        ("weighted", fj.upgrad, "needs inner products of rows"),
     ],
 )
 def test_an_engine_that_does_not_serve_the_rule_is_refused_at_the_start(engine, rule, words):
