@@ -1,7 +1,7 @@
 """The Gramian engine: inner products of rows without the rows, and the pullback of weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,8 +30,11 @@ from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
 from functional_jd.torch_compat.torch_internals import under_transform
 
-Pullback = Callable[[Tensor], tuple[Direction, Tensor]]
+Pullback: TypeAlias = Callable[[Tensor], tuple[Direction, Tensor]]
 """`pullback(weights) -> (direction, finite)`."""
+
+FoundProducts: TypeAlias = tuple[Tensor, Any, Pullback]
+"""The Gramian or the squared norms, the losses, and the pullback. torch.compile cannot read it out of an annotation."""
 
 
 def gramian_fn(
@@ -100,7 +103,7 @@ def squared_norms_fn(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scale: ScaleState | Tensor | None = None,
-) -> Callable[..., tuple[Tensor, Any, Pullback]]:
+) -> Callable[..., FoundProducts]:
     """Turn losses into a function that returns the squared norms of their gradients, their values, and the pullback of
     weights.
 
@@ -147,11 +150,11 @@ def _products_fn(
     has_aux: bool,
     scale: ScaleState | Tensor | None,
     needed: Literal["gramian", "norms"],
-) -> Callable[..., tuple[Tensor, Any, Pullback]]:
+) -> Callable[..., FoundProducts]:
     """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 
-    def products_and_losses(*args: Any) -> tuple[Tensor, Any, Pullback]:
+    def products_and_losses(*args: Any) -> FoundProducts:
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
