@@ -481,9 +481,7 @@ MORE: dict[str, Callable[[], Model]] = {
     "instance_norm_eval": lambda: of_module(
         lambda: conv_norm(lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True))().eval(), IMAGE
     ),
-    "weight_norm": lambda: of_module(
-        norm(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), CHANNELS, forward=False
-    ),
+    "weight_norm": lambda: of_module(norm(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), CHANNELS),
     "spectral_norm": lambda: of_module(
         lambda: norm(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))().eval(), CHANNELS
     ),

@@ -11,6 +11,7 @@ from functional_jd.engines.choose import choose_rows, stack_at_once
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.repaired_ops import rows_repaired
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -127,7 +128,8 @@ def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_siz
             reached[:] = [g is not None for g in gradient]
             return [g for g in gradient if g is not None]
 
-        found = iter(torch.vmap(row)(*[c for c in given if c is not None]))
+        with rows_repaired(point.outputs):
+            found = iter(torch.vmap(row)(*[c for c in given if c is not None]))
         return [next(found) if yes else None for yes in reached]
 
     if chunk_size is None or chunk_size >= m:

@@ -5,12 +5,13 @@ before a transform takes it apart: vmap splits a biased `linear` into parts that
 """
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.declared import Declared
 from functional_jd.core.tree import tree_leaves
@@ -23,16 +24,16 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.checkpoints import in_reentrant_checkpoint
+from functional_jd.torch_compat.noticing import Noticing, can_notice, has_mode, is_compiled
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.recurrent import batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
-from functional_jd.torch_compat.slow_path import StateJournal, changes_in_place
+from functional_jd.torch_compat.slow_path import StateJournal, Watch
 from functional_jd.torch_compat.torch_internals import (
     constant_while_tracing,
     function_name,
     innermost_mode,
     traceable,
+    under_transform,
     untraced,
 )
 
@@ -124,7 +125,8 @@ def with_op_tables(
 
     Differs:
         From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
-        native autocast: it reaches the ops inside.
+        native autocast: it reaches the ops inside. So does a compiled part of `f` that switches native autocast on
+        itself; what is compiled as a whole, `with_op_tables(torch.compile(f))`, follows the tables.
     """
     if not callable(f):
         raise TypeError(
@@ -132,21 +134,51 @@ def with_op_tables(
             "autocast(losses), not autocast(losses(params))."
         )
 
+    given: Any = f
+    watched = examples and not isinstance(given, Declared)  # which watches the loss of one example itself
+    compiled = is_compiled(f)
+
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler never uses the cache, and cannot trace its switch
-            with _OpTables(journal, where, examples):
+        if torch.compiler.is_compiling():  # which can be told of nothing
+            with _OpTables(where or "per_example" if examples else None):
                 return f(*args, **kwargs)
-        if not (journal or where or examples) and isinstance(innermost_mode(), _OpTables):
-            return f(*args, **kwargs)  # a second mode would see every op and cast of the first: twice the price
-        cached = torch.is_autocast_cache_enabled()
-        try:
-            with _OpTables(journal, where, examples):
-                return f(*args, **kwargs)
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        with Noticing(where, _OpTables):
+            modes = _modes_needed(journal, where, watched, compiled)
+            return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)
 
     return run
+
+
+def _modes_needed(
+    journal: StateJournal | None, where: str | None, examples: bool, compiled: bool
+) -> list[TorchFunctionMode]:
+    """The modes that must see every op of losses, from the outermost to the innermost; mostly none.
+
+    The tables are not among them before autocast is on: `Noticing` tells of it, unless torch.compile hides it.
+    """
+    on = compiled or not can_notice or any(map(torch.is_autocast_enabled, _devices()))
+    modes: list[TorchFunctionMode] = []
+    repaired = not on and under_transform() and not has_mode(_OpTables)  # the tables repair ops too
+    if journal is not None or examples or repaired:
+        modes.append(Watch(journal, examples=examples, repaired=repaired, where=where or "per_example"))
+    # A second mode of this kind would see every op and cast of the first: twice the price.
+    if on and (modes or not isinstance(innermost_mode(), _OpTables)):
+        modes.append(_OpTables())
+    return modes
+
+
+def _under(modes: list[TorchFunctionMode], f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function under modes, with nothing of it in autocast's cache."""
+    cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
 
 
 def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
@@ -177,28 +209,25 @@ _NOTHING = nullcontext()
 
 
 class _OpTables(RecomputedMode):
-    """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
+    """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table.
 
-    def __init__(self, journal: StateJournal | None = None, where: str | None = None, examples: bool = False):
+    Args:
+        where: in whose name batch normalization of one example is refused, where nothing else sees the ops.
+    """
+
+    def __init__(self, where: str | None = None):
         super().__init__()
-        self.journal, self.where, self.examples = journal, where, examples
+        self.where = where
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = traceable(func), kwargs or {}
         self.note_checkpoints()
-        if self.journal is not None and changes_in_place(func, args, kwargs):
-            self.journal.note(func, args, kwargs)
         name, func = function_name(func), REPAIRED.get(func, func)
         if name not in LISTED:
-            if self.where is not None and name == "_set_grad_enabled":
-                _refuse_reentrant_checkpoint(self.where)
-            _forget_weights()
             return func(*args, **kwargs)
-        if self.examples and func in BATCH_NORMS:
-            refuse_statistics_of_one(args, kwargs, self.where or "per_example")
-        if self.examples and not kwargs:
-            func = batched_form(func, args) or func
+        if self.where is not None and func in BATCH_NORMS:
+            refuse_statistics_of_one(args, kwargs, self.where)
         tensors = _tensors((*args, *kwargs.values()))
         device = _device_type(tensors)
         if device == "meta" or not torch.is_autocast_enabled(device) or is_foreign_operator(func):
@@ -222,24 +251,6 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     finally:
         torch.set_autocast_enabled(device, True)
-
-
-def _refuse_reentrant_checkpoint(where: str) -> None:
-    """Its function runs without a graph, and its backward calls `Tensor.backward`, which knows no rows. It is noticed
-    where it switches autograd off by hand.
-    """
-    if not torch.compiler.is_compiling() and in_reentrant_checkpoint():
-        raise ValueError(
-            f"{where}: expected checkpoints that torch.autograd.grad can differentiate, found torch.utils.checkpoint "
-            "with use_reentrant=True, which is its default. Pass use_reentrant=False; to a model of transformers by "
-            'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
-        )
-
-
-def _forget_weights() -> None:
-    """At every op, since whoever enters `torch.autocast` switches the cache on again; `with_op_tables` restores it."""
-    if not torch.compiler.is_compiling() and torch.is_autocast_cache_enabled():
-        torch.set_autocast_cache_enabled(False)
 
 
 def _switched(devices: list[str], enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:

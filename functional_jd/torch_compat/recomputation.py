@@ -3,7 +3,7 @@ the same tensors in the modules.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +39,9 @@ class RecomputedMode(TorchFunctionMode):
     def note_frames(self) -> None:
         """The same, where a checkpoint began or ended since the last op."""
         for frame in checkpoint_frames(self.around):
-            if not isinstance(frame.recompute_fn, _Recomputation):
-                frame.recompute_fn = _Recomputation(frame.recompute_fn, calling_modules(frame))
-            if id(self) not in frame.recompute_fn.modes:
-                frame.recompute_fn.modes[id(self)] = self.again()
+            contexts = recomputation_of(frame).contexts
+            if id(self) not in contexts:
+                contexts[id(self)] = self.again()
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """What makes the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
@@ -65,7 +64,7 @@ class _Slot(NamedTuple):
     tensor: Tensor | None
 
 
-class _Recomputation:
+class Recomputation:
     """The function of a checkpoint, as torch runs it again.
 
     Args:
@@ -79,15 +78,23 @@ class _Recomputation:
         modules = {id(module): module for caller in callers for module in caller.modules()}.values()
         homes = [home for module in modules for home in module_tensors(module)]
         self.slots = [_Slot(home, name, tensor) for home in homes for name, tensor in home.items()]
-        self.modes: dict[int, Callable[[], TorchFunctionMode]] = {}
+        self.contexts: dict[Any, Callable[[], AbstractContextManager[Any]]] = {}
 
     def __call__(self, *args: Any) -> None:
         with ExitStack() as stack:
             stack.enter_context(_filled(self.slots))
             # An inner mode sees an op before an outer one does, and came first.
-            for mode in reversed(self.modes.values()):
-                stack.enter_context(mode())
+            for context in reversed(self.contexts.values()):
+                stack.enter_context(context())
             self.run(*args)
+
+
+def recomputation_of(checkpoint_frame: Any) -> Recomputation:
+    """What a checkpoint runs again, with the tensors that the modules around it hold at the first call."""
+    if not isinstance(checkpoint_frame.recompute_fn, Recomputation):
+        modules = calling_modules(checkpoint_frame)
+        checkpoint_frame.recompute_fn = Recomputation(checkpoint_frame.recompute_fn, modules)
+    return checkpoint_frame.recompute_fn
 
 
 @contextmanager

@@ -1,12 +1,22 @@
 """Ops whose derivatives torch gets wrong under vmap, without an error, in a form in which it gets them right."""
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.torch_internals import cdist_backward, cdist_forward, under_transform
+from functional_jd.torch_compat.torch_internals import (
+    cdist_backward,
+    cdist_forward,
+    graph_nodes,
+    under_transform,
+    untraced,
+)
 
 # As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
 _WITHOUT_PRODUCTS = 2
@@ -15,7 +25,7 @@ _FEW_POINTS = 25
 
 
 class _Distances(Function):
-    """`torch.cdist` without matrix products, of tensors with the same batch dimensions.
+    """`torch.cdist` without matrix products, of tensors with the same batch dimensions, for transforms.
 
     The rule by which torch batches `_cdist_backward` goes by the points, and gives wrong numbers where only the
     gradients are batched. Here the points are batched where they are.
@@ -34,17 +44,44 @@ class _Distances(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        x, y, output = ctx.saved_tensors
-        none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
-        x, y, output = x + none, y + none, output + none
-        flipped = gradient.mT.contiguous(), y, x, ctx.p, output.mT.contiguous()
         of_x, of_y, _ = ctx.needs_input_grad
-        return (
-            cdist_backward(gradient.contiguous(), x, y, ctx.p, output) if of_x else None,
-            cdist_backward(*flipped) if of_y else None,
-            None,
-        )
+        return *_of_points(gradients[0], ctx.saved_tensors, ctx.p, (of_x, of_y)), None
+
+
+def _of_points(gradient: Tensor, saved: Sequence[Tensor], p: float, wanted: Sequence[bool]) -> tuple[Any, Any]:
+    """The gradients of the points, from that of their distances."""
+    x, y, output = saved
+    none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
+    x, y, output = x + none, y + none, output + none
+    flipped = gradient.mT.contiguous(), y, x, p, output.mT.contiguous()
+    return (
+        cdist_backward(gradient.contiguous(), x, y, p, output) if wanted[0] else None,
+        cdist_backward(*flipped) if wanted[1] else None,
+    )
+
+
+@contextmanager
+def rows_repaired(outputs: list[Tensor]) -> Generator[None]:
+    """A context in which the rows of these outputs may be differentiated together, by `torch.vmap`, though plain
+    `torch.cdist` made them.
+    """
+    nodes = [] if under_transform() else [node for node in graph_nodes(outputs) if node.name() == "CdistBackward0"]
+    hooks = [node.register_hook(partial(_repaired_gradients, node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _repaired_gradients(node: Any, found: Any, gradients: Any) -> Any:
+    """In the place of what torch found."""
+    (gradient,), x, y = gradients, node._saved_x1, node._saved_x2
+    if gradient is None:
+        return found
+    whole = [points.expand(*gradient.shape[:-2], *points.shape[-2:]) for points in (x, y)]
+    right = _of_points(gradient, [*whole, node._saved_result], node._saved_p, [g is not None for g in found])
+    return tuple(g if g is None else g.sum_to_size(points.shape) for g, points in zip(right, (x, y), strict=True))
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
@@ -90,3 +127,11 @@ REPAIRED: dict[Any, Any] = {
 """By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
 another way.
 """
+
+
+class RepairedOps(TorchFunctionMode):
+    """Calls the repaired forms."""
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return REPAIRED.get(func, func)(*args, **(kwargs or {}))

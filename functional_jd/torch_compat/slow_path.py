@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.torch_compat.recurrent import batched_form
+from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
@@ -34,7 +35,7 @@ class SlowPathWarning(UserWarning):
 class StateJournal:
     """Keeps a copy of every tensor that losses change in place, so that an evaluation that failed can be undone.
 
-    Whoever sees the ops hands them to `note`: the op tables during an evaluation, or `watch`, a mode of its own.
+    `Watch` sees the ops and hands them to `note`.
     """
 
     def __init__(self) -> None:
@@ -56,18 +57,27 @@ class StateJournal:
         self.before.clear()
 
     def watch(self, *, examples: bool = False) -> TorchFunctionMode:
-        """A mode that notes every op.
-
-        `examples`: it watches the loss of one example, and the innermost `torch.vmap`, if there is one, stands for a
-        loop over them; batch normalization of a batch of one is refused.
-        """
-        return _Watch(self, examples)
+        """A mode that notes every op, and for the loss of one example does what `Watch` says."""
+        return Watch(self, examples=examples)
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, journal: StateJournal, examples: bool):
+class Watch(TorchFunctionMode):
+    """A mode that sees every op, for what cannot be known without.
+
+    Args:
+        journal: notes what is changed in place.
+        examples: whether it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands
+            for a loop over examples, and batch normalization of a batch of one is refused.
+        repaired: whether ops that torch differentiates wrongly under a transform take their repaired forms.
+        where: the function in whose name batch normalization is refused.
+    """
+
+    def __init__(
+        self, journal: StateJournal | None, *, examples: bool, repaired: bool = False, where: str = "per_example"
+    ):
         super().__init__()
-        self.journal, self.level = journal, transform_level() if examples else None
+        self.journal, self.where, self.level = journal, where, transform_level() if examples else None
+        self.forms: dict[Any, Any] = REPAIRED if repaired else {}
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +86,10 @@ class _Watch(TorchFunctionMode):
             return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
             if self.level is not None and func in BATCH_NORMS:
-                refuse_statistics_of_one(args, kwargs, "per_example")
-            self.journal.note(func, args, kwargs)
+                refuse_statistics_of_one(args, kwargs, self.where)
+            if self.journal is not None:
+                self.journal.note(func, args, kwargs)
+        func = self.forms.get(func, func)
         form = None if self.level is None or kwargs else batched_form(func, args)
         return (form or func)(*args, **kwargs)
 

@@ -211,13 +211,13 @@ def converts_as_usual(module: nn.Module) -> bool:
 
 def innermost_mode() -> Any:
     """The `TorchFunctionMode` that sees an op first, or None."""
-    depth = _function_modes()
-    return _function_mode_at(depth - 1) if depth else None
+    depth = function_modes()
+    return function_mode_at(depth - 1) if depth else None
 
 
 # Without them, op tables inside op tables see every op twice.
-_function_modes: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
-_function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
+function_modes: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
+function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
 
 
 def untraced(handler: Any) -> Any:

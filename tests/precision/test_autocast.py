@@ -693,14 +693,25 @@ def test_with_op_tables_is_idempotent(dtype):
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
 
-def test_op_tables_inside_op_tables_enter_no_second_mode():
+def test_op_tables_see_the_ops_where_autocast_is_on_and_only_once():
     seen = lambda: innermost_mode()
+    on = torch.autocast("cpu", torch.bfloat16)
     inner = autocast(seen, torch.bfloat16)
-    assert type(inner()) is type(with_op_tables(seen)())
-    outer, again = with_op_tables(lambda: (seen(), inner()))()
-    assert outer is again is not None
-    outer, refusing = with_op_tables(lambda: (seen(), with_op_tables(seen, where="here")()))()
-    assert outer is not refusing
+
+    def switched():
+        with on:
+            first = seen()
+            with torch.autocast("cpu", torch.float16):
+                return first, seen(), inner()
+
+    assert with_op_tables(lambda: (seen(), switched() and seen()))() == (None, None)
+    outer, again, wrapped = with_op_tables(switched)()
+    assert outer is again is wrapped is not None
+    with on:
+        outer, again, refusing = with_op_tables(lambda: (seen(), inner(), with_op_tables(seen, where="here")()))()
+    assert outer is again is refusing is not None
+    assert type(outer) is type(wrapped) is type(inner())
+    assert innermost_mode() is None
 
 
 @both

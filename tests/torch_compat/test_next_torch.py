@@ -143,6 +143,10 @@ def checkpointed():
     return step(lambda p: torch.utils.checkpoint.checkpoint(net, p["w"], use_reentrant=False) @ p["b"])
 
 
+def vmapped():
+    return step(lambda p: torch.vmap(lambda w, b: (w * b).sum())(p["w"], p["b"]))
+
+
 def nested_tables():
     import functional_jd as fj
 
@@ -205,14 +209,6 @@ FEATURES = {
 }
 """By name, a feature that raises one sentence without it; all else works."""
 
-TORCH_NEEDS = {
-    "_weight_norm",
-    "nn.Module._call_impl",
-    "utils.checkpoint._checkpoint_hook",
-    *(name for name in FEATURES if name.startswith(("_functorch", "_C._autograd._p"))),
-}
-"""Names that torch itself uses in the feature: they are back when this package was imported without them."""
-
 REPLACED = {
     "autograd.graph._engine_run_backward": step,
     "_fused_adamw_": step,
@@ -226,10 +222,22 @@ REPLACED = {
         for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     },
     "utils.checkpoint._checkpoint_impl": checkpointed,
+    "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
+    "_functorch.apis.vmap_impl": vmapped,
+    "amp.autocast_mode._UnmanagedAutocast": step,
     "_guards.detect_fake_mode": shown,
     "_is_functional_tensor": shown,
 }
 """By name, a feature that is as good without it."""
+
+TORCH_NEEDS = {
+    "_weight_norm",
+    "utils.checkpoint._CheckpointFrame.save_inputs",
+    "nn.Module._call_impl",
+    "utils.checkpoint._checkpoint_hook",
+    *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
+}
+"""Names that torch itself uses in the feature: they are back when this package was imported without them."""
 
 
 @contextmanager

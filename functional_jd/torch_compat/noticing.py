@@ -1,0 +1,185 @@
+"""What losses do that must be noticed when they do it, without a mode that sees each of their ops: they switch autocast
+on, begin a checkpoint, or enter vmap.
+"""
+
+from threading import Lock, local
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.recomputation import recomputation_of
+from functional_jd.torch_compat.repaired_ops import RepairedOps
+from functional_jd.torch_compat.torch_internals import function_mode_at, function_modes, untraced
+
+_LOSSES = "losses without modes"
+# The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins.
+CheckpointFrame: Any = private("utils.checkpoint._CheckpointFrame", _LOSSES, "save_inputs", otherwise=False)
+ReentrantCheckpoint: Any = private("utils.checkpoint.CheckpointFunction", _LOSSES, "forward", otherwise=False)
+# The module whose `vmap_impl` does the work of `torch.vmap`.
+vmap_home: Any = private("_functorch.apis", _LOSSES, "vmap_impl", otherwise=False)
+# The `torch.autocast` of graphs that torch.compile made; without it, their ops follow the tables.
+AutocastOfGraphs: Any = private("amp.autocast_mode._UnmanagedAutocast", _LOSSES, otherwise=())
+
+can_notice = bool(CheckpointFrame and ReentrantCheckpoint and vmap_home)
+"""Whether torch has all that is replaced here; otherwise modes see every op."""
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether a function or a module was returned by torch.compile."""
+    return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
+
+
+def has_mode(kind: type) -> bool:
+    """Whether a `TorchFunctionMode` of this class is active."""
+    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_modes()))
+
+
+class Noticing:
+    """A context in which this thread is told of what its losses do.
+
+    A few functions of torch are replaced meanwhile by forms that do the same and notice it; other threads pass through
+    them. The last context that is left puts torch's own back. It may be entered inside another, once.
+
+    Args:
+        where: the function in whose name reentrant checkpoints are refused; None leaves that to the context around.
+        tables: the mode that is active wherever autocast is switched on inside; None leaves that to the one around.
+    """
+
+    def __init__(self, where: str | None = None, tables: type[TorchFunctionMode] | None = None):
+        self.where, self.tables = where, tables
+        self.around: Noticing | None = None
+        self.entered: list[tuple[torch.autocast, TorchFunctionMode | None]] = []
+
+    @untraced
+    def __enter__(self) -> "Noticing":
+        self.around = around = _THREAD.noticing
+        if around is None:
+            _replace()
+        else:
+            self.where, self.tables = self.where or around.where, self.tables or around.tables
+        _THREAD.noticing = self
+        return self
+
+    @untraced
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _THREAD.noticing = self.around
+        if self.around is None:
+            _put_back()
+        for _, mode in reversed(self.entered):  # of a `torch.autocast` that was entered by hand and not left
+            if mode is not None:
+                mode.__exit__(None, None, None)
+
+    def switched(self, autocast: torch.autocast) -> None:
+        """Follow the tables from here on, if autocast is on now; nothing of it stays in autocast's cache."""
+        mode = None
+        # Graphs that torch.compile made switch it by hand, and were made of native autocast's ops.
+        by_hand = isinstance(autocast, AutocastOfGraphs)
+        if self.tables is not None and torch.is_autocast_enabled(autocast.device) and not by_hand:
+            torch.set_autocast_cache_enabled(False)  # `torch.autocast` puts it back
+            if not has_mode(self.tables):
+                mode = self.tables()
+                mode.__enter__()
+        self.entered.append((autocast, mode))
+
+    def switched_back(self, autocast: torch.autocast) -> None:
+        """Follow the tables no longer, if that began with this `torch.autocast`."""
+        if self.entered and self.entered[-1][0] is autocast:
+            _, mode = self.entered.pop()
+            if mode is not None:
+                mode.__exit__(None, None, None)
+
+    def refuse_reentrant_checkpoint(self) -> None:
+        """Its function runs without a graph, and its backward calls `Tensor.backward`, which knows no rows."""
+        if self.where is not None:
+            raise ValueError(
+                f"{self.where}: expected checkpoints that torch.autograd.grad can differentiate, found "
+                "torch.utils.checkpoint with use_reentrant=True, which is its default. Pass use_reentrant=False; to a "
+                "model of transformers by gradient_checkpointing_enable(gradient_checkpointing_kwargs="
+                '{"use_reentrant": False}).'
+            )
+
+    def remember_checkpoint(self, frame: Any) -> None:
+        """Let a checkpoint that begins run again with the tensors that its modules have now, and noticed again."""
+        where, tables = self.where, self.tables
+        recomputation_of(frame).contexts.setdefault("noticing", lambda: Noticing(where, tables))
+
+
+class _Thread(local):
+    noticing: Noticing | None = None
+
+
+def _listening() -> Noticing | None:
+    # What torch.compile traces meanwhile follows native autocast.
+    return None if torch.compiler.is_compiling() else _THREAD.noticing
+
+
+@untraced
+def _enter(autocast: torch.autocast) -> Any:
+    found = _OWN[0](autocast)
+    if (noticing := _listening()) is not None:
+        noticing.switched(autocast)
+    return found
+
+
+@untraced
+def _exit(autocast: torch.autocast, *error: Any) -> Any:
+    if (noticing := _listening()) is not None:
+        noticing.switched_back(autocast)
+    return _OWN[1](autocast, *error)
+
+
+@untraced
+def _save_inputs(frame: Any, *args: Any) -> Any:
+    if (noticing := _listening()) is not None:
+        noticing.remember_checkpoint(frame)
+    return _OWN[2](frame, *args)
+
+
+@untraced
+def _forward(*args: Any) -> Any:
+    if (noticing := _listening()) is not None:
+        noticing.refuse_reentrant_checkpoint()
+    return _OWN[3](*args)
+
+
+@untraced
+def _vmap(*args: Any, **kwargs: Any) -> Any:
+    noticing = _listening()
+    if noticing is None or (noticing.tables is not None and has_mode(noticing.tables)):  # which repair them too
+        return _OWN[4](*args, **kwargs)
+    with RepairedOps():
+        return _OWN[4](*args, **kwargs)
+
+
+# Torch looks each of them up in its place whenever it calls it.
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (torch.autocast, "__enter__", _enter),
+    (torch.autocast, "__exit__", _exit),
+    (CheckpointFrame, "save_inputs", _save_inputs),
+    (ReentrantCheckpoint, "forward", staticmethod(_forward)),
+    (vmap_home, "vmap_impl", _vmap),
+]
+_PLACES = _REPLACED if can_notice else []
+_OWN: list[Any] = [getattr(home, name) for home, name, _ in _PLACES]
+_AS_STORED: list[Any] = [vars(home)[name] for home, name, _ in _PLACES]
+_THREAD, _LOCK = _Thread(), Lock()
+_INSIDE = [0]  # how many threads have them replaced
+
+
+def _replace() -> None:
+    with _LOCK:
+        _INSIDE[0] += 1
+        if _INSIDE[0] == 1:
+            for home, name, ours in _PLACES:
+                setattr(home, name, ours)
+
+
+def _put_back() -> None:
+    with _LOCK:
+        _INSIDE[0] -= 1
+        if _INSIDE[0] == 0:
+            for (home, name, _), own in zip(_PLACES, _AS_STORED, strict=True):
+                setattr(home, name, own)
