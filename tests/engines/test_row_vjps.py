@@ -64,7 +64,7 @@ def test_within_a_transform_rows_go_together_as_they_always_did():
         assert choose_rows(recorded, 1, options("auto", None)) == ("loop", None)
         return scale
 
-    torch.vmap(f)(torch.ones(2))
+    torch.vmap(f, randomness="same")(torch.ones(2))
 
 
 def test_the_graph_tells_its_nodes_and_its_widest_gradient():
