@@ -103,7 +103,7 @@ def squared_norms_fn(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scale: ScaleState | Tensor | None = None,
-) -> Callable[..., tuple[Tensor, Any, Pullback]]:
+) -> Callable[..., FoundProducts]:
     """Turn losses into a function that returns the squared norms of their gradients, their values, and the pullback of
     weights.
 
@@ -150,7 +150,7 @@ def _products_fn(
     has_aux: bool,
     scale: ScaleState | Tensor | None,
     needed: Literal["gramian", "norms"],
-) -> Callable[..., tuple[Tensor, Any, Pullback]]:
+) -> Callable[..., FoundProducts]:
     """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 

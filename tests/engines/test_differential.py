@@ -88,14 +88,18 @@ class Expected:
             ROUNDINGS * eps(self.dtype) * torch.cat(flat, 1).norm(dim=1)
         )  # what an entry of each row may be off by
 
-    def check_jacobian(self, jacobian, scaled):
+    def check_jacobian(self, jacobian, scale):
         """The rows, unscaled in at least float32; the heads' as a plain sum."""
-        dtype = lambda rows: torch.promote_types(rows.dtype, torch.float32) if scaled else rows.dtype
+        dtype = lambda rows: rows.dtype if scale is None else torch.promote_types(rows.dtype, torch.float32)
+        # Rows are multiplied by their scale, and then by its reciprocal in float32.
+        factors = torch.ones(self.m) if scale is None else factors_of(scale).double().expand(self.m)
+        left = factors * factors.reciprocal().float()
         shared = self.rows[self.heads :]
         found = leaves(jacobian)
         for leaf, rows in zip(found[: len(shared)], shared, strict=True):
             assert (leaf.shape, leaf.dtype) == (rows.shape, dtype(rows))
-            check_within(leaf, rows.double(), self.off.reshape(-1, *[1] * (rows.ndim - 1)))
+            each = [-1, *[1] * (rows.ndim - 1)]
+            check_within(leaf, rows.double() * left.reshape(each), self.off.reshape(each))
         for leaf, rows in zip(found[len(shared) :], self.rows[: self.heads], strict=True):
             assert (leaf.shape, leaf.dtype) == (rows.shape[1:], dtype(rows))
             check_within(leaf, rows.double().sum(0), self.off.sum())
@@ -149,7 +153,7 @@ def factors_of(scale):
 def check_rows(expected, mode, scale):
     case = expected.case
     jacobian, values, *finite = at(jacobian_fn(case.losses, mode=mode, scale=scale), case)
-    expected.check_jacobian(jacobian, scale is not None)
+    expected.check_jacobian(jacobian, scale)
     assert all(flags.all() and flags.shape == factors_of(scale).shape for flags in finite)
     assert len(finite) == (scale is not None)
     expected.check_values(values)
