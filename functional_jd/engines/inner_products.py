@@ -34,7 +34,7 @@ Pullback: TypeAlias = Callable[[Tensor], tuple[Direction, Tensor]]
 """`pullback(weights) -> (direction, finite)`."""
 
 # A name, since torch.compile evaluates what annotates a function inside a function.
-_Found: TypeAlias = tuple[Tensor, Any, Pullback]
+FoundProducts: TypeAlias = tuple[Tensor, Any, Pullback]
 
 
 def gramian_fn(
@@ -154,7 +154,7 @@ def _products_fn(
     """`gramian_fn` or `squared_norms_fn`, whose errors and warnings name the function that the user called."""
     factor = None if scale is None else multiplier(scale, where)
 
-    def products_and_losses(*args: Any) -> _Found:
+    def products_and_losses(*args: Any) -> FoundProducts:
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
