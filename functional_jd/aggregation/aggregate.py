@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -142,7 +142,8 @@ def updated(aggregator: Aggregator, view: Any, state: Tree, where: str) -> tuple
     """
     if state is None or torch.compiler.is_compiling():
         return aggregator.update(view, aggregator.init(view) if state is None else state)
-    if where != "aggregate" and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
+    remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
+    if remembers and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
         # What is of size one fits all sizes: `update` would not notice the state of more objectives.
         _refuse_other_memory(aggregator, view, state, where, None)
     try:
@@ -214,13 +215,14 @@ def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Di
     return lambda weights: direction_with_heads(tree_sharded_as(pullback(weights), rows, -1), heads)
 
 
-def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gramian, Callable[[Weights], Direction]]:
-    """The Gramian of rows, and `combine` of them as at least float32, from one set of matrices, in
-    which small leaves are joined. `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
+def products_of_rows(
+    where: str, rows: Tree, leaves: list[Tensor], structure: Any, scaled: bool
+) -> tuple[Gramian, Callable[[Weights], Direction]]:
+    """The Gramian of rows that have these leaves, and `combine` of them as at least float32, from one set of matrices.
+
+    `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
     """
-    rows, heads = split_heads(jacobian)
-    leaves, structure = tree_flatten(rows)
-    m = row_count(rows, where, leaves)
+    m = len(leaves[0])
     with autocast_disabled(leaves):
         matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
         products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
@@ -230,14 +232,14 @@ def products_of_rows(where: str, jacobian: Jacobian, scaled: bool) -> tuple[Gram
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, jacobian, weights)
+            return combined(where, rows, weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
             found = in_range(sums)(weights) if scaled else sums(weights)
         pairs = zip(found, matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
-        return direction_with_heads(tree_unflatten(structure, direction), heads)
+        return tree_unflatten(structure, direction)
 
     return products, pullback
 

@@ -41,6 +41,7 @@ class View:
         batches: of how many independent batches it takes rows.
         groups: for a rule of each top-level key of the parameters, its view; else `None`.
         passes: how many backward passes give the direction, where `products` is `"none"`.
+        inner_products_suffice: whether the rule needs inner products of rows, or norms, and no rows.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class View:
         self.receive, self.losses, self.batches = receive, losses, batches
         self.products: Products = products
         self.groups, self.passes = groups, passes
+        self.inner_products_suffice = products in ("norms", "gramian")
         self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
 
     def __call__(self, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Any:
@@ -75,11 +77,6 @@ class View:
     def _like(self, receive: Callable[[Observation], Any], losses: bool = False) -> "View":
         more: dict[str, Any] = {"batches": self.batches, "groups": self.groups, "passes": self.passes}
         return View(receive, self.products, losses=self.losses or losses, **more)
-
-    @property
-    def inner_products_suffice(self) -> bool:
-        """Whether the rule needs inner products of rows, or norms, and no rows."""
-        return self.products in ("norms", "gramian")
 
     @property
     def needs(self) -> str:

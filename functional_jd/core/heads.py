@@ -39,7 +39,7 @@ def direction_of_rows(direction: Direction, heads: Heads) -> Direction:
 
 def nan_unless_finite(products: Any, heads: Heads) -> Any:
     """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
-    if not tree_leaves(heads):
+    if not heads or not tree_leaves(heads):
         return products
     finite = all_finite(heads)
     return of_groups(lambda own: torch.where(finite, own, torch.nan), products)

@@ -112,6 +112,15 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return tree_unflatten(structure, list(map(f, leaves)))
 
 
+def detach_tree(tree: Tree) -> Tree:
+    """Return the pytree whose tensors are detached; leaves that are no tensors stay."""
+    leaves, structure = tree_flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
+            leaves[index] = leaf.detach()
+    return tree_unflatten(structure, leaves)
+
+
 def tree_names(tree: Tree) -> list[str]:
     """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
     single tensor is named `"value"`.

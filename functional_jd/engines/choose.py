@@ -13,7 +13,6 @@ from torch import Tensor
 
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
-from functional_jd.core.sharding import any_sharded
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT
@@ -64,6 +63,7 @@ def choose_engine(
     positions: int = 1,
     examples: bool = False,
     several_sets: bool = False,
+    sharded: bool = False,
 ) -> EngineChoice:
     """The engine of a step.
 
@@ -76,6 +76,7 @@ def choose_engine(
             a sequence.
         examples: whether every example is an objective, which has its share of the positions.
         several_sets: whether these are several sets of examples.
+        sharded: whether some leaf is a `DTensor`.
     """
     if view.products == "none" and scale.ndim:
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
@@ -86,7 +87,7 @@ def choose_engine(
         return EngineChoice("jacobian", f"the rule needs {view.needs}")
     if view.groups is not None and several_sets:
         return EngineChoice("jacobian", "groups of parameters under several sets of examples have their rows")
-    if any_sharded(leaves):
+    if sharded:
         return EngineChoice("jacobian", "sharded rows have the sum of the shards' Gramians: m^2 numbers travel")
     n, narrowest = 0, 8
     for leaf in leaves:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
-from functional_jd.core.tree import tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat.slow_path import StateJournal
@@ -20,11 +20,6 @@ def any_requires_grad(values: Any) -> bool:
             if isinstance(x, Tensor) and x.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
                 return True
     return False
-
-
-def detach_tree(tree: Tree) -> Tree:
-    """A pytree whose tensors are detached; leaves that are no tensors stay."""
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
 
 
 Group: TypeAlias = tuple[str, int, str]

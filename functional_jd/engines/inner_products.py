@@ -11,6 +11,7 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, LossFunction
 from functional_jd.engines.choose import gramian_mode
@@ -158,7 +159,7 @@ def _products_fn(
         given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
         differentiable = under_transform() or any_requires_grad((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
-        objectives = of_arguments(losses, tree_leaves(given))
+        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
         kind = kind_of(objectives, argnums)
         found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
         products, pull = unscaled_products(factor, found, unchecked)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_integer, check_option
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction
 from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
@@ -94,7 +95,7 @@ def jacobian_fn(
         given, _ = select_arguments(argnums, args, "jacobian_fn")  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options("jacobian_fn", has_aux, factor, differentiable, *_rows_at_once(mode, chunk_size))
-        objectives = of_arguments(losses, tree_leaves(given))
+        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
         jacobian, values, aux = kind_of(objectives, argnums).jacobian(objectives, args, argnums, options)
         found = (values, aux) if has_aux else values
         if factor is None:

@@ -20,7 +20,7 @@ from functional_jd.core.heads import (
 )
 from functional_jd.core.rows import at_least_float32, of_groups
 from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import all_finite, tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.loss_scale import unscale
@@ -40,7 +40,8 @@ def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Obs
             views = plan.view.groups
             groups = None if views is None else {key: view.products for key, view in views.items()}
             found = products_and_pullback(plan.where, rows, plan.view.products, groups, scaled=scaled)
-            return of_products(plan, nan_unless_finite(found[0], heads), found[1], heads, values, carried)
+            products = nan_unless_finite(found[0], heads) if heads else found[0]
+            return of_products(plan, products, found[1], heads, values, carried)
     return of_whole_rows(plan, jacobian, values, carried)
 
 
@@ -69,7 +70,8 @@ def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values
     def pullback(weights: Weights) -> Pulled:
         direction = pull(weights)
         # Where the heads' gradient is not finite, no row is.
-        return Pulled(direction_with_heads(direction, heads), finite, all_finite(direction))
+        whole = direction_with_heads(direction, heads) if heads else direction
+        return Pulled(whole, finite, all_finite(direction))
 
     return Observation(values, products=products, pullback=pullback, carried=carried)
 
@@ -100,9 +102,9 @@ def products_and_pullback(
         return {key: products for key, (products, _) in found.items()}, lambda weights: {
             key: pulls[key](weights[key]) for key in rows
         }
-    leaves = tree_leaves(rows)
+    leaves, structure = tree_flatten(rows)
     if needed == "gramian" and not any_sharded(leaves):
-        return products_of_rows(where, rows, scaled)
+        return products_of_rows(where, rows, leaves, structure, scaled)
     whole = tree_map(at_least_float32, rows)
     products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
     return products, pullback_of_scaled(where, whole) if scaled else partial(combined, where, whole)
@@ -125,4 +127,4 @@ def without_overflow(products: Products, scale: Tensor) -> tuple[Products, Tenso
     def masked(own: Tensor) -> Tensor:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
 
-    return of_groups(masked, products), rows
+    return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from functional_jd.core.tree import tree_flatten, tree_unflatten
-from functional_jd.engines.evaluate import detach_tree
+from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
-from functional_jd.torch_compat.torch_internals import run_backward, scalars_of_stack, traced_grad, under_transform
+from functional_jd.torch_compat.torch_internals import (
+    any_autocast,
+    run_backward,
+    scalars_of_stack,
+    traced_grad,
+    under_transform,
+)
+
+_NOTHING = nullcontext()
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
@@ -145,7 +152,7 @@ def _by_autograd(
         wanted = points[among]
         if not outs or not wanted:
             return [None] * len(wanted)
-        with autocast_disabled(inputs):
+        with autocast_disabled(inputs) if any_autocast() else _NOTHING:
             found = _gradients(outs, wanted, given, create_graph or not last, create_graph)
         if where is not None:
             refuse_inner_backward(where, leaves)

@@ -12,6 +12,7 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import (
@@ -78,7 +79,7 @@ def weighted_fn(
         given, _ = select_arguments(0, args, "weighted_fn")  # a mistake is named before anything is evaluated
         differentiable = any_requires_grad((args, factor)) or under_transform()
         options = Options("weighted_fn", has_aux, factor, differentiable)
-        objectives = of_arguments(losses, tree_leaves(given))
+        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
         values, aux, unchecked = _weighted(kind_of(objectives), objectives, args, options)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:

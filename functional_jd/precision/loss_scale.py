@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_type
+from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, any_sharded, is_sharded, same_layout, shard_of, sharded_as
@@ -189,7 +189,8 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
         >>> update_scale(state, torch.tensor([True, False])).scale
         tensor([1024.,  512.])
     """
-    check_type("update_scale", "state", state, ScaleState, "Create one with scale_state().")
+    if not isinstance(state, ScaleState):
+        refuse("update_scale", "state", "a ScaleState", state, "Create one with scale_state().")
     _require_flag(finite, "update_scale", state.scale)
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):

@@ -216,6 +216,9 @@ def innermost_mode() -> Any:
 
 
 # Without them, op tables inside op tables see every op twice.
+any_autocast: Any = private("_C._is_any_autocast_enabled", "autocast", otherwise=lambda: True)
+"""Whether native autocast is on for some device; without it, it is asked device by device."""
+
 function_modes: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
 function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
 

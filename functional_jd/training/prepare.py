@@ -7,6 +7,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.arguments import check_function, refuse
+from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
@@ -61,11 +62,12 @@ def prepare(
     factor = multiplier(scale, where) if is_scaled(scale) else None
     options = Options(where, True, factor, under_transform() or any_requires_grad((args, factor)))
     leaves = tree_leaves(params)
-    whole = of_arguments(threaded.losses, leaves)
+    sharded = any_sharded(leaves)
+    whole = of_arguments(threaded.losses, sharded=sharded)
     kind = own_kind if whole is threaded.losses else kind_of(whole)
     plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, threaded.next_buffers)
     if isinstance(engine, str) and engine == "auto":
-        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves).engine]
+        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
         refuse_engine(where, engine)
@@ -101,15 +103,8 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     check_state("chosen_engine", state)
     check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
-    return _choice(
-        kind_of(losses),
-        losses,
-        state.params,
-        batch,
-        as_view(aggregator.view),
-        state.scale.scale,
-        tree_leaves(state.params),
-    )
+    kind, leaves, view = kind_of(losses), tree_leaves(state.params), as_view(aggregator.view)
+    return _choice(kind, losses, state.params, batch, view, state.scale.scale, leaves, any_sharded(leaves))
 
 
 def _choice(
@@ -120,13 +115,22 @@ def _choice(
     view: View,
     scale: Tensor,
     leaves: list[Tensor],
+    sharded: bool,
 ) -> EngineChoice:
     """`chosen_engine` of arguments that were checked."""
     m = len(scale) if scale.ndim else kind.objectives(losses, params, batch)
     if (with_rows := kind.row_params(losses, params)) is not params:
         leaves = tree_leaves(with_rows)
-    examples, several = kind.rows_are_examples, kind.several_sets
-    return choose_engine(view, m, leaves, scale, positions=_positions(batch), examples=examples, several_sets=several)
+    return choose_engine(
+        view,
+        m,
+        leaves,
+        scale,
+        positions=_positions(batch),
+        examples=kind.rows_are_examples,
+        several_sets=kind.several_sets,
+        sharded=sharded,
+    )
 
 
 def _positions(batch: tuple[Any, ...]) -> int:

@@ -225,6 +225,7 @@ REPLACED = {
     "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
     "_functorch.apis.vmap_impl": vmapped,
     "amp.autocast_mode._UnmanagedAutocast": step,
+    "_C._is_any_autocast_enabled": step,
     "_guards.detect_fake_mode": shown,
     "_is_functional_tensor": shown,
 }

@@ -501,6 +501,14 @@ def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
     assert "dropout" in seen.names
 
 
+def test_autocast_is_known_to_be_on_for_any_device():
+    assert not internals.any_autocast()
+    with torch.autocast("cpu"):
+        assert internals.any_autocast()
+        with torch.autocast("cpu", enabled=False):
+            assert not internals.any_autocast()
+
+
 def test_conversions_of_modules_go_through_one_method():
     class Own(nn.Linear):
         def _apply(self, fn, recurse=True):

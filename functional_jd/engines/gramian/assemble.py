@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32, in_range
-from functional_jd.core.tree import Structure, tree_unflatten
+from functional_jd.core.tree import Structure, detach_tree, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Group, Options, detach_tree
+from functional_jd.engines.evaluate import Group, Options
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse

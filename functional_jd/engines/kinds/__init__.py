@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from functional_jd.core.sharding import any_sharded
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.multitask import MULTITASK
@@ -35,8 +34,8 @@ def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
     return PLAIN
 
 
-def of_arguments(losses: Any, leaves: Sequence[Any]) -> Any:
+def of_arguments(losses: Any, *, sharded: bool) -> Any:
     """The losses, as those of sharded parameters if some leaves of what is differentiated are `DTensor`s."""
-    if type(losses) is Sharded or not any_sharded(leaves):
+    if not sharded or type(losses) is Sharded:
         return losses
     return Sharded(losses, None)

@@ -13,6 +13,7 @@ from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.tree import (
     Structure,
     all_finite,
+    detach_tree,
     floating_leaves,
     tree_flatten,
     tree_leaves,
@@ -25,7 +26,6 @@ from functional_jd.engines.evaluate import (
     Options,
     dense_gradients,
     dense_rows,
-    detach_tree,
     element_count,
     evaluate_losses,
     objective_count,
@@ -218,15 +218,13 @@ def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tens
     leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
-    if any(
-        node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves
-        for node in graph_nodes(leaves, features)
-    ):
-        raise ValueError(
-            f"{options.where}: the losses of multitask heads must depend on the trunk by its features only, found a "
-            "loss that reaches it in another way. Return from features(...) all that the heads use, a loss that a "
-            "module keeps as an attribute too, or write a plain function."
-        )
+    for node in graph_nodes(leaves, features):
+        if node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves:
+            raise ValueError(
+                f"{options.where}: the losses of multitask heads must depend on the trunk by its features only, found "
+                "a loss that reaches it in another way. Return from features(...) all that the heads use, a loss that "
+                "a module keeps as an attribute too, or write a plain function."
+            )
 
 
 def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.tree import floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import detach_tree, floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import (
     Options,
     check_example_losses,
     dense_gradients,
-    detach_tree,
     evaluate_losses,
     row_scales,
 )

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.core.tree import floating_leaves, tree_unflatten
+from functional_jd.core.tree import detach_tree, floating_leaves, tree_unflatten
 from functional_jd.engines.evaluate import (
     Options,
     dense_gradients,
     dense_rows,
-    detach_tree,
     element_count,
     evaluate_losses,
     objective_count,
