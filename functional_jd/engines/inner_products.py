@@ -20,10 +20,10 @@ from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import FoundGramian, Kind
 from functional_jd.engines.observed import (
+    finite_rows,
     of_products,
     products_and_pullback,
     unscaled_products,
-    without_overflow,
 )
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier
@@ -64,8 +64,8 @@ def gramian_fn(
         a pytree like params, in their dtypes; with `scale`, as after `unscale`, in at least float32; finite bool of the
         scale's shape, `[]` without one: which rows did not overflow. For `multitask` losses Gramian and weights are
         those of the trunk, and `direction["heads"]` is the gradient of the plain sum, whatever the weights.
-        A row that overflowed is a row and a column of the Gramian that are not finite. An overflow in the heads' sum
-        cannot be assigned to a row: then no row is finite.
+        A row that overflowed is a row and a column of the Gramian that are not finite. With one scale, an overflow in
+        the heads' sum cannot be assigned to a row: then no row is finite.
 
     Raises:
         TypeError, ValueError: what `jacobian_fn` raises.
@@ -163,7 +163,7 @@ def _products_fn(
         kind = kind_of(objectives, argnums)
         found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
         products, pull = unscaled_products(factor, found, unchecked)
-        finite = without_overflow(products, torch.ones(()) if factor is None else factor)[1]
+        finite = finite_rows(products, torch.ones(()) if factor is None else factor)
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
             check_weights(where, weights, len(found))

@@ -1,7 +1,7 @@
 """Observations: from rows, from their inner products, or from a weighted backward pass, in the form that rules take."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -116,15 +116,18 @@ def without_overflow(products: Products, scale: Tensor) -> tuple[Products, Tenso
     As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the direction
     does.
     """
-    rows = torch.ones((), dtype=torch.bool)
-    for index, own in enumerate([products] if isinstance(products, Tensor) else list(products.values())):
-        # Half the ops of `isfinite`, which is not one of its own.
-        finite = (own if own.ndim == 1 else own.diagonal()).abs() < torch.inf
-        rows = rows & finite if index else finite
-    if not scale.ndim:
-        rows = rows.all()
+    rows = finite_rows(products, scale)
 
     def masked(own: Tensor) -> Tensor:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
 
     return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
+
+
+def finite_rows(products: Products, scale: Tensor) -> Tensor:
+    """Which rows have finite inner products with themselves: bool of the shape of the scale."""
+    parts = [products] if isinstance(products, Tensor) else list(products.values())
+    # Half the ops of `isfinite`, which is not one of its own.
+    flags = [(own if own.ndim == 1 else own.diagonal()).abs() < torch.inf for own in parts]
+    rows = flags[0] if len(flags) == 1 else reduce(torch.logical_and, flags)
+    return rows if scale.ndim else rows.all()
