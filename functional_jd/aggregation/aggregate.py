@@ -264,7 +264,7 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
                 weights = weights.float()  # once, and not for every leaf
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
-        weights = _by_leaf(weights, jacobian)
+        weights = weights_by_leaf(weights, jacobian)
         if not torch.compiler.is_compiling() and not _are_entrywise(weights, jacobian):
             raise ValueError(
                 f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
@@ -273,14 +273,14 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
         return tree_map(_entrywise, jacobian, weights)
 
 
-def _by_leaf(weights: Weights, rows: Tree) -> Weights:
+def weights_by_leaf(weights: Weights, rows: Tree) -> Weights:
     """Weights by leaf, of those that may be `[m]` for all rows below a key."""
     if isinstance(rows, Tensor):
         return weights
     if isinstance(weights, Tensor) and weights.ndim == 1:
         return tree_map(lambda _: weights, rows)
     if isinstance(weights, dict) and isinstance(rows, dict) and weights.keys() == rows.keys():
-        return {key: _by_leaf(own, rows[key]) for key, own in weights.items()}
+        return {key: weights_by_leaf(own, rows[key]) for key, own in weights.items()}
     return weights
 
 

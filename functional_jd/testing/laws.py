@@ -15,7 +15,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, start
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, start, weights_by_leaf
+from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.testing.measures import (
@@ -62,7 +63,8 @@ def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses
 
 @checked
 def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-    """The direction is like params; weights are `[m]` or broadcast to the Jacobian; the state keeps its structure.
+    """The direction is like params; weights are `[m]`, for all rows or those below a key, or broadcast to the Jacobian;
+    the state keeps its structure.
 
     Weights have at least 32 bits. Exact.
 
@@ -74,7 +76,7 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
     if isinstance(result.weights, Tensor) and result.weights.ndim == 1:
         assert result.weights.shape == tree_leaves(jacobian)[0].shape[:1], "not one weight per row"
     else:
-        tree_map(lambda leaf, weight: _weights_of_rows(weight).expand(leaf.shape), jacobian, result.weights)
+        tree_map(_broadcast, jacobian, weights_by_leaf(result.weights, jacobian))
     for weight in tree_leaves(result.weights):
         assert weight.dtype in (torch.float32, torch.float64), f"weights are {weight.dtype}, not at least float32"
     before = start(rule, jacobian, *others, losses=losses)
@@ -358,8 +360,10 @@ def _is_convex_combination(J: Tensor, direction: Tensor) -> bool:
     return bool(residual <= 2.0**-20)
 
 
-def _weights_of_rows(weight: Tensor | AffineWeights) -> Tensor:
-    return weight.weights if isinstance(weight, AffineWeights) else weight
+def _broadcast(leaf: Tensor, given: Tensor | AffineWeights) -> Tensor:
+    """The weights of a leaf, one for each entry; a RuntimeError where they do not fit."""
+    weights = given.weights if isinstance(given, AffineWeights) else given
+    return (per_row(weights, leaf) if weights.ndim == 1 else weights).expand(leaf.shape)
 
 
 def _step(

@@ -60,9 +60,15 @@ def checkpoint_frames(around: Any = None) -> list[Any]:
 def _frame_of(pack: Any) -> Any:
     """The record of the checkpoint whose hook this is."""
     cells = {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, pack.__closure__, strict=True)}
-    if not hasattr(cells.get("frame"), "recompute_fn"):
-        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
+    recompute(cells.get("frame"))
     return cells["frame"]
+
+
+def recompute(checkpoint_frame: Any) -> Any:
+    """What a checkpoint runs again."""
+    if not hasattr(checkpoint_frame, "recompute_fn"):
+        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
+    return checkpoint_frame.recompute_fn
 
 
 def calling_modules(checkpoint_frame: Any) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from functional_jd.torch_compat.private_names import private
 from functional_jd.torch_compat.recomputation import recomputation_of
@@ -17,13 +18,13 @@ from functional_jd.torch_compat.torch_internals import function_mode_at, functio
 _LOSSES = "losses without modes"
 # The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins.
 CheckpointFrame: Any = private("utils.checkpoint._CheckpointFrame", _LOSSES, "save_inputs", otherwise=False)
-ReentrantCheckpoint: Any = private("utils.checkpoint.CheckpointFunction", _LOSSES, "forward", otherwise=False)
+ReentrantCheckpoint: Any = CheckpointFunction
 # The module whose `vmap_impl` does the work of `torch.vmap`.
 vmap_home: Any = private("_functorch.apis", _LOSSES, "vmap_impl", otherwise=False)
 # The `torch.autocast` of graphs that torch.compile made; without it, their ops follow the tables.
 AutocastOfGraphs: Any = private("amp.autocast_mode._UnmanagedAutocast", _LOSSES, otherwise=())
 
-can_notice = bool(CheckpointFrame and ReentrantCheckpoint and vmap_home)
+can_notice = bool(CheckpointFrame and vmap_home)
 """Whether torch has all that is replaced here; otherwise modes see every op."""
 
 

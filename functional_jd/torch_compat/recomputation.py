@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.checkpoints import calling_modules, checkpoint_frames, saved_tensors_hook
+from functional_jd.torch_compat.checkpoints import calling_modules, checkpoint_frames, recompute, saved_tensors_hook
 from functional_jd.torch_compat.torch_internals import module_tensors
 
 
@@ -91,9 +91,9 @@ class Recomputation:
 
 def recomputation_of(checkpoint_frame: Any) -> Recomputation:
     """What a checkpoint runs again, with the tensors that the modules around it hold at the first call."""
-    if not isinstance(checkpoint_frame.recompute_fn, Recomputation):
+    if not isinstance(recompute(checkpoint_frame), Recomputation):
         modules = calling_modules(checkpoint_frame)
-        checkpoint_frame.recompute_fn = Recomputation(checkpoint_frame.recompute_fn, modules)
+        checkpoint_frame.recompute_fn = Recomputation(recompute(checkpoint_frame), modules)
     return checkpoint_frame.recompute_fn
 
 

@@ -51,11 +51,6 @@ def prepare(
         guarded: whether a step is skipped for what is not finite.
     """
     own_kind, view = kind_of(losses), as_view(rule.view)
-    if view.batches > 1:
-        raise ValueError(
-            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
-            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
-        )
     threaded = own_kind.thread(losses, batch, Form(where, buffers, has_aux))
     args = (params, *threaded.args)
     scale = no_scale() if scale is None else scale

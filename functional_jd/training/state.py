@@ -114,7 +114,12 @@ def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, 
 
 
 def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
-    """Refuse what is no function, no rule, no optimizer, or no flag."""
+    """Refuse what is no function, no rule for one batch, no optimizer, or no flag."""
+    if getattr(getattr(aggregator, "view", None), "batches", 1) > 1:
+        raise ValueError(
+            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
+            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
+        )
     are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
     if callable(losses) and are_fit and (has_aux is True or has_aux is False):
         return  # as nearly always: no call for each

@@ -143,6 +143,20 @@ def checkpointed():
     return step(lambda p: torch.utils.checkpoint.checkpoint(net, p["w"], use_reentrant=False) @ p["b"])
 
 
+def checkpointed_under_a_mode():
+    import functional_jd as fj
+
+    f = fj.random.keyed(lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False).sum())
+    return fj.jacobian_fn(lambda x: f(fj.random.key(0), x))(torch.ones(2))[0].flatten().tolist()
+
+
+def distances_in_a_transform():
+    import functional_jd as fj
+
+    f = fj.jacobian_fn(lambda x: torch.cdist(x, torch.ones(2, 3), 1.0).flatten(), mode="vmap")
+    return torch.vmap(lambda x: f(x)[0])(torch.arange(6.0).reshape(1, 2, 3)).flatten().tolist()
+
+
 def vmapped():
     return step(lambda p: torch.vmap(lambda w, b: (w * b).sum())(p["w"], p["b"]))
 
@@ -184,7 +198,7 @@ FEATURES = {
     "ops.aten._unsafe_view": examples,
     "_C.DisableTorchFunction": draws,
     "_weight_norm": weight_norm,
-    "ops.aten._cdist_forward": distances,
+    "ops.aten._cdist_forward": distances_in_a_transform,
     "ops.aten._cdist_backward": distances,
     **{
         f"ops._c10d_functional.{name}": replicas
@@ -192,7 +206,7 @@ FEATURES = {
     },
     "utils._pytree.SUPPORTED_NODES": registered,
     **{
-        f"_C._autograd._{name}": checkpointed
+        f"_C._autograd._{name}": checkpointed_under_a_mode
         for name in (
             "top_saved_tensors_default_hooks",
             "push_saved_tensors_default_hooks",
@@ -200,7 +214,7 @@ FEATURES = {
             "saved_tensors_hooks_get_disabled_error_message",
         )
     },
-    "utils.checkpoint._checkpoint_hook": checkpointed,
+    "utils.checkpoint._checkpoint_hook": checkpointed_under_a_mode,
     "utils.checkpoint._CheckpointFrame.recompute_fn": checkpointed,
     "utils.checkpoint.checkpoint.gen.new_frame": checkpointed,
     "nn.Module._call_impl": checkpointed,
@@ -354,10 +368,10 @@ def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
 
 
 def test_every_private_name_is_taken_away():
-    from functional_jd.torch_compat import checkpoints, torch_internals
+    from functional_jd.torch_compat import checkpoints, noticing, torch_internals
 
     named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
-    for file in (torch_internals, checkpoints):
+    for file in (torch_internals, checkpoints, noticing):
         for call in ast.walk(ast.parse(inspect.getsource(file))):
             if (
                 isinstance(call, ast.Call)
