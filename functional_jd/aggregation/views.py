@@ -99,7 +99,19 @@ def as_view(given: Any) -> View:
 
 
 def with_losses(view: View) -> View:
-    """The view of a rule that receives a pair: what the rule of this one does, and the losses, float64 `[m]`."""
+    """The view of a rule that receives a pair: what a rule with this view does, and the losses.
+
+    Args:
+        view: a view, such as `gramian`.
+
+    Returns:
+        A `View` of the same cost, whose rule receives `(seen, losses)`, with the losses float64 `[m]`.
+
+    Example:
+        >>> rule = stateless(with_losses(norms), lambda pair: pair[1] / pair[0])
+        >>> rule.view.needs
+        'the norms of the rows and the losses'
+    """
 
     def both(seen: Observation) -> tuple[Any, Tensor]:
         return view.receive(seen), loss_vector(seen.losses)
