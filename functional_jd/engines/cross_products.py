@@ -11,7 +11,7 @@ from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, any_requires_grad, objective_count
+from functional_jd.engines.evaluate import Options, is_differentiable, objective_count
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.inner_products import found_products
@@ -19,7 +19,6 @@ from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_transform
 
 _WHERE = "cross_gramian_fn"
 
@@ -69,7 +68,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         )
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
-        differentiable = under_transform() or any_requires_grad((params, batch_a, batch_b, factor))
+        differentiable = is_differentiable((params, batch_a, batch_b, factor))
         options = Options(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
         (first, m), (second, k) = (_parts_of(losses, params, batch, options) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))

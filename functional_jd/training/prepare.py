@@ -12,14 +12,13 @@ from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
-from functional_jd.engines.evaluate import Options, any_requires_grad
+from functional_jd.engines.evaluate import Options, is_differentiable
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Form
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
-from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.state import TrainState, check_state
 
 
@@ -60,7 +59,7 @@ def prepare(
     args = (params, *threaded.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, under_transform() or any_requires_grad((args, factor)))
+    options = Options(where, True, factor, is_differentiable((args, factor)))
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = of_arguments(threaded.losses, sharded=sharded)
