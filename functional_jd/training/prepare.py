@@ -16,7 +16,7 @@ from functional_jd.engines.evaluate import Options, is_differentiable
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.objectives.buffers import Form
+from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
 from functional_jd.training.state import TrainState, check_state
@@ -55,16 +55,16 @@ def prepare(
             f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
             "hand: aggregate(rule, jacobian, memory, other_jacobian)."
         )
-    threaded = own_kind.thread(losses, batch, Form(where, buffers, has_aux))
-    args = (params, *threaded.args)
+    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux))
+    args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
     options = Options(where, True, factor, is_differentiable((args, factor)))
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
-    whole = of_arguments(threaded.losses, sharded=sharded)
-    kind = own_kind if whole is threaded.losses else kind_of(whole)
-    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, threaded.next_buffers)
+    whole = of_arguments(carrying.losses, sharded=sharded)
+    kind = own_kind if whole is carrying.losses else kind_of(whole)
+    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers)
     if isinstance(engine, str) and engine == "auto":
         return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
@@ -117,7 +117,7 @@ def _choice(
     sharded: bool,
 ) -> EngineChoice:
     """`chosen_engine` of arguments that were checked."""
-    m = len(scale) if scale.ndim else kind.objectives(losses, params, batch)
+    m = len(scale) if scale.ndim else kind.expected_m(losses, params, batch)
     if (with_rows := kind.row_params(losses, params)) is not params:
         leaves = tree_leaves(with_rows)
     return choose_engine(
