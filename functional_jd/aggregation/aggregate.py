@@ -145,20 +145,20 @@ def updated(aggregator: Aggregator, view: Any, state: Tree, where: str) -> tuple
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if remembers and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
         # What is of size one fits all sizes: `update` would not notice the state of more objectives.
-        _refuse_other_memory(aggregator, view, state, where, None)
+        _refuse_other_state(aggregator, view, state, where, None)
     try:
         weights, new = aggregator.update(view, state)
     except torch.OutOfMemoryError:  # `init` would ask for more
         raise
     except Exception as error:
-        _refuse_other_memory(aggregator, view, state, where, error)
+        _refuse_other_state(aggregator, view, state, where, error)
         raise
     if where != "aggregate" and new is not state and tree_difference(state, new):
-        _refuse_other_memory(aggregator, view, state, where, None)
+        _refuse_other_state(aggregator, view, state, where, None)
     return weights, new
 
 
-def _refuse_other_memory(aggregator: Aggregator, view: Any, state: Tree, where: str, error: Exception | None) -> None:
+def _refuse_other_state(aggregator: Aggregator, view: Any, state: Tree, where: str, error: Exception | None) -> None:
     try:
         difference = tree_difference(aggregator.init(view), state)
     except CannotStartError:  # such a rule looks at the state itself
