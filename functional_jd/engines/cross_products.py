@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_function
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params
@@ -58,9 +59,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         >>> train, test = (torch.eye(3), torch.ones(3)), (torch.ones(2, 3), torch.zeros(2))
         >>> influence = cross_gramian_fn(losses)({"w": torch.zeros(3)}, train, test)  # [3, 2]
     """
-    if not callable(losses):
-        found = type(losses).__name__
-        raise TypeError(f"{_WHERE}: losses must be a function, found {found}. Pass losses(params, ...).")
+    check_function(_WHERE, "losses", losses, "Pass losses(params, ...).")
     factor = None if scale is None else multiplier(scale, _WHERE)
     if factor is not None and factor.ndim:
         raise ValueError(

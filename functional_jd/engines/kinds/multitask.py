@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.heads import nan_unless_finite
-from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 from functional_jd.core.tree import (
     Structure,
     all_finite,
@@ -295,7 +295,7 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Opti
     heads, features = rows[:n_heads], rows[n_heads:]
     present = [row for row in heads if row is not None]
     if _assigns_overflows(options) and present and any(row is not None for row in features):
-        finite = torch.stack([row.isfinite().reshape(len(row), row.shape[1:].numel()).all(1) for row in present]).all(0)
+        finite = torch.stack([as_matrix(row.isfinite()).all(1) for row in present]).all(0)
         heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
         features = _nan_unless(finite, features)
     scales = None if options.scale is None else factors
