@@ -35,19 +35,10 @@ def prepare(
     engine: str | Engine = "auto",
     guarded: bool = True,
 ) -> tuple[Plan, Engine]:
-    """What is to be done, and the engine that does it.
+    """What is to be done, and the engine that does it: the arguments are those of `step`, and fields of `Plan`.
 
-    Args:
-        where: the function that the user called.
-        losses: as for `step`.
-        params: the parameters.
-        batch: what the losses take after the parameters and the buffers.
-        rule: the rule.
-        scale: the loss scale; None is no scaling.
-        buffers: what the losses carry.
-        has_aux: whether the losses return aux.
-        engine: as for `step`.
-        guarded: whether a step is skipped for what is not finite.
+    Raises:
+        ValueError: a rule that compares batches; an engine that is unknown, or does not give the rule what it needs.
     """
     own_kind, view = kind_of(losses), as_view(rule.view)
     if view.batches > 1:
