@@ -23,10 +23,8 @@ from functional_jd.torch_compat.torch_internals import has_values, under_transfo
 # Values below this multiple of the machine epsilon of the products count as zero.
 _ROUNDINGS = 16
 
-
 # The relative asymmetry, and the excess of a cosine over 1, from which a matrix is refused as a Gramian in any dtype.
 _NOT_A_GRAMIAN = 1e-2
-
 
 # The maximum number of columns of cosines in a table.
 _MAX_COLUMNS = 8

@@ -18,7 +18,6 @@ TOLERANCE = 2.0**-26
 Case: TypeAlias = tuple[Jacobian, tuple[Jacobian, ...], Losses]
 """A Jacobian, the other Jacobians, and the losses."""
 
-
 Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
 

@@ -237,9 +237,7 @@ def input_name(uses: dict[str, ParameterView]) -> str:
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
-
 KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
-
 
 _WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}
