@@ -8,11 +8,10 @@ import torch
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
-from functional_jd.engines.evaluate import Options, any_requires_grad
+from functional_jd.engines.evaluate import Options, is_differentiable
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives import PerExample
 from functional_jd.precision.loss_scale import multiplier
-from functional_jd.torch_compat.torch_internals import under_transform
 
 KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 
@@ -67,7 +66,7 @@ def scaled_rows(losses, scale, mode="auto", chunk_size=None):
 
     def rows_and_losses(*args):
         factor = multiplier(scale, "jacobian_fn")
-        differentiable = any_requires_grad((args, factor)) or under_transform()
+        differentiable = is_differentiable((args, factor))
         options = Options("jacobian_fn", False, factor, differentiable, mode, chunk_size)
         return kind_of(losses).jacobian(losses, args, 0, options)[:2]
 

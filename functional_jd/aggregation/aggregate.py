@@ -131,36 +131,36 @@ class CannotStartError(ValueError):
 def weigh(
     aggregator: Aggregator, view: View, seen: Observation, state: Tree = None, where: str = "aggregate"
 ) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule with this view."""
-    with autocast_disabled(seen[:3]):
-        return updated(aggregator, view.receive(seen), state, where)
+    """The weights and the next state of a rule with this view.
 
-
-def updated(aggregator: Aggregator, view: Any, state: Tree, where: str) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule. A state of another rule, or for another number of objectives, is
-    refused: if `update` raises, and in a step also if the state does not keep its structure.
+    A state of another rule, or for another number of objectives, is refused: if `update` raises, and in a step also if
+    the state does not keep its structure.
     """
-    if state is None or torch.compiler.is_compiling():
-        return aggregator.update(view, aggregator.init(view) if state is None else state)
-    remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
-    if remembers and tree_leaves(state) and tree_leaves(view)[0].shape[:1] == (1,):
-        # What is of size one fits all sizes: `update` would not notice the state of more objectives.
-        _refuse_other_memory(aggregator, view, state, where, None)
-    try:
-        weights, new = aggregator.update(view, state)
-    except torch.OutOfMemoryError:  # `init` would ask for more
-        raise
-    except Exception as error:
-        _refuse_other_memory(aggregator, view, state, where, error)
-        raise
-    if where != "aggregate" and new is not state and tree_difference(state, new):
-        _refuse_other_memory(aggregator, view, state, where, None)
-    return weights, new
+    with autocast_disabled(seen[:3]):
+        received = view.receive(seen)
+        if state is None or torch.compiler.is_compiling():
+            return aggregator.update(received, aggregator.init(received) if state is None else state)
+        remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
+        if remembers and tree_leaves(state) and tree_leaves(received)[0].shape[:1] == (1,):
+            # What is of size one fits all sizes: `update` would not notice the state of more objectives.
+            _refuse_other_state(aggregator, received, state, where, None)
+        try:
+            weights, new = aggregator.update(received, state)
+        except torch.OutOfMemoryError:  # `init` would ask for more
+            raise
+        except Exception as error:
+            _refuse_other_state(aggregator, received, state, where, error)
+            raise
+        if where != "aggregate" and new is not state and tree_difference(state, new):
+            _refuse_other_state(aggregator, received, state, where, None)
+        return weights, new
 
 
-def _refuse_other_memory(aggregator: Aggregator, view: Any, state: Tree, where: str, error: Exception | None) -> None:
+def _refuse_other_state(
+    aggregator: Aggregator, received: Any, state: Tree, where: str, error: Exception | None
+) -> None:
     try:
-        difference = tree_difference(aggregator.init(view), state)
+        difference = tree_difference(aggregator.init(received), state)
     except CannotStartError:  # such a rule looks at the state itself
         return
     if difference:

@@ -24,7 +24,6 @@ class Domain(NamedTuple):
 
 FINITE = Domain(lambda u: u.isfinite().all(), "finite", "Replace NaN and infinity.")
 
-
 PREFERENCES = Domain(
     lambda u: u.isfinite().all() & (u.min() >= 0) & (u.max() > 0),
     "finite and non-negative, with a positive element",

@@ -26,9 +26,7 @@ def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
 
 _ADJOINT = {"sum": "sum", "scatter": "gather", "gather": "scatter", "same": "sum", "mean": "share", "share": "mean"}
 
-
 _REDUCTIONS = {"sum": "sum", "mean": "sum", "least": "min", "most": "max"}
-
 
 _LARGE = 1 << 20
 """Rows of more elements are scattered one by one: together they would be copied, as ranks come before rows."""

@@ -13,9 +13,7 @@ from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""
 
-
 Record = TypeVar("Record")
-
 
 # The maximum number of values in a cell, of children shown per container, and of rows in a table.
 _MAX_VALUES, _MAX_CHILDREN, _MAX_ROWS = 6, 8, 20

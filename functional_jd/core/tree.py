@@ -22,11 +22,9 @@ from functional_jd.torch_compat.torch_internals import pytree_nodes
 
 NAMESPACE = "functional_jd"
 
-
 _TENSORS = {Tensor}
 # Leaves of up to so many elements are looked at together.
 _SMALL = 1 << 10
-
 
 Structure = Any
 """The structure that `tree_flatten` returns and `tree_unflatten` takes."""

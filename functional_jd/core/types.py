@@ -10,30 +10,23 @@ from functional_jd.core.record_display import displayed_as, outline
 Tree: TypeAlias = Any
 """A pytree of tensors: nested dicts, lists, tuples, NamedTuples, registered dataclasses, or one tensor."""
 
-
 Params: TypeAlias = Tree
 """A pytree of floating-point tensors, leaves `[*p]`."""
-
 
 Losses: TypeAlias = Tree
 """A tensor or a pytree of tensors with m elements in leaf order: one objective each."""
 
-
 Jacobian: TypeAlias = Tree
 """A pytree like params with leaves `[m, *p]`: row i is the gradient of objective i. Or a `MultitaskJacobian`."""
-
 
 Direction: TypeAlias = Tree
 """A pytree like params, leaves `[*p]`: an ascent direction, as a gradient is."""
 
-
 Gramian: TypeAlias = Tensor
 """`[m, m]`: the inner products of the rows."""
 
-
 Weights: TypeAlias = Tree
 """`[m]`: the weight of each row. Or a pytree like the Jacobian: the weight of each entry, or `AffineWeights`."""
-
 
 LossFunction: TypeAlias = Callable[..., Any]
 """`losses(params, *args) -> Losses`."""

@@ -13,6 +13,7 @@ from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
+from functional_jd.core.safe import divide, nonzero, sqrt_or_zero
 from functional_jd.core.tree import row_count, tree_flatten, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
@@ -22,10 +23,8 @@ from functional_jd.torch_compat.torch_internals import has_values, under_transfo
 # Values below this multiple of the machine epsilon of the products count as zero.
 _ROUNDINGS = 16
 
-
 # The relative asymmetry, and the excess of a cosine over 1, from which a matrix is refused as a Gramian in any dtype.
 _NOT_A_GRAMIAN = 1e-2
-
 
 # The maximum number of columns of cosines in a table.
 _MAX_COLUMNS = 8
@@ -196,8 +195,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
     _require_direction(rows, target)
     one_row = tree_map(lambda leaf: leaf.unsqueeze(0), target)
     products, squared_norm = cross_gramian(rows, one_row).squeeze(1), gramian_of(one_row).reshape(())
-    zero = squared_norm == 0
-    return _quotient(products / lengths, torch.where(zero, 0, torch.where(zero, 1, squared_norm).sqrt()))
+    return _quotient(products / lengths, sqrt_or_zero(squared_norm, squared_norm == 0))
 
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
@@ -222,15 +220,14 @@ def _is_real(value: Any) -> bool:
 
 def _quotient(products: Tensor, norm: Tensor) -> Tensor:
     """Return the products over the norm, 0 if it is 0."""
-    zero = norm == 0
-    return torch.where(zero, 0, products / torch.where(zero, 1, norm)).clamp(-1, 1)
+    return divide(products, norm).clamp(-1, 1)
 
 
 def _norm_of_combination(C: Tensor, coefficients: Tensor, eps: float) -> Tensor:
     """Return the norm of a linear combination of the unit rows, 0 within the rounding error."""
     square = coefficients @ C @ coefficients
     zero = square <= len(C) * _ROUNDINGS * eps * coefficients.detach().abs().amax() ** 2
-    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
+    return sqrt_or_zero(square, zero)
 
 
 def _rank_and_condition(G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -238,11 +235,11 @@ def _rank_and_condition(G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     finite, largest = G.isfinite().all(), G.detach().diagonal().amax()
     eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
     # eigvalsh raises an exception for matrices that are not finite.
-    eigenvalues = torch.linalg.eigvalsh(torch.where(finite, G / torch.where(largest == 0, 1, largest), eye))
+    eigenvalues = torch.linalg.eigvalsh(torch.where(finite, G / nonzero(largest), eye))
     significant = eigenvalues > threshold
     values = torch.where(significant, eigenvalues, 1).sqrt()
     total = torch.where(significant, values, 0).sum()
-    shares = torch.where(significant, values / torch.where(total == 0, 1, total), 1)
+    shares = torch.where(significant, values / nonzero(total), 1)
     rank = torch.where(total == 0, 0, torch.exp(-(shares * shares.log()).sum()))
     condition = torch.where(significant[0], values[-1] / values[0], torch.inf)
     return torch.where(finite, rank, torch.nan), torch.where(finite, condition, torch.nan)

@@ -19,7 +19,6 @@ from functional_jd.torch_compat.torch_internals import under_transform
 Group = Any
 """A `torch.distributed.ProcessGroup`; `None` is all processes."""
 
-
 _BUCKET = 1 << 22
 """Elements that travel together, at most: a collective costs a round trip, and what is larger pays for its own."""
 

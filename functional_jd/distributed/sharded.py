@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from functional_jd.core.arguments import check_flag
+from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.objectives import Sharded
 
 
@@ -42,8 +42,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         From `torch.distributed.fsdp.fully_shard`, which gathers module by module, and the next one ahead of time: here
         leaf by leaf.
     """
-    if not callable(losses):
-        raise TypeError(f"sharded: losses must be a function, found {type(losses).__name__}. Pass losses(params, ...).")
+    check_function("sharded", "losses", losses, "Pass losses(params, ...).")
     if not callable(getattr(mesh, "get_group", None)):
         raise TypeError(
             f"sharded: mesh must be a DeviceMesh, found {type(mesh).__name__}. Make one: "

@@ -244,12 +244,12 @@ def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
     return m * leaf.numel() < f.left.numel() + f.right.numel()
 
 
-def join_leaf(leaf: Tensor, m: int) -> bool:
+def leaf_is_joined(leaf: Tensor, m: int) -> bool:
     """Whether the rows of a small leaf are joined with those of others: calls cost more than what they compute."""
     return leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
 
 
-def record_layer(reach: int, examples: bool) -> bool:
+def layer_is_recorded(reach: int, examples: bool) -> bool:
     """Whether the recorder takes a layer. Elementwise layers give rows, not factors: without a hidden dimension of
     examples, autograd forms the same rows faster.
     """

@@ -7,11 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import check_function
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, any_requires_grad, objective_count
+from functional_jd.engines.evaluate import Options, is_differentiable, objective_count
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.inner_products import found_products
@@ -19,7 +20,6 @@ from functional_jd.engines.kinds import kind_of
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_transform
 
 _WHERE = "cross_gramian_fn"
 
@@ -59,9 +59,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         >>> train, test = (torch.eye(3), torch.ones(3)), (torch.ones(2, 3), torch.zeros(2))
         >>> influence = cross_gramian_fn(losses)({"w": torch.zeros(3)}, train, test)  # [3, 2]
     """
-    if not callable(losses):
-        found = type(losses).__name__
-        raise TypeError(f"{_WHERE}: losses must be a function, found {found}. Pass losses(params, ...).")
+    check_function(_WHERE, "losses", losses, "Pass losses(params, ...).")
     factor = None if scale is None else multiplier(scale, _WHERE)
     if factor is not None and factor.ndim:
         raise ValueError(
@@ -69,7 +67,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         )
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
-        differentiable = under_transform() or any_requires_grad((params, batch_a, batch_b, factor))
+        differentiable = is_differentiable((params, batch_a, batch_b, factor))
         options = Options(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
         (first, m), (second, k) = (_parts_of(losses, params, batch, options) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))

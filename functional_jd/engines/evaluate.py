@@ -11,10 +11,15 @@ from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat.slow_path import StateJournal
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
-def any_requires_grad(values: Any) -> bool:
-    """Whether a tensor of a pytree requires grad, so that a derivative of the result may be asked for."""
+def is_differentiable(values: Any) -> bool:
+    """Whether a derivative of what is made of a pytree may be asked for: under a transform, or as a tensor requires
+    grad.
+    """
+    if under_transform():
+        return True
     if torch.is_grad_enabled():
         for x in tree_leaves(values):
             if isinstance(x, Tensor) and x.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]

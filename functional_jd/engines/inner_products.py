@@ -11,25 +11,18 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, LossFunction
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, check_weights, select_arguments
+from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable
 from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundGramian, Kind
-from functional_jd.engines.observed import (
-    finite_rows,
-    of_products,
-    products_and_pullback,
-    unscaled_products,
-)
+from functional_jd.engines.observed import finite_rows, of_products, products_and_pullback, unscaled_products
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
-from functional_jd.torch_compat.torch_internals import under_transform
 
 Pullback: TypeAlias = Callable[[Tensor], tuple[Direction, Tensor]]
 """`pullback(weights) -> (direction, finite)`."""
@@ -156,11 +149,9 @@ def _products_fn(
     factor = None if scale is None else multiplier(scale, where)
 
     def products_and_losses(*args: Any) -> FoundProducts:
-        given, _ = select_arguments(argnums, args, where)  # a mistake is named before anything is evaluated
-        differentiable = under_transform() or any_requires_grad((args, factor))
+        objectives, kind = found_kind(losses, argnums, args, where)
+        differentiable = is_differentiable((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
-        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
-        kind = kind_of(objectives, argnums)
         found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
         products, pull = unscaled_products(factor, found, unchecked)
         finite = finite_rows(products, torch.ones(()) if factor is None else factor)

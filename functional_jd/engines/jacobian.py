@@ -7,17 +7,14 @@ from torch import Tensor
 
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_integer, check_option
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction
-from functional_jd.engines.evaluate import Options, any_requires_grad, check_losses, select_arguments
-from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.engines.evaluate import Options, check_losses, is_differentiable
+from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundJacobian
 from functional_jd.engines.observed import of_rows
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_transform
 
 MODES = ("auto", "vmap", "loop", "forward")
 
@@ -92,11 +89,10 @@ def jacobian_fn(
     factor = None if scale is None else multiplier(scale, "jacobian_fn")
 
     def jacobian_and_losses(*args: Any) -> Any:
-        given, _ = select_arguments(argnums, args, "jacobian_fn")  # a mistake is named before anything is evaluated
-        differentiable = any_requires_grad((args, factor)) or under_transform()
+        objectives, kind = found_kind(losses, argnums, args, "jacobian_fn")
+        differentiable = is_differentiable((args, factor))
         options = Options("jacobian_fn", has_aux, factor, differentiable, *_rows_at_once(mode, chunk_size))
-        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
-        jacobian, values, aux = kind_of(objectives, argnums).jacobian(objectives, args, argnums, options)
+        jacobian, values, aux = kind.jacobian(objectives, args, argnums, options)
         found = (values, aux) if has_aux else values
         if factor is None:
             return jacobian, found

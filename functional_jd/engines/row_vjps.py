@@ -18,7 +18,6 @@ from functional_jd.torch_compat.torch_internals import under_transform
 Rows: TypeAlias = list[Tensor | None]
 """m cotangents or gradients, by tensor: each `[m, *x]`, or `None` where all rows are zero."""
 
-
 Result = TypeVar("Result")
 
 # Elements of the cotangents that the loop makes at once.

@@ -12,23 +12,13 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import (
-    Options,
-    any_requires_grad,
-    check_losses,
-    check_weights,
-    objective_count,
-    select_arguments,
-)
-from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count
+from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundWeighted, Kind, PulledBack
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.torch_compat.torch_internals import under_transform
 
 Pullback = Callable[..., tuple[Direction, Tensor]]
 """`pullback(weights, *, last=False) -> (direction, finite)`."""
@@ -76,11 +66,9 @@ def weighted_fn(
     factor = None if scale is None else multiplier(scale, "weighted_fn")
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
-        given, _ = select_arguments(0, args, "weighted_fn")  # a mistake is named before anything is evaluated
-        differentiable = any_requires_grad((args, factor)) or under_transform()
-        options = Options("weighted_fn", has_aux, factor, differentiable)
-        objectives = of_arguments(losses, sharded=any_sharded(tree_leaves(given)))
-        values, aux, unchecked = _weighted(kind_of(objectives), objectives, args, options)
+        objectives, kind = found_kind(losses, 0, args, "weighted_fn")
+        options = Options("weighted_fn", has_aux, factor, is_differentiable((args, factor)))
+        values, aux, unchecked = _weighted(kind, objectives, args, options)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
             check_flag("weighted_fn", "last", last)

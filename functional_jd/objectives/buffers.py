@@ -13,7 +13,7 @@ Carried = tuple[Tree, Tree]
 """`(buffers, aux)`; `()` in the place of what the losses do not return."""
 
 
-class Form(NamedTuple):
+class Extras(NamedTuple):
     """What losses take and return beside the parameters, the batch and their values.
 
     Attributes:
@@ -32,7 +32,7 @@ class Form(NamedTuple):
         return not (isinstance(self.buffers, tuple) and len(cast("tuple[Any, ...]", self.buffers)) == 0)
 
 
-class Threaded(NamedTuple):
+class CarryingLosses(NamedTuple):
     """Losses that return `(losses, (buffers, aux))`, whatever the user's return.
 
     Attributes:
@@ -46,52 +46,52 @@ class Threaded(NamedTuple):
     next_buffers: Callable[[Tree], Tree]
 
 
-def uniform(result: Any, form: Form) -> tuple[Losses, Carried]:
-    """`(losses, (buffers, aux))` from what losses of this form returned."""
-    parts = ["losses", *(["buffers"] if form.takes_buffers else []), *(["aux"] if form.has_aux else [])]
+def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
+    """`(losses, (buffers, aux))` from what losses with these extras returned."""
+    parts = ["losses", *(["buffers"] if extras.takes_buffers else []), *(["aux"] if extras.has_aux else [])]
     if len(parts) == 1:
         return result, ((), ())
     if not (isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == len(parts)):
-        given = (["buffers"] if form.takes_buffers else []) + (["has_aux=True"] if form.has_aux else [])
+        given = (["buffers"] if extras.takes_buffers else []) + (["has_aux=True"] if extras.has_aux else [])
         raise TypeError(
-            f"{form.where}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
+            f"{extras.where}: with {' and '.join(given)} the losses must return ({', '.join(parts)}), found "
             f"{_described(result)}. Return a tuple of these {len(parts)}."
         )
     values, *rest = cast("tuple[Any, ...]", result)
-    return values, (rest[0] if form.takes_buffers else (), rest[-1] if form.has_aux else ())
+    return values, (rest[0] if extras.takes_buffers else (), rest[-1] if extras.has_aux else ())
 
 
-def check_buffers(form: Form, found: Tree, *, rows: bool = False) -> None:
+def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
     """Refuse buffers that are unlike those that the losses received.
 
     Args:
-        form: with the buffers that they received.
+        extras: with the buffers that they received.
         found: the buffers that they returned.
         rows: whether each has a first dimension of examples.
     """
-    if not form.takes_buffers:
+    if not extras.takes_buffers:
         return
-    (old, structure), (new, other) = tree_flatten(form.buffers), tree_flatten(found)
+    (old, structure), (new, other) = tree_flatten(extras.buffers), tree_flatten(found)
     if structure != other:
-        names = sorted(set(tree_names(found)) ^ set(tree_names(form.buffers)))
+        names = sorted(set(tree_names(found)) ^ set(tree_names(extras.buffers)))
         raise ValueError(
-            f"{form.where}: the losses must return buffers with the structure of those that they received, found "
+            f"{extras.where}: the losses must return buffers with the structure of those that they received, found "
             f"another, which differs in {names[:5]}. Return all buffers, also those that did not change."
         )
     for index, (x, y) in enumerate(zip(old, new, strict=True)):
         expected, given = (_shaped(x), _shaped(y, rows))
         if expected != given:
             raise ValueError(
-                f"{form.where}: the losses must return buffers with the shapes and dtypes of those that they "
-                f"received, found {given} in {tree_names(form.buffers)[index]!r}, expected {expected}."
+                f"{extras.where}: the losses must return buffers with the shapes and dtypes of those that they "
+                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}."
             )
 
 
-def next_as_found(form: Form) -> Callable[[Tree], Tree]:
+def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
     """The buffers that the engine returns are those of the next step."""
 
     def next_buffers(found: Tree) -> Tree:
-        check_buffers(form, found)
+        check_buffers(extras, found)
         return found
 
     return next_buffers

@@ -15,21 +15,16 @@ from functional_jd.core.arguments import check_integer, check_type, refuse
 Ax: TypeAlias = Axes
 """The axes of a plot, with a 3d projection if it has three dimensions."""
 
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """A NumPy array of float64, as matplotlib takes it."""
-
 
 # The palette of Okabe and Ito without black and yellow, which have low contrast in one theme each, and darker orange.
 PALETTE = ("#0072B2", "#DE8F05", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#949494")
 """Seven colours that are safe for colour blindness, with sufficient contrast on white and on black."""
 
-
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 
-
 LINESTYLES = ("-", "--", "-.", ":")
-
 
 AGREEMENT, CONFLICT = PALETTE[0], PALETTE[3]
 

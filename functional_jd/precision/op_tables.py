@@ -21,7 +21,6 @@ HALF = op_names("""
 """)
 """Ops computed in the autocast dtype."""
 
-
 FLOAT32 = op_names("""
     pow __pow__ __rpow__ square reciprocal rsqrt __rdiv__ __rtruediv__ exp expm1 log log10 log1p log2 logsumexp
     acos arccos asin arcsin cosh sinh tan erfinv softplus gelu
@@ -50,13 +49,11 @@ FLOAT32 = op_names("""
 """)
 """Ops computed in float32: they overflow or cancel in half precision, or (the last lines) have no half kernels."""
 
-
 PROMOTE = op_names("""
     addcdiv addcmul atan2 arctan2 bilinear cat concat concatenate stack cross linalg_cross dot vdot inner tensordot
     equal where scatter_add index_put index_copy grid_sample grid_sampler
 """)
 """Ops that need one dtype: computed in the widest among their tensors."""
-
 
 WIDE = op_names("""
     batch_norm instance_norm native_batch_norm
@@ -65,16 +62,12 @@ WIDE = op_names("""
 """)
 """Ops computed in float32 and returned in the input's dtype: as CUDA's kernels do inside; the CPU's lack half ones."""
 
-
 PLAIN = op_names("grad backward pad trace")
 """Ops that run as if autocast were off: backward passes, which follow their forward pass; others of the CPU's list."""
 
-
 LISTED = HALF | FLOAT32 | PROMOTE | WIDE | PLAIN | {"binary_cross_entropy"}
 
-
 ELIGIBLE = frozenset((torch.float16, torch.bfloat16, torch.float32))
-
 
 _OPERATOR = type(torch.ops.aten.mm)
 
@@ -108,7 +101,6 @@ def is_foreign_operator(func: Any) -> bool:
 
 NORM_LAYERS = op_names("layer_norm group_norm batch_norm instance_norm rms_norm local_response_norm")
 """Norm layers: computed in float32 and returned in the input's dtype."""
-
 
 LOSS_FUNCTIONS = op_names("""
     cross_entropy nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss ctc_loss

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, check_rule, combine
 from functional_jd.aggregation.views import loss_count
+from functional_jd.core.rows import as_matrix, per_row
 from functional_jd.core.tree import leaves_like, row_count, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 
@@ -16,7 +17,6 @@ TOLERANCE = 2.0**-26
 
 Case: TypeAlias = tuple[Jacobian, tuple[Jacobian, ...], Losses]
 """A Jacobian, the other Jacobians, and the losses."""
-
 
 Law: TypeAlias = Callable[..., None]
 """`law(rule, jacobian, *others, losses=None)`; others and losses are for rules that use them."""
@@ -53,9 +53,7 @@ def flat(tree: Tree) -> Tensor:
 
 
 def matrix(jacobian: Jacobian) -> Tensor:
-    return torch.cat(
-        [leaf.reshape(len(leaf), leaf.shape[1:].numel()).double() for leaf in tree_leaves(jacobian)], dim=1
-    )
+    return torch.cat([as_matrix(leaf).double() for leaf in tree_leaves(jacobian)], dim=1)
 
 
 def reach_of(jacobian: Jacobian, weights: Tree) -> Tensor:
@@ -121,7 +119,7 @@ def reordered(order: Tensor, jacobian: Jacobian) -> Jacobian:
 
 def rescaled(jacobian: Jacobian, c: float | Tensor) -> Jacobian:
     factors = torch.as_tensor(c, dtype=torch.float64).reshape(-1)
-    return tree_map(lambda leaf: leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1)).to(leaf.dtype), jacobian)
+    return tree_map(lambda leaf: leaf * per_row(factors, leaf).to(leaf.dtype), jacobian)
 
 
 def with_moderate_norms(jacobian: Jacobian) -> Jacobian:
@@ -132,7 +130,7 @@ def with_moderate_norms(jacobian: Jacobian) -> Jacobian:
 
 def split_columns(leaf: Tensor) -> Tree:
     """Split the columns of a leaf into a dict of a matrix, a list and a 0-dimensional parameter."""
-    x = leaf.reshape(len(leaf), leaf.shape[1:].numel())
+    x = as_matrix(leaf)
     half = x.shape[1] // 2
     return {"b": [x[:, half:-1], x[:, -1]], "a": x[:, :half].unsqueeze(1)}  # keys not sorted, on purpose
 

@@ -1,4 +1,4 @@
-"""Second attempts: what a transform refuses is done the slow way, with a warning, and as if the first had not been."""
+"""Fallbacks: where a transform raises, undo what was changed in place, do the same in a slower way, and warn."""
 
 import sys
 import warnings

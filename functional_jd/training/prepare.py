@@ -12,14 +12,13 @@ from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
-from functional_jd.engines.evaluate import Options, any_requires_grad
+from functional_jd.engines.evaluate import Options, is_differentiable
 from functional_jd.engines.kinds import kind_of, of_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.objectives.buffers import Form
+from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
-from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.state import TrainState, check_state
 
 
@@ -36,31 +35,22 @@ def prepare(
     engine: str | Engine = "auto",
     guarded: bool = True,
 ) -> tuple[Plan, Engine]:
-    """What is to be done, and the engine that does it.
+    """What is to be done, and the engine that does it: the arguments are those of `step`, and fields of `Plan`.
 
-    Args:
-        where: the function that the user called.
-        losses: as for `step`.
-        params: the parameters.
-        batch: what the losses take after the parameters and the buffers.
-        rule: the rule.
-        scale: the loss scale; None is no scaling.
-        buffers: what the losses carry.
-        has_aux: whether the losses return aux.
-        engine: as for `step`.
-        guarded: whether a step is skipped for what is not finite.
+    Raises:
+        ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
     own_kind, view = kind_of(losses), as_view(rule.view)
-    threaded = own_kind.thread(losses, batch, Form(where, buffers, has_aux))
-    args = (params, *threaded.args)
+    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux))
+    args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, under_transform() or any_requires_grad((args, factor)))
+    options = Options(where, True, factor, is_differentiable((args, factor)))
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
-    whole = of_arguments(threaded.losses, sharded=sharded)
-    kind = own_kind if whole is threaded.losses else kind_of(whole)
-    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, threaded.next_buffers)
+    whole = of_arguments(carrying.losses, sharded=sharded)
+    kind = own_kind if whole is carrying.losses else kind_of(whole)
+    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers)
     if isinstance(engine, str) and engine == "auto":
         return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
@@ -113,7 +103,7 @@ def _choice(
     sharded: bool,
 ) -> EngineChoice:
     """`chosen_engine` of arguments that were checked."""
-    m = len(scale) if scale.ndim else kind.objectives(losses, params, batch)
+    m = len(scale) if scale.ndim else kind.expected_m(losses, params, batch)
     if (with_rows := kind.row_params(losses, params)) is not params:
         leaves = tree_leaves(with_rows)
     return choose_engine(

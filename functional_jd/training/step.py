@@ -117,7 +117,7 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
 
 def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers: Tree) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, memory, values, rows_finite, direction_finite, (_, aux), gramian = found
+    direction, weights, rule_state, values, rows_finite, direction_finite, (_, aux), gramian = found
     losses_finite = _finite_losses(values, state.scale.scale)
     finite = rows_finite & losses_finite
     all_rows_finite = finite.all()
@@ -140,7 +140,7 @@ def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers:
         params,
         select(moved, buffers, state.buffers) if tree_leaves(buffers) else state.buffers,
         moments,
-        select(moved, memory, state.aggregator) if tree_leaves(memory) else state.aggregator,
+        select(moved, rule_state, state.aggregator) if tree_leaves(rule_state) else state.aggregator,
         update_scale(state.scale, rows_finite, losses_finite=losses_finite),
     )
     # The flags show that the step was skipped, also where the direction alone is not finite.

@@ -1,4 +1,4 @@
-"""Second attempts: announced once per reason, and without a trace of the first."""
+"""Fallbacks: announced once per reason, and without a trace of the first."""
 
 import warnings
 

@@ -13,10 +13,8 @@ from functional_jd.core.rows import at_least_float32
 
 Options: TypeAlias = dict[str, Any]
 
-
 Rows: TypeAlias = Callable[[Tensor, Tensor, Options], Tensor]
 """`rows(input [m or 1, *x], gradients of the output [m, *y], other arguments) -> [m, *leaf]`."""
-
 
 Normalize: TypeAlias = Callable[[Tensor, Options], Tensor]
 """`normalize(input [m or 1, *x], other arguments)`: the output of the norm without weight and bias."""
@@ -121,7 +119,6 @@ NORM_FORMS = {
     ),
 }
 """By op, the names of its arguments, and how to form the rows of its weight and bias."""
-
 
 ELEMENTWISE_FORMS: dict[Any, dict[str, Rows]] = {
     **{op: {"input": _times, "other": _times} for op in (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply)},

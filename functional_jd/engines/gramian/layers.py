@@ -180,9 +180,7 @@ _ADDMM = Layer(
 
 _STATISTICS = ("running_mean", "running_var")
 
-
 _PRELU = Layer(("input", "weight"), {"weight": slopes}, _is_real, FLAT)
-
 
 LAYERS: dict[Any, Layer] = {
     nn.functional.linear: _LINEAR,

@@ -11,7 +11,6 @@ from functional_jd.engines.gramian.factors import Factors
 Back: TypeAlias = Callable[[Any], Any]
 """From the `Factors` or rows `[m, *view]` of a view to those of the tensor that it is a view of."""
 
-
 WHOLE, MATRIX, FLAT = range(3)
 """The distance of a view from its leaf. WHOLE: the leaf itself. MATRIX: a transpose, or some rows of the matrix, from
 which `Factors` can be mapped back. FLAT: a contiguous range in any shape, from which only rows can be mapped back.

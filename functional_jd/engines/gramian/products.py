@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import HALVE_FROM, as_matrix, at_least_float32, inner_products, squared_norms
-from functional_jd.engines.choose import factors_are_cheaper, join_leaf, rows_are_smaller
+from functional_jd.engines.choose import factors_are_cheaper, leaf_is_joined, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
     Factors,
@@ -37,7 +37,7 @@ def products_of_leaves(
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
-        if rows and len(rows) == len(own) and join_leaf(leaf, m):
+        if rows and len(rows) == len(own) and leaf_is_joined(leaf, m):
             total = at_least_float32(sum(rows[1:], start=rows[0]))
             dtype = torch.promote_types(total.dtype, leaf.dtype)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)

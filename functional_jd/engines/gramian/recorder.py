@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import record_layer
+from functional_jd.engines.choose import layer_is_recorded
 from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
@@ -175,7 +175,7 @@ class LayerRecorder(TorchFunctionMode):
         # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
         return (
             transform_level() == self.level
-            and record_layer(layer.reach, self.examples)
+            and layer_is_recorded(layer.reach, self.examples)
             and source not in uses
             and given.keys() <= set(layer.names)
             and (not self.examples or is_batched(given.get(source)))
@@ -237,9 +237,7 @@ def input_name(uses: dict[str, ParameterView]) -> str:
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
-
 KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
-
 
 _WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}

@@ -208,8 +208,6 @@ def _of(words: str) -> set[Any]:
 
 _TRANSPOSES = _of("t transpose swapaxes swapdims") | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
 
-
 _COPIES = _of("to half bfloat16 float double contiguous")
-
 
 _SHAPES = _of("view unsqueeze squeeze")  # always views, unlike a reshape

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from functional_jd.core.sharding import any_sharded
+from functional_jd.core.tree import tree_leaves
+from functional_jd.engines.evaluate import select_arguments
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.multitask import MULTITASK
@@ -39,3 +42,10 @@ def of_arguments(losses: Any, *, sharded: bool) -> Any:
     if not sharded or type(losses) is Sharded:
         return losses
     return Sharded(losses, None)
+
+
+def found_kind(losses: Any, argnums: int | Sequence[int], args: tuple[Any, ...], where: str) -> tuple[Any, Kind]:
+    """The losses, as those of sharded parameters if they are, and their kind. Raises ValueError for wrong `argnums`."""
+    chosen, _ = select_arguments(argnums, args, where)
+    whole = of_arguments(losses, sharded=any_sharded(tree_leaves(chosen)))
+    return whole, kind_of(whole, argnums)

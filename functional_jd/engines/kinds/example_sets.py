@@ -19,7 +19,7 @@ from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.objectives import ExampleSets
-from functional_jd.objectives.buffers import Carried, Form, Threaded, next_as_found
+from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
 from functional_jd.precision.autocast import autocast_disabled
 
 # As names, since torch.compile evaluates what annotates a function inside a function.
@@ -123,24 +123,24 @@ def _all(flags: Sequence[Tensor]) -> Tensor:
     return reduce(torch.logical_and, flags)
 
 
-def _objectives(losses: ExampleSets, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: ExampleSets, params: Params, batch: Args) -> int:  # noqa: ARG001
     return sum(losses.counts(batch).values())
 
 
-def _thread(losses: ExampleSets, batch: Args, form: Form) -> Threaded:
-    if form.takes_buffers:
+def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosses:
+    if extras.takes_buffers:
         raise ValueError(
-            f"{form.where}: expected per_example losses of one kind, since those by name take no buffers, found "
+            f"{extras.where}: expected per_example losses of one kind, since those by name take no buffers, found "
             f"buffers with losses {sorted(losses.parts)}. Pass them as constants, or one loss for all examples."
         )
     given = losses.batches(batch)
-    parts: Any = {name: PER_EXAMPLE.thread(part, given[name], form).losses for name, part in losses.parts.items()}
+    parts: Any = {name: PER_EXAMPLE.carrying(part, given[name], extras).losses for name, part in losses.parts.items()}
 
     def join(found: _ByName) -> _Joined:
-        aux = {name: carried[1] for name, (_, carried) in found.items()} if form.has_aux else ()
+        aux = {name: carried[1] for name, (_, carried) in found.items()} if extras.has_aux else ()
         return {name: value for name, (value, _) in found.items()}, ((), aux)
 
-    return Threaded(ExampleSets(parts, join), batch, next_as_found(form))
+    return CarryingLosses(ExampleSets(parts, join), batch, next_as_found(extras))
 
 
 def _sample(losses: ExampleSets, args: Args) -> tuple[Any, Args]:
@@ -158,8 +158,8 @@ EXAMPLE_SETS = Kind(
     jacobian,
     gramian,
     weighted,
-    objectives=_objectives,
-    thread=_thread,
+    expected_m=_expected_m,
+    carrying=_carrying,
     sample=_sample,
     rows_are_examples=True,
     several_sets=True,

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.core.declared import Declared
 from functional_jd.core.heads import Heads
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
-from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
+from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
 
 Args: TypeAlias = tuple[Any, ...]
 """What the losses are called with: the parameters and the batch."""
@@ -39,12 +39,12 @@ def _usual_number(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG
     return 4
 
 
-def _thread(losses: Any, batch: Args, form: Form) -> Threaded:
-    def threaded(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda params, *args: uniform(f(params, *args), form)
+def _carrying(losses: Any, batch: Args, extras: Extras) -> CarryingLosses:
+    def adapted(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, *args: with_carried(f(params, *args), extras)
 
-    one_form = losses.each(threaded) if isinstance(losses, Declared) else threaded(losses)
-    return Threaded(one_form, (form.buffers, *batch) if form.takes_buffers else batch, next_as_found(form))
+    found = losses.each(adapted) if isinstance(losses, Declared) else adapted(losses)
+    return CarryingLosses(found, (extras.buffers, *batch) if extras.takes_buffers else batch, next_as_found(extras))
 
 
 def _whole(losses: Any, args: Args) -> tuple[Any, Args]:
@@ -62,8 +62,8 @@ class Kind(NamedTuple):
         weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass. None: from rows.
         features: `features(losses, args, options) -> FoundFeatures`; None where there are none.
         row_params: `row_params(losses, params)`: the parameters that have rows.
-        objectives: `objectives(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
-        thread: `thread(losses, batch, form)`: losses with or without buffers and aux, in one form.
+        expected_m: `expected_m(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
+        carrying: `carrying(losses, batch, extras)`: the losses, with or without buffers and aux, as `CarryingLosses`.
         sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the graph.
         rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
         several_sets: whether these are several sets of examples, one after the other.
@@ -74,8 +74,8 @@ class Kind(NamedTuple):
     weighted: Callable[..., FoundWeighted] | None = None
     features: Callable[..., FoundFeatures] | None = None
     row_params: Callable[[Any, Params], Tree] = _all_params
-    objectives: Callable[[Any, Params, Args], int] = _usual_number
-    thread: Callable[[Any, Args, Form], Threaded] = _thread
+    expected_m: Callable[[Any, Params, Args], int] = _usual_number
+    carrying: Callable[[Any, Args, Extras], CarryingLosses] = _carrying
     sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]] = _whole
     rows_are_examples: bool = False
     several_sets: bool = False

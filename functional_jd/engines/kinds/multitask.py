@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.heads import nan_unless_finite
-from functional_jd.core.rows import at_least_float32, per_row
+from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 from functional_jd.core.tree import (
     Structure,
     all_finite,
@@ -47,7 +47,7 @@ from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, 
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
-from functional_jd.objectives.buffers import Form, Threaded, next_as_found, uniform
+from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
 from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform
 
@@ -295,7 +295,7 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Opti
     heads, features = rows[:n_heads], rows[n_heads:]
     present = [row for row in heads if row is not None]
     if _assigns_overflows(options) and present and any(row is not None for row in features):
-        finite = torch.stack([row.isfinite().reshape(len(row), row.shape[1:].numel()).all(1) for row in present]).all(0)
+        finite = torch.stack([as_matrix(row.isfinite()).all(1) for row in present]).all(0)
         heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
         features = _nan_unless(finite, features)
     scales = None if options.scale is None else factors
@@ -355,7 +355,7 @@ def _row_params(losses: Multitask, params: Params) -> Tree:
     return losses.split(params)[0]
 
 
-def _objectives(losses: Multitask, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: Multitask, params: Params, batch: Args) -> int:  # noqa: ARG001
     """A head is mostly a weight and a bias: half of the leaves of the heads, at least four."""
     return max(4, len(tree_leaves(losses.split(params)[1])) // 2)
 
@@ -367,27 +367,29 @@ class FeaturesAndBuffers(NamedTuple):
     buffers: Tree
 
 
-def _thread(losses: Multitask, batch: Args, form: Form) -> Threaded:
+def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
     """The trunk's buffers go on to the heads."""
-    if not form.takes_buffers:
-        heads = lambda own, features, *batch: uniform(losses.heads(own, features, *batch), form)
-        return Threaded(Multitask(losses.features, heads), batch, next_as_found(form))
+    if not extras.takes_buffers:
+        heads = lambda own, features, *batch: with_carried(losses.heads(own, features, *batch), extras)
+        return CarryingLosses(Multitask(losses.features, heads), batch, next_as_found(extras))
 
     def features_and_buffers(shared: Params, *args: Any) -> FeaturesAndBuffers:
         found = losses.features(shared, *args)
         if not (isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2):
             raise TypeError(
-                f"{form.where}: with buffers, features must return a pair (features, buffers), found "
+                f"{extras.where}: with buffers, features must return a pair (features, buffers), found "
                 f"{type(found).__name__}. Return the buffers unchanged where the trunk has none."
             )
         features, buffers = cast("tuple[Any, Any]", found)
         return FeaturesAndBuffers(features, tree_map(torch.Tensor.detach, buffers))
 
     def heads_with_buffers(own: Params, found: FeaturesAndBuffers, _: Tree, *batch: Any) -> Any:
-        return uniform(losses.heads(own, found.features, found.buffers, *batch), form)
+        return with_carried(losses.heads(own, found.features, found.buffers, *batch), extras)
 
-    threaded = Multitask(features_and_buffers, heads_with_buffers)
-    return Threaded(threaded, (form.buffers, *batch), next_as_found(form))
+    carrying = Multitask(features_and_buffers, heads_with_buffers)
+    return CarryingLosses(carrying, (extras.buffers, *batch), next_as_found(extras))
 
 
-MULTITASK = Kind(jacobian, gramian, weighted, features, row_params=_row_params, objectives=_objectives, thread=_thread)
+MULTITASK = Kind(
+    jacobian, gramian, weighted, features, row_params=_row_params, expected_m=_expected_m, carrying=_carrying
+)

@@ -27,7 +27,7 @@ from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, to_dense, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
-from functional_jd.objectives.buffers import Form, Threaded, check_buffers, is_key, next_as_found, uniform
+from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
@@ -199,27 +199,27 @@ def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
         )
 
 
-def _objectives(losses: PerExample, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: PerExample, params: Params, batch: Args) -> int:  # noqa: ARG001
     return losses.count(batch)
 
 
-def _thread(losses: PerExample, batch: Args, form: Form) -> Threaded:
+def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses:
     """Every example receives the same buffers, and keys of its own."""
-    if not form.takes_buffers:
-        alone = PerExample(lambda params, *example: uniform(losses.loss(params, *example), form), losses.in_dims)
-        return Threaded(alone, batch, next_as_found(form))
-    leaves, structure = tree_flatten(form.buffers)
-    names, m = tree_names(form.buffers), losses.count(batch)
-    keys = {i: split(x, m + 1) for i, x in enumerate(leaves) if is_key(names[i], x, form.buffers)}
+    if not extras.takes_buffers:
+        alone = PerExample(lambda params, *example: with_carried(losses.loss(params, *example), extras), losses.in_dims)
+        return CarryingLosses(alone, batch, next_as_found(extras))
+    leaves, structure = tree_flatten(extras.buffers)
+    names, m = tree_names(extras.buffers), losses.count(batch)
+    keys = {i: split(x, m + 1) for i, x in enumerate(leaves) if is_key(names[i], x, extras.buffers)}
 
     def loss(params: Params, own_keys: list[Tensor], shared: Tree, *example: Any) -> Any:
         filled = list(tree_leaves(shared))
         for index, own in zip(keys, own_keys, strict=True):
             filled[index] = own
-        return uniform(losses.loss(params, tree_unflatten(structure, filled), *example), form)
+        return with_carried(losses.loss(params, tree_unflatten(structure, filled), *example), extras)
 
     def next_buffers(found: Tree) -> Tree:
-        check_buffers(form, found, rows=True)
+        check_buffers(extras, found, rows=True)
         # Running means over the examples are the mean of each example's; counters are equal in all examples.
         moved = [x.mean(0) if x.is_floating_point() else x[0] for x in tree_leaves(found)]
         for index, rows in keys.items():
@@ -228,7 +228,7 @@ def _thread(losses: PerExample, batch: Args, form: Form) -> Threaded:
 
     own_keys = [rows[1:] for rows in keys.values()]
     dims = (0 if keys else None, None, *losses.dims(batch))
-    return Threaded(PerExample(loss, dims), (own_keys, form.buffers, *batch), next_buffers)
+    return CarryingLosses(PerExample(loss, dims), (own_keys, extras.buffers, *batch), next_buffers)
 
 
 def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
@@ -238,5 +238,5 @@ def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
 
 
 PER_EXAMPLE = Kind(
-    jacobian, gramian, weighted, objectives=_objectives, thread=_thread, sample=_sample, rows_are_examples=True
+    jacobian, gramian, weighted, expected_m=_expected_m, carrying=_carrying, sample=_sample, rows_are_examples=True
 )

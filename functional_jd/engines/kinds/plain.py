@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.core.rows import as_matrix
 from functional_jd.core.tree import detach_tree, floating_leaves, tree_unflatten
 from functional_jd.engines.evaluate import (
     Options,
@@ -104,7 +105,7 @@ def _forward(
         basis = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device).reshape(leaf.numel(), *leaf.shape)
         tangents = torch.vmap(along, chunk_size=options.chunk_size)(basis)
         with autocast_disabled(tangents):
-            return torch.cat([tangent.reshape(len(basis), tangent.shape[1:].numel()) for tangent in tangents], dim=1)
+            return torch.cat(list(map(as_matrix, tangents)), dim=1)
 
     m = element_count(outputs)
     factors = row_scales(options.scale, m, outputs[0], options.where)

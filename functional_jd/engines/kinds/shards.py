@@ -18,7 +18,7 @@ from functional_jd.engines.kinds.multitask import weighted as weighted_trunk
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.kinds.plain import weighted as weighted_plain
 from functional_jd.objectives import Multitask
-from functional_jd.objectives.buffers import Form, Threaded
+from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.over_shards import Sharded
 from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -102,13 +102,13 @@ def _row_params(losses: Sharded, params: Params) -> Tree:
     return _inner(losses).row_params(losses.losses, params)
 
 
-def _objectives(losses: Sharded, params: Params, batch: Args) -> int:
-    return _inner(losses).objectives(losses.losses, params, batch)
+def _expected_m(losses: Sharded, params: Params, batch: Args) -> int:
+    return _inner(losses).expected_m(losses.losses, params, batch)
 
 
-def _thread(losses: Sharded, batch: Args, form: Form) -> Threaded:
+def _carrying(losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
     """Buffers that are floating-point are averaged over the mesh, others are those of its first rank."""
-    inner = _inner(losses).thread(losses.losses, batch, form)
+    inner = _inner(losses).carrying(losses.losses, batch, extras)
     if losses.mesh is None:
         return inner._replace(losses=Sharded(inner.losses, None))
 
@@ -121,7 +121,7 @@ def _thread(losses: Sharded, batch: Args, form: Form) -> Threaded:
         buffers = inner.next_buffers(found)
         return tree_map(pooled, buffers) if tree_leaves(buffers) else buffers
 
-    return Threaded(Sharded(inner.losses, losses.mesh, losses.reshard), inner.args, next_buffers)
+    return CarryingLosses(Sharded(inner.losses, losses.mesh, losses.reshard), inner.args, next_buffers)
 
 
 def _sample(losses: Sharded, args: Args) -> tuple[Any, Args]:
@@ -130,5 +130,5 @@ def _sample(losses: Sharded, args: Args) -> tuple[Any, Args]:
 
 
 SHARDED = Kind(
-    jacobian, weighted=weighted, row_params=_row_params, objectives=_objectives, thread=_thread, sample=_sample
+    jacobian, weighted=weighted, row_params=_row_params, expected_m=_expected_m, carrying=_carrying, sample=_sample
 )
