@@ -24,8 +24,8 @@ def view_of_groups(views: Mapping[str, View], passes: int) -> View:
                 check_groups(rows_of(rows), views)
         return {key: view.receive(seen.of_group(key)) for key, view in views.items()}
 
-    # Groups inside a group have rows: products are known by top-level key only.
-    needs = ["rows" if view.groups and view.products != "none" else view.products for view in views.values()]
+    # Groups inside a group have rows: products are known, and passes taken, by top-level key only.
+    needs = ["rows" if view.groups is not None else view.products for view in views.values()]
     return View(
         by_group,
         max(needs, key=_STRENGTH.index),  # pyright: ignore[reportArgumentType]

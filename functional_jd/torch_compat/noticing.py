@@ -174,7 +174,10 @@ def _replace() -> None:
     with _LOCK:
         _INSIDE[0] += 1
         if _INSIDE[0] == 1:
-            for home, name, ours in _PLACES:
+            for index, (home, name, ours) in enumerate(_PLACES):
+                # Others may have replaced it too, or put back ours, which they found in the middle of losses.
+                if vars(home)[name] is not ours:
+                    _OWN[index], _AS_STORED[index] = getattr(home, name), vars(home)[name]
                 setattr(home, name, ours)
 
 

@@ -13,14 +13,20 @@ from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian, gramian, losses
+from functional_jd.aggregators.clipped import clipped
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.excess_mtl import excess_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.modo import modo
+from functional_jd.aggregators.total import total
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import MultitaskJacobian
+from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.optimizers.sgd import sgd
+from functional_jd.training.start import train_state
+from functional_jd.training.step import step
 
 rows = hnp.arrays(float, (3, 5), elements=st.integers(-4, 4)).map(torch.from_numpy)
 
@@ -191,3 +197,19 @@ def test_rules_are_checked():
         grouped({})
     with pytest.raises(TypeError, match="grouped: expected a rule for group 'a', found function"):
         grouped({"a": mean})
+
+
+@pytest.mark.parametrize("other", [mean, partial(clipped, 0.1), upgrad], ids=["mean", "clipped", "upgrad"])
+def test_groups_inside_a_group_take_a_step_as_their_rows_are_aggregated(other):
+    params = {"a": {"u": torch.tensor([1.0, -2.0]), "v": torch.tensor([0.5])}, "b": torch.tensor([3.0, 1.0])}
+
+    def values(params):
+        u, v, b = params["a"]["u"], params["a"]["v"], params["b"]
+        return torch.stack([u.square().sum() + (v * b).sum(), (u * b).sum() + v.pow(3).sum()])
+
+    rule = grouped({"a": grouped({"u": mean(), "v": total()}), "b": other()})
+    method = {"losses": values, "aggregator": rule, "optimizer": sgd(1.0)}
+    moved, _ = step(train_state(params, **method), **method)
+    direction = aggregate(rule, jacobian_fn(values)(params)[0]).direction
+    expected = tree_map(torch.sub, params, direction)
+    torch.testing.assert_close(moved.params, expected)

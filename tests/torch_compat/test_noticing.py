@@ -212,3 +212,36 @@ def test_modes_and_compiled_functions_are_recognised():
     finally:
         torch.autocast.__enter__ = own
     assert kinds[-1] is noticing.AutocastOfGraphs
+
+
+def half(params, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ params["w"]).float().square().mean(0)
+
+
+def test_what_others_put_in_the_place_of_torch_is_called_and_stays(monkeypatch):
+    own, entered = torch.autocast.__enter__, []
+
+    def counted(self):
+        entered.append(self)
+        return own(self)
+
+    monkeypatch.setattr(torch.autocast, "__enter__", counted)
+    jd.jacobian_fn(half)({"w": torch.ones(3, 2)}, torch.ones(4, 3))
+    assert len(entered) == 1
+    assert vars(torch.autocast)["__enter__"] is counted
+
+
+def test_a_replacement_that_begins_inside_losses_and_ends_after_them_leaves_torch_working():
+    patch, params, x = pytest.MonkeyPatch(), {"w": torch.ones(3, 2)}, torch.ones(4, 3)
+
+    def losses(params, x):
+        patch.setattr(torch.autocast, "__enter__", torch.autocast.__enter__)
+        return half(params, x)
+
+    expected, _ = jd.jacobian_fn(half)(params, x)
+    jd.jacobian_fn(losses)(params, x)
+    patch.undo()
+    rows, _ = jd.jacobian_fn(half)(params, x)
+    assert torch.equal(rows["w"], expected["w"])
+    assert stored() == OWN
