@@ -22,7 +22,8 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
 
     Returns:
         A rule that receives, for every group, what the group's rule does, and costs what these cost together: one
-        backward pass for groups whose rules need no gradients and are one rule, inner products by group, or rows. Its
+        backward pass for groups whose rules need no gradients and are one rule, inner products by group, or rows, which
+        groups inside a group have always. Its
         weights are a dict of the groups' weights, `[m]` or entrywise. Its state is the dict of the groups' states.
 
     Raises:
@@ -55,7 +56,8 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
             )
     chosen = dict(rules)
     views = {key: as_view(rule.view) for key, rule in chosen.items()}
-    first_with = {rule: key for key, rule in reversed(chosen.items())}
+    # The first group with an equal rule; a user's rule need not be hashable.
+    twins = {key: next(other for other in chosen if chosen[other] == rule) for key, rule in chosen.items()}
 
     def init(received: dict[str, Any]) -> dict[str, Tree]:
         return {key: rule.init(received[key]) for key, rule in chosen.items()}
@@ -64,12 +66,12 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
         weights: dict[str, Weights] = {}
         states: dict[str, Tree] = {}
         for key, rule in chosen.items():
-            twin = first_with[rule]
-            if twin in weights and views[key].products == "none" and not tree_leaves(state[key]):
+            twin = twins[key]
+            if twin != key and views[key].products == "none" and not tree_leaves(state[key]):
                 # The same tensor, and not only an equal one, tells the engine that one backward pass serves both.
                 weights[key], states[key] = weights[twin], ()
             else:
                 weights[key], states[key] = rule.update(received[key], state[key])
         return weights, states
 
-    return Aggregator(view_of_groups(views, passes=len(first_with)), init, update)
+    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update)

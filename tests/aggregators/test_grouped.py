@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import full_jacobian, gramian, losses
+from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients, with_losses
 from functional_jd.aggregators.clipped import clipped
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.excess_mtl import excess_mtl
@@ -25,6 +25,7 @@ from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.sgd import sgd
+from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.start import train_state
 from functional_jd.training.step import step
 
@@ -213,3 +214,93 @@ def test_groups_inside_a_group_take_a_step_as_their_rows_are_aggregated(other):
     direction = aggregate(rule, jacobian_fn(values)(params)[0]).direction
     expected = tree_map(torch.sub, params, direction)
     torch.testing.assert_close(moved.params, expected)
+
+
+def test_a_rule_of_callables_without_a_hash_is_a_rule():
+    class Halves:
+        __hash__ = None
+
+        def __call__(self, received, state):
+            return torch.full_like(received, 0.5), state
+
+    rule = Aggregator(no_gradients, lambda _: (), Halves())
+    J = {"a": number(0), "b": number(1)}
+    direction = aggregate(grouped({"a": rule, "b": rule}), J).direction
+    torch.testing.assert_close(direction, {name: 0.5 * leaf.sum(0) for name, leaf in J.items()})
+
+
+class Passes(torch.autograd.Function):
+    """The identity, which counts the backward passes through it."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.seen.append(1)
+        return g, None
+
+
+def two_groups(n=4):
+    params = {"a": {"w": number(0)[0].reshape(-1)[:2].double()}, "b": {"v": torch.linspace(-1, 1, n).double()}}
+    x = torch.linspace(0.5, 2, 3).double()
+    seen = []
+
+    def losses_of(params, x):
+        inner = Passes.apply(params["a"]["w"].sum() * x, seen)
+        return (inner.sin() + params["b"]["v"].square().mean() * x).exp() / x.sum()
+
+    return params, x, losses_of, seen
+
+
+@pytest.mark.parametrize(
+    ("rules", "engine", "passes", "words"),
+    [
+        ({"a": mean(), "b": mean()}, "weighted", 1, "the rule needs no gradients of each group"),
+        ({"a": mean(), "b": total()}, "weighted", 2, "one scale serves each of 2 backward passes"),
+        ({"a": upgrad(), "b": mean()}, "jacobian", 3, "parameters are few"),
+        ({"a": mean(), "b": stateless(full_jacobian, lambda J: torch.ones(3))}, "jacobian", 3, "the rows themselves"),
+    ],
+)
+def test_groups_cost_what_their_rules_cost_together(rules, engine, passes, words):
+    params, x, losses_of, seen = two_groups()
+    how = {"losses": losses_of, "aggregator": grouped(rules), "optimizer": sgd(0.1)}
+    state = train_state(params, x, **how)
+    choice = chosen_engine(state, x, losses=losses_of, aggregator=how["aggregator"])
+    assert (choice.engine, words in choice.reason) == (engine, True), choice
+    seen.clear()
+    new, _ = step(state, x, **how)
+    assert len(seen) == passes
+    rows, _ = jacobian_fn(losses_of)(params, x)
+    for key, rule in rules.items():
+        expected = aggregate(rule, rows[key]).direction
+        moved = tree_map(lambda p, d: p - 0.1 * d, params[key], expected)
+        torch.testing.assert_close(new.params[key], moved, rtol=1e-12, atol=1e-14)
+
+
+def test_groups_of_many_parameters_have_inner_products_by_group():
+    params, x, losses_of, _ = two_groups(n=1 << 18)
+    rule = grouped({"a": upgrad(), "b": clipped(0.1)})
+    how = {"losses": losses_of, "aggregator": rule, "optimizer": sgd(0.1)}
+    state = train_state(params, x, **how)
+    assert chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
+    by_products, info = step(state, x, **how)
+    by_rows, other = step(state, x, engine="jacobian", **how)
+    torch.testing.assert_close(by_products.params, by_rows.params, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(info.weights, other.weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("view", [gramian.map(lambda G: 2 * G), with_losses(gramian).map(lambda pair: 2 * pair[0])])
+def test_a_view_that_is_made_of_the_gramian_gets_its_engine(view):
+    params, x, losses_of, _ = two_groups(n=1 << 18)
+    rule = stateless(view, lambda G: torch.softmax(-G.diagonal().sqrt(), 0))
+    state = train_state(params, x, losses=losses_of, aggregator=rule, optimizer=sgd(0.1))
+    assert chosen_engine(state, x, losses=losses_of, aggregator=rule).engine == "gramian"
+    rows, values = jacobian_fn(losses_of)(params, x)
+    G = gramian(rows)
+    _, info = step(state, x, losses=losses_of, aggregator=rule, optimizer=sgd(0.1))
+    torch.testing.assert_close(info.weights, torch.softmax(-(2 * G).diagonal().sqrt(), 0), rtol=1e-9, atol=0)
+    torch.testing.assert_close(aggregate(rule, rows, losses=values).weights, info.weights, rtol=1e-9, atol=0)
+    torch.testing.assert_close(info.gramian, G, rtol=1e-9, atol=1e-12)
