@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import check_type, described
 from functional_jd.core.heads import rows_of
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
@@ -61,7 +61,8 @@ class View:
         self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
 
     def __call__(self, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Any:
-        return self.receive(Observation(losses, rows=jacobian, others=others))
+        # What is no Jacobian is refused as one without rows: None stands for rows that an engine did not form.
+        return self.receive(Observation(losses, rows=() if jacobian is None else jacobian, others=others))
 
     def __repr__(self) -> str:
         return self.__name__
@@ -107,11 +108,15 @@ def with_losses(view: View) -> View:
     Returns:
         A `View` of the same cost, whose rule receives `(seen, losses)`, with the losses float64 `[m]`.
 
+    Raises:
+        TypeError: `view` is no `View`.
+
     Example:
         >>> rule = stateless(with_losses(norms), lambda pair: pair[1] / pair[0])
         >>> rule.view.needs
         'the norms of the rows and the losses'
     """
+    check_type("with_losses", "view", view, View, "Pass for instance views.gramian.")
 
     def both(seen: Observation) -> tuple[Any, Tensor]:
         return view.receive(seen), loss_vector(seen.losses)

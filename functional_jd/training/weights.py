@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described
 from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.tree import floating_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.training.driver import weighed
@@ -73,6 +74,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
     check_rule(aggregator, _WHERE)
 
     def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
+        floating_leaves(params, _WHERE)
         plan, engine = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, guarded=False)
         seen, weights, new = weighed(plan, engine, state)
         found = FoundWeights(weights, seen.losses, new)

@@ -141,7 +141,8 @@ def _view(name: str, fine: dict[str, Any]) -> Call:
     def look(jacobian, other, losses):
         return getattr(jd.views, name)(jacobian, other, losses=losses)
 
-    return Call(look, lambda: {"jacobian": rows(), "other": rows(), "losses": values()}, fine, names=("aggregate",))
+    names = ("aggregate", "full_jacobian", name.removesuffix("_and_losses"))
+    return Call(look, lambda: {"jacobian": rows(), "other": rows(), "losses": values()}, fine, names=names)
 
 
 AGGREGATION = {
@@ -167,6 +168,11 @@ AGGREGATION = {
     "gramian": _view("gramian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "norms": _view("norms", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
     "cross_gramian": _view("cross_gramian", {"losses": EVERYTHING}),
+    **{
+        f"{name}_and_losses": _view(f"{name}_and_losses", {"jacobian": ROWS, "other": EVERYTHING, "losses": FLOATS})
+        for name in ("jacobian", "gramian", "norms")
+    },
+    "with_losses": Call(lambda view: jd.views.with_losses(view), lambda: {"view": jd.views.norms}),
     "dwa_end_epoch": Call(jd.dwa_end_epoch, lambda: {"state": _dwa_state()}),
     "famo_after_step": Call(
         jd.famo_after_step,
