@@ -12,6 +12,7 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
+from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count
 from functional_jd.engines.kinds import found_kind
@@ -84,8 +85,8 @@ def _weighted(kind: Kind, losses: LossFunction, args: tuple[Any, ...], options: 
     if kind.weighted is not None:
         return kind.weighted(losses, args, options)
     jacobian, values, aux = kind.jacobian(losses, args, 0, options)
-    scale = torch.ones(()) if options.scale is None else options.scale
-    rows, flags = unscale(scale, jacobian)
+    one = tree_leaves(jacobian)[0].new_ones((), dtype=torch.float32)  # on the device of the rows
+    rows, flags = unscale(one if options.scale is None else options.scale, jacobian)
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:  # noqa: ARG001
         check_weights(options.where, weights, objective_count(values))
