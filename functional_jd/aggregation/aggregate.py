@@ -228,7 +228,8 @@ def products_of_rows(
         products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:
-        return [weights.to(matrix.dtype) @ matrix for matrix, _ in matrices]
+        cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
+        return [cast[matrix.dtype] @ matrix for matrix, _ in matrices]
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:

@@ -20,11 +20,14 @@ class Pulled(NamedTuple):
         rows_finite: bool with the scale's shape: which rows did not overflow.
         direction_finite: bool `[]`: whether the weights, and with them the direction, are finite. If they are not while
             all rows are, no other scale would help: the rule refused, or a sum overflowed.
+
+    Without a scale a flag may be None: then it does not matter what was not finite, and the driver looks at everything
+    at once.
     """
 
     direction: Direction
-    rows_finite: Tensor
-    direction_finite: Tensor
+    rows_finite: Tensor | None
+    direction_finite: Tensor | None
 
 
 def _no_pullback(weights: Weights) -> Pulled:

@@ -143,7 +143,8 @@ def no_gradients(seen: Observation) -> Tensor:
         float64 `[m]`.
     """
     if seen.rows is None:
-        return torch.zeros_like(loss_vector(seen.losses))
+        m = loss_count(seen.losses, "losses")
+        return tree_leaves(seen.losses)[0].new_zeros(m, dtype=torch.float64)
     rows = rows_of(seen.rows)
     m = row_count(rows, "no_gradients")
     return torch.zeros(m, dtype=torch.float64, device=tree_leaves(rows)[0].device)

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from functional_jd.core.rows import of_groups
-from functional_jd.core.tree import all_finite, tree_leaves
+from functional_jd.core.sharding import any_sharded
+from functional_jd.core.tree import all_finite, largest_magnitude, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
 
 Heads = tuple[Tree, ...]
@@ -39,7 +40,11 @@ def direction_of_rows(direction: Direction, heads: Heads) -> Direction:
 
 def nan_unless_finite(products: Any, heads: Heads) -> Any:
     """An overflow in the heads' summed gradient belongs to no row, so that it spoils all inner products."""
-    if not heads or not tree_leaves(heads):
+    if not heads or not (leaves := tree_leaves(heads)):
         return products
-    finite = all_finite(heads)
-    return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
+    if any_sharded(leaves):
+        finite = all_finite(heads)
+        return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
+    largest = largest_magnitude(leaves)
+    # Zero times what is not finite is NaN.
+    return products if largest is None else of_groups(lambda own: torch.add(own, largest, alpha=0), products)

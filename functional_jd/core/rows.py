@@ -12,8 +12,12 @@ from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
-# made. From HALVE_FROM rows on, computing one off-diagonal block instead of both is faster than the full product.
-CACHED, HALVE_FROM = 1 << 17, 128
+# made. On an accelerator, where launches cost more than memory, only that copy matters: 256 MB.
+_CACHED, _CACHED_ELSEWHERE = 1 << 17, 1 << 25
+# From so many rows on, computing one off-diagonal block instead of both is faster on a CPU than the full product.
+HALVE_FROM = 128
+# On an accelerator, rows of so many elements are joined, so that one launch serves several leaves: 16 MB.
+_JOINED_ELSEWHERE = 1 << 22
 # Of many rows, a block has at least so many columns, and twice as many as rows: where the m^2 results leave the cache,
 # putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
 # of 1024 columns take twice as long.
@@ -74,7 +78,7 @@ def inner_products(matrix: Tensor) -> Tensor:
     Float32 would be twice as fast, but with its rounding error of 1e-8 dependent rows look independent to the rules,
     which truncate eigenvalues at the precision of float64.
     """
-    width = _width(len(matrix))
+    width = _width(len(matrix), matrix)
     if matrix.shape[1] <= width:
         return symmetric_product(matrix.double())
     return reduce(torch.add, [symmetric_product(block.double()) for block in matrix.split(width, dim=1)])
@@ -91,7 +95,8 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
         if groups:
             group, widths = groups[-1]
             alike = matrix.dtype == group[0].dtype and matrix.device == group[0].device
-            if alike and sum(widths) + columns <= max(LEAST_WIDTH, 2 * m):
+            widest = max(LEAST_WIDTH, 2 * m) if _on_cpu(matrix) else max(LEAST_WIDTH, _JOINED_ELSEWHERE // max(1, m))
+            if alike and sum(widths) + columns <= widest:
                 group.append(matrix)
                 widths.append(columns)
                 continue
@@ -101,14 +106,14 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Inner products of the rows of two matrices `[m, n]` and `[k, n]`: float64 `[m, k]`, computed block by block."""
-    width = _width(max(len(left), len(right)))
+    width = _width(max(len(left), len(right)), left)
     pairs = zip(left.split(width, dim=1), right.split(width, dim=1), strict=True)
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
 
 
 def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
-    blocks = matrix.split(max(1, CACHED // len(matrix)), dim=1)
+    blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
 
 
@@ -120,7 +125,7 @@ def _squares(block: Tensor) -> Tensor:
 
 def symmetric_product(rows: Tensor) -> Tensor:
     """`rows @ rows.mT` of rows `[*, m, n]`; each off-diagonal block is computed once."""
-    if rows.shape[-2] < HALVE_FROM:
+    if rows.shape[-2] < HALVE_FROM or not _on_cpu(rows):
         return rows @ rows.mT
     upper, lower = rows.tensor_split(2, dim=-2)
     corner = upper @ lower.mT
@@ -129,5 +134,14 @@ def symmetric_product(rows: Tensor) -> Tensor:
     return torch.cat([top, bottom], -2)
 
 
-def _width(m: int) -> int:
-    return max(LEAST_WIDTH, 2 * m, CACHED // m)
+def block_size(x: Tensor) -> int:
+    """The number of elements to work on at once, in float64, where this tensor is."""
+    return _CACHED if _on_cpu(x) else _CACHED_ELSEWHERE
+
+
+def _width(m: int, like: Tensor) -> int:
+    return max(LEAST_WIDTH, 2 * m, block_size(like) // m)
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"

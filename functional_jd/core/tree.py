@@ -18,7 +18,7 @@ from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
-from functional_jd.torch_compat.torch_internals import pytree_nodes
+from functional_jd.torch_compat.torch_internals import each_norm, pytree_nodes, under_transform
 
 NAMESPACE = "functional_jd"
 
@@ -146,31 +146,41 @@ def tree_names(tree: Tree) -> list[str]:
 def all_finite(tree: Tree) -> Tensor:
     """Return whether every value of a pytree of floating-point tensors is finite: bool `[]`.
 
-    Tests the minimum and the maximum, which propagate NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
+    Tests the largest magnitude, which propagates NaN: ten times faster on a CPU than `isfinite(leaf).all()`.
     """
     leaves = tree_leaves(tree)
     sharded = any_sharded(leaves)
     shards = list(map(shard_of, leaves)) if sharded else leaves
-    joins = not torch.compiler.is_compiling()
-    small: list[Tensor] = []
-    large: list[Tensor] = []
-    for shard in shards:
-        values = shard.detach() if shard.requires_grad else shard
-        if joins and values.numel() <= _SMALL and values.device == shards[0].device:
-            small.append(values)
-        else:
-            large.append(values)
-    if len(small) > 1:  # of small leaves, a call costs more than what it computes
-        small = [torch.cat([values.reshape(-1) for values in small])]
-    extrema: list[Tensor] = []
-    for values in (*small, *large):
-        if values.numel():
-            extrema.extend(torch.aminmax(values))
-    if extrema:
-        finite = (torch.stack(extrema).abs() < torch.inf).all()
-    else:  # the device of a flag matters to those who add it up over the ranks
+    largest = largest_magnitude(shards)
+    if largest is None:  # the device of a flag matters to those who add it up over the ranks
         finite = torch.ones((), dtype=torch.bool, device=shards[0].device if sharded else None)
+    else:
+        finite = largest < torch.inf
     return agreed(finite, leaves) if sharded else finite
+
+
+def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
+    """The largest magnitude of all values `[]`, NaN if one is NaN, constant to derivatives; None of no values."""
+    values = [x.detach() if x.requires_grad else x for x in tensors if x.numel()]
+    if not values:
+        return None
+    if not (values[0].is_cpu or under_transform()):
+        found = each_norm(values, torch.inf)
+        return found[0] if len(found) == 1 else torch.stack(found).amax()
+    small: list[Tensor] = []
+    extrema: list[Tensor] = []
+    joins = not torch.compiler.is_compiling()
+    for x in values:
+        if joins and x.numel() <= _SMALL and x.device == values[0].device:
+            small.append(x.reshape(-1))
+        else:
+            extrema.extend(torch.aminmax(x))
+    if small:  # of small leaves, a call costs more than what it computes
+        joined = small[0] if len(small) == 1 else torch.cat(small)
+        if not extrema:
+            return joined.abs().amax()
+        extrema.extend(torch.aminmax(joined))
+    return torch.stack(extrema).abs().amax()
 
 
 def shards_of(tree: Tree) -> Tree:

@@ -190,6 +190,7 @@ def _by_weights(plan: Plan, group: Group) -> Observation:
             _, replicas, rank = known_group(group)
             own = weights.reshape(replicas, -1)[rank]
         direction, finite, _ = mine.pullback(own)
+        finite = all_finite(direction) if finite is None else finite
         direction = add(direction, group)
         # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
         return Pulled(direction, agree(finite, group), all_finite(weights) & all_finite(direction))

@@ -47,9 +47,10 @@ def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Obs
 
 def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of scaled rows for rules that receive the rows themselves."""
-    finite = torch.ones((), dtype=torch.bool)
     if plan.guarded:
         jacobian, finite = unscale(plan.scale, jacobian)
+    else:
+        finite = torch.ones((), dtype=torch.bool)
     heads = split_heads(jacobian)[1]
 
     def pullback(weights: Weights) -> Pulled:
@@ -63,15 +64,17 @@ def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) 
 def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values: Losses, carried: Any) -> Observation:
     """The observation of the inner products of scaled rows: the scale goes into products and weights."""
     products, pull = unscaled_products(plan.options.scale, products, pull)
-    finite = torch.ones((), dtype=torch.bool)
+    scaled = plan.options.scale is not None
     if plan.guarded:
         products, finite = without_overflow(products, plan.scale.scale)
+    else:
+        finite = torch.ones((), dtype=torch.bool)
 
     def pullback(weights: Weights) -> Pulled:
         direction = pull(weights)
         # Where the heads' gradient is not finite, no row is.
         whole = direction_with_heads(direction, heads) if heads else direction
-        return Pulled(whole, finite, all_finite(direction))
+        return Pulled(whole, finite, all_finite(direction) if scaled else None)
 
     return Observation(values, products=products, pullback=pullback, carried=carried)
 
@@ -128,6 +131,6 @@ def finite_rows(products: Products, scale: Tensor) -> Tensor:
     """Which rows have finite inner products with themselves: bool of the shape of the scale."""
     parts = [products] if isinstance(products, Tensor) else list(products.values())
     # Half the ops of `isfinite`, which is not one of its own.
-    flags = [(own if own.ndim == 1 else own.diagonal()).abs() < torch.inf for own in parts]
-    rows = flags[0] if len(flags) == 1 else reduce(torch.logical_and, flags)
-    return rows if scale.ndim else rows.all()
+    squares = [own if own.ndim == 1 else own.diagonal() for own in parts]
+    largest = squares[0] if len(squares) == 1 else reduce(torch.maximum, squares)
+    return (largest if scale.ndim else largest.amax()) < torch.inf

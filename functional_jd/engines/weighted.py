@@ -12,7 +12,7 @@ from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count
 from functional_jd.engines.kinds import found_kind
@@ -74,7 +74,8 @@ def weighted_fn(
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
             check_flag("weighted_fn", "last", last)
             direction, heads, finite = unchecked(weights, last=last)
-            return direction_with_heads(direction, heads), finite
+            whole = direction_with_heads(direction, heads)
+            return whole, all_finite(whole) if finite is None else finite
 
         return (values, aux) if has_aux else values, pullback
 
@@ -114,24 +115,26 @@ def weighted_engine() -> Engine:
         if plan.view.groups is not None:
             check_groups(plan.kind.row_params(plan.losses, plan.args[0]), plan.view.groups)
         values, carried, pull = _weighted(plan.kind, plan.losses, plan.args, plan.options)
+        scaled = plan.options.scale is not None
 
         def pullback(weights: Any) -> Pulled:
             if plan.view.groups is None:
                 check_weights(plan.where, weights, objective_count(values))
             by_group = weights if plan.view.groups is not None else {"": weights}
             passes = {id(own): own for own in by_group.values()}
-            found: dict[int, Any] = {}
             # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-            usable = {key: own.isfinite().all() for key, own in passes.items()}
+            usable = {key: own.isfinite().all() for key, own in passes.items()} if scaled else {}
+            found: dict[int, Any] = {}
             for left, (key, own) in enumerate(passes.items(), start=1 - len(passes)):
-                found[key] = pull(torch.where(usable[key], own, 0), last=not left)
+                found[key] = pull(torch.where(usable[key], own, 0) if scaled else own, last=not left)
             direction, heads, _ = next(iter(found.values()))
             if by_group is weights:
                 direction = {name: found[id(own)][0][name] for name, own in by_group.items()}
+            whole = direction_with_heads(direction, heads)
+            if not scaled:
+                return Pulled(whole, None, None)
             finite = reduce(torch.logical_and, [flags for _, _, flags in found.values()])
-            return Pulled(
-                direction_with_heads(direction, heads), finite, reduce(torch.logical_and, list(usable.values()))
-            )
+            return Pulled(whole, finite, reduce(torch.logical_and, list(usable.values())))
 
         return Observation(values, pullback=pullback, carried=carried)
 

@@ -1,12 +1,14 @@
 """Weights as the cotangent of one backward pass, at the scale that all objectives have in common."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import all_finite, tree_map
+from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Options, check_weights
+from functional_jd.engines.evaluate import Options, check_weights, row_scales
 from functional_jd.precision.loss_scale import multiplier, unscale
 
 # A power of two whose inverse is a normal float32.
@@ -14,25 +16,32 @@ _CEILING = 2.0**126
 
 
 def weighted_cotangent(
-    outputs: list[Tensor], weights: Tensor, scales: Tensor, options: Options
-) -> tuple[list[Tensor | None], Tensor]:
-    """The scaled weights, by output, and the scale `[]` that they have in common."""
-    check_weights(options.where, weights, len(scales))
-    common = common_scale(weights, scales, options)
-    parts = (weights.double() * common).split([y.numel() for y in outputs])
-    return [part.reshape(y.shape).to(y.dtype) for part, y in zip(parts, outputs, strict=True)], common
-
-
-def unscaled(common: Tensor, direction: Direction, options: Options) -> tuple[Direction, Tensor]:
-    """The direction, divided by the scale if there is one, and whether it is finite."""
+    outputs: list[Tensor], weights: Tensor, options: Options
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """The scaled weights, by output, and the scale `[]` that they have in common; None without a scale."""
+    sizes = [y.numel() for y in outputs]
+    m, common = sum(sizes), None
+    check_weights(options.where, weights, m)
     if options.scale is not None:
+        common = common_scale(weights, row_scales(options.scale, m, outputs[0], options.where), options)
+        weights = weights.double() * common
+    if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
+        weights = weights.to(outputs[0].dtype)
+    parts = zip(weights.split(sizes), outputs, strict=True)
+    return [part.reshape(y.shape).to(y.dtype) for part, y in parts], common
+
+
+def unscaled(common: Tensor | None, direction: Direction) -> tuple[Direction, Tensor | None]:
+    """The direction, divided by the scale if there is one, and whether it is finite: None without a scale."""
+    if common is not None:
         return unscale(common, direction)
-    return tree_map(at_least_float32, direction), all_finite(direction)
+    return tree_map(at_least_float32, direction), None
 
 
-def flags(finite: Tensor, options: Options) -> Tensor:
-    """One flag for all objectives, in the scale's shape."""
-    return finite if options.scale is None else finite.expand(options.scale.shape)
+def flags(options: Options, *finite: Tensor | None) -> Tensor | None:
+    """One flag for all objectives, in the scale's shape; None without a scale."""
+    found = [own for own in finite if own is not None]
+    return reduce(torch.logical_and, found).expand(options.scale.shape) if options.scale is not None and found else None
 
 
 def common_scale(weights: Tensor, scales: Tensor, options: Options) -> Tensor:

@@ -22,7 +22,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.torch_internals import fused_adamw, under_transform
+from functional_jd.torch_compat.torch_internals import clone_each, fused_adamw, fused_devices, under_transform
 
 
 @displayed_as(outline)
@@ -151,27 +151,33 @@ def _fused(
 
     The kernel that `torch.optim` calls too, with its flag for overflow, which keeps everything as it was.
     """
-    copies: list[tuple[Tensor, ...]] = []
-    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for leaf, d, m, v in columns:
-        p = leaf.clone()
-        strides = p.stride()
-        d = d if d.dtype is p.dtype else d.to(p.dtype)
-        d = d if d.stride() == strides else copy_with_strides(d, p)
-        m = m.clone() if m.stride() == strides else copy_with_strides(m, p)
-        v = v.clone() if v.stride() == strides else copy_with_strides(v, p)
-        copies.append((p, d, m, v))
-        groups.setdefault((p.device, p.dtype), []).append(copies[-1])
-    taken = steps + 1
-    for (device, _), members in groups.items():
-        count = [taken.to(device, torch.float32)] * len(members)
+    groups: dict[Any, list[tuple[Any, ...]]] = {}
+    for place, (leaf, *others) in enumerate(columns):
+        groups.setdefault((leaf.device, leaf.dtype), []).append((place, leaf, *others))
+    moved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    for (device, dtype), members in groups.items():
+        places, leaves, directions, first, second = zip(*members, strict=True)
+        n = len(places)
+        copies = clone_each([*leaves, *first, *second])
+        given = list(directions)
+        for index, d in enumerate(given):
+            strides = copies[index].stride()
+            d = d if d.dtype is dtype else d.to(dtype)
+            given[index] = d if d.stride() == strides else copy_with_strides(d, copies[index])
+            for average in (n + index, 2 * n + index):
+                if copies[average].stride() != strides:
+                    copies[average] = copy_with_strides(copies[average], copies[index])
+        params, first, second = copies[:n], copies[n : 2 * n], copies[2 * n :]
+        count = [(steps + 1.0).to(device, torch.float32)] * n
         lr = rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else rate
-        kept = None if moving is None else (~moving).to(device, torch.float32)
-        parts = zip(*members, strict=True)
-        fused_adamw(*parts, [], count, lr=lr, amsgrad=False, maximize=False, found_inf=kept, **settings)
-    params, _, first, second = map(list, zip(*copies, strict=True))
+        kept = None if moving is None else torch.logical_not(moving, out=steps.new_empty((), dtype=torch.float32))
+        kept = kept if kept is None else kept.to(device)
+        how = {"lr": lr, "amsgrad": False, "maximize": False, "found_inf": kept}
+        fused_adamw(params, given, first, second, [], count, **how, **settings)
+        moved.update(zip(places, zip(params, first, second, strict=True), strict=True))
+    params, first, second = map(list, zip(*[moved[place] for place in range(len(moved))], strict=True))
     state = AdamwState(
-        taken if moving is None else steps + moving, tree_unflatten(structure, first), tree_unflatten(structure, second)
+        steps + (1 if moving is None else moving), tree_unflatten(structure, first), tree_unflatten(structure, second)
     )
     return tree_unflatten(structure, params), state
 
@@ -182,7 +188,7 @@ def _undisturbed(values: list[Tensor]) -> bool:
         return False
     recorded = torch.is_grad_enabled()
     for x in values:  # noqa: SIM110, a generator is called anew for each
-        if (recorded and x.requires_grad) or not (x.is_cpu or x.is_cuda):
+        if (recorded and x.requires_grad) or not (x.is_cpu or x.device.type in fused_devices()):
             return False
     return True
 

@@ -57,6 +57,19 @@ dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", 
 fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`; the formulas take its place."""
 
+fused_devices: Any = private(
+    "utils._foreach_utils._get_fused_kernels_supported_devices", "adamw", otherwise=lambda: ["cpu", "cuda"]
+)
+"""The types of the devices that have such kernels; one that is registered later is among them."""
+
+each_norm: Any = private(
+    "_foreach_norm", "adamw", otherwise=lambda leaves, order: [torch.linalg.vector_norm(leaf, order) for leaf in leaves]
+)
+"""The norms of many tensors, on an accelerator in one launch."""
+
+clone_each: Any = private("_foreach_clone", "adamw", otherwise=lambda leaves: [leaf.clone() for leaf in leaves])
+"""Copies of many tensors, on an accelerator in one launch."""
+
 weight_norm: Any = private("_weight_norm", "rows of weight_norm")
 """The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
 

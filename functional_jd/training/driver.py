@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import weigh
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Carried
@@ -23,6 +25,8 @@ class Directed(NamedTuple):
         losses: the values, unscaled.
         rows_finite: bool with the scale's shape: which rows did not overflow.
         direction_finite: bool `[]`: whether the weights, and with them the direction, are finite.
+        losses_finite: bool with the scale's shape: which losses are finite. Without a scale, the three flags may be one
+            for everything.
         carried: `(buffers, aux)` from the losses.
         gramian: `[m, m]` as the rule received it; `()` for rules that need something else.
     """
@@ -33,6 +37,7 @@ class Directed(NamedTuple):
     losses: Losses
     rows_finite: Tensor
     direction_finite: Tensor
+    losses_finite: Tensor
     carried: Carried
     gramian: Gramian | tuple[()] = ()
 
@@ -41,6 +46,12 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     """The direction of the rule, from one evaluation of the losses."""
     seen, weights, rule_state = weighed(plan, engine, rule_state)
     direction, rows_finite, direction_finite = seen.pullback(weights)
+    if direction_finite is None or rows_finite is None:
+        everything = all_finite((direction, seen.losses))
+        direction_finite = losses_finite = everything
+        rows_finite = everything if rows_finite is None else rows_finite
+    else:
+        losses_finite = _finite_losses(seen.losses, plan.scale.scale)
     products = seen.products if plan.view.products == "gramian" and plan.view.groups is None else ()
     return Directed(
         direction,
@@ -49,6 +60,7 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         seen.losses,
         rows_finite,
         direction_finite,
+        losses_finite,
         seen.carried,
         products,  # pyright: ignore[reportArgumentType]
     )
@@ -74,3 +86,12 @@ def observed(plan: Plan, engine: Engine) -> Observation:
         with autocast_disabled(seen.rows):
             return seen._replace(products=gramian(seen.rows))
     return seen
+
+
+def _finite_losses(values: Losses, scale: Tensor) -> Tensor:
+    """Which losses are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
+    leaves = tree_leaves(values)
+    scalars = all(leaf.ndim == 0 for leaf in leaves)
+    joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
+    finite = joined.abs() < torch.inf  # half the ops of `isfinite`
+    return finite if finite.shape == scale.shape else finite.reshape(-1, *scale.shape).all(0)

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import tree_leaves
@@ -117,11 +114,10 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
 
 def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers: Tree) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, rule_state, values, rows_finite, direction_finite, (_, aux), gramian = found
-    losses_finite = _finite_losses(values, state.scale.scale)
-    finite = rows_finite & losses_finite
-    all_rows_finite = finite.all()
-    moved = all_rows_finite & direction_finite
+    direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (_, aux), gramian = found
+    finite = rows_finite if rows_finite is losses_finite else rows_finite & losses_finite
+    moved = finite.all() if finite.ndim else finite
+    moved = moved if direction_finite is losses_finite else moved & direction_finite
     guarded = None if under_transform() else optimizer.guarded_update  # torch.compile fuses `select` by itself
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
@@ -144,13 +140,5 @@ def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers:
         update_scale(state.scale, rows_finite, losses_finite=losses_finite),
     )
     # The flags show that the step was skipped, also where the direction alone is not finite.
-    return new, StepInfo(values, weights, finite & (direction_finite | ~all_rows_finite), moved, gramian, aux)
-
-
-def _finite_losses(values: Losses, scale: Tensor) -> Tensor:
-    """Which losses are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
-    leaves = tree_leaves(values)
-    scalars = all(leaf.ndim == 0 for leaf in leaves)
-    joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
-    finite = joined.abs() < torch.inf  # half the ops of `isfinite`
-    return finite if finite.shape == scale.shape else finite.reshape(-1, *scale.shape).all(0)
+    finite = finite & (moved | ~finite.all()) if finite.ndim else moved
+    return new, StepInfo(values, weights, finite, moved, gramian, aux)

@@ -44,7 +44,7 @@ def test_composes_with_every_transform():
 def test_products_are_those_of_float64_however_they_are_cut(m, n, cached, halving):
     left, right = (((torch.arange(m * n).reshape(m, n) * k) % 7 - 3).to(torch.float32) for k in (3, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "CACHED", cached)
+        patch.setattr(rows, "_CACHED", cached)
         patch.setattr(rows, "LEAST_WIDTH", 1)
         patch.setattr(rows, "HALVE_FROM", max(halving, 2))  # one row is not cut
         assert torch.equal(rows.inner_products(left), left.double() @ left.double().mT)

@@ -69,7 +69,7 @@ def test_leaf_by_leaf_equal_to_rows_multiplied_out(sizes, kinds, groups, o, i, l
         both.append(parts)
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
-        patch.setattr(factors, "CACHED", cached)
+        patch.setattr(factors, "block_size", lambda _: cached)
         found = crossed_leaf(*both, leaf, *sizes)
     assert (found.shape, found.dtype) == (sizes, torch.float64)
     n = leaf.numel()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine
-from functional_jd.core.rows import CACHED, at_least_float32
+from functional_jd.core.rows import at_least_float32, block_size
 
 
 class Factors(NamedTuple):
@@ -117,6 +117,6 @@ def column_groups(f: Factors, m: int) -> Iterator[Factors]:
     """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
     left, right = at_least_float32(f.left), at_least_float32(f.right)
     longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
-    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // CACHED)
+    pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // block_size(longer))
     for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):
         yield Factors(piece, right) if longer is left else Factors(left, piece)

@@ -6,7 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import CACHED, as_matrix, squared_norms
+from functional_jd.core.rows import as_matrix, block_size, squared_norms
 from functional_jd.engines.choose import position_norms_are_cheaper, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
@@ -71,7 +71,7 @@ def _crossed(f: Factors, other: Factors) -> Tensor:
         return _crossed_at_once(f, other)
     sides = (*f, *other)
     m, elements = max(map(len, sides)), sum(side[0].numel() for side in sides)
-    at_once = max(1, CACHED // max(1, elements))
+    at_once = max(1, block_size(f.left) // max(1, elements))
     if at_once >= m:
         return _crossed_at_once(f, other)
     # Fresh memory in large blocks costs more than the products.

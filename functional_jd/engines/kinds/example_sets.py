@@ -87,8 +87,10 @@ def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted
         check_weights(options.where, weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
         results = [pull(piece, last=last) for (*_, pull), piece in pieces]
-        flags = [finite for *_, finite in results]
-        return _added([found[0] for found in results]), (), torch.cat(flags) if flags[0].ndim else _all(flags)
+        direction, flags = _added([found[0] for found in results]), [own for *_, own in results if own is not None]
+        if not flags:
+            return direction, (), None
+        return direction, (), torch.cat(flags) if flags[0].ndim else _all(flags)
 
     return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, options), pullback
 

@@ -20,8 +20,8 @@ FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction], He
 """The Gramian of the scaled rows, or what `options.products` says; losses, aux, the pullback of scaled rows, for the
 parameters that have rows, and the heads' gradient."""
 
-PulledBack: TypeAlias = tuple[Direction, Heads, Tensor]
-"""The direction of the parameters that have rows, the heads' gradient, and what is finite."""
+PulledBack: TypeAlias = tuple[Direction, Heads, Tensor | None]
+"""The direction of the parameters that have rows, the heads' gradient, and what is finite; None without a scale."""
 
 FoundWeighted: TypeAlias = tuple[Losses, Any, Callable[..., PulledBack]]
 """The losses, aux, and `pullback(weights, *, last=False) -> (direction, heads, finite)`, unscaled."""

@@ -154,8 +154,8 @@ def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
         summed = iter(combine(reached, factors))
         cotangent = [None if row is None else next(summed).to(row.dtype) for row in rows]
         shared = dense_gradients(point.trunk.pullback(cotangent, last=True), point.shared[0])
-        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared), options)
-        return {"shared": trunk, "heads": heads}, finite & heads_finite
+        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared))
+        return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
 
     return products, *point.heads.extra, pullback
 
@@ -164,18 +164,17 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     """One backward pass for the trunk, one for the heads."""
     point = _evaluate(losses, args, options)
     outputs, n = point.heads.outputs, len(point.own[0])
-    scales = row_scales(options.scale, element_count(outputs), outputs[0], options.where)
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
-        ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), scales, options)
-        cotangent, common = weighted_cotangent(outputs, weights, scales, options)
+        ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), options)
+        cotangent, common = weighted_cotangent(outputs, weights, options)
         # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
         own = dense_gradients(point.heads.pullback(ones, slice(n)), point.own[0])
         features = point.heads.pullback(cotangent, slice(n, None), last=last)
         shared = dense_gradients(point.trunk.pullback(features, last=last), point.shared[0])
-        heads, heads_finite = unscaled(plain_scale, tree_unflatten(point.own[1], own), options)
-        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared), options)
-        return trunk, (heads,), flags(finite & heads_finite, options)
+        heads, heads_finite = unscaled(plain_scale, tree_unflatten(point.own[1], own))
+        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared))
+        return trunk, (heads,), flags(options, finite, heads_finite)
 
     return *point.heads.extra, pullback
 
@@ -250,7 +249,8 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
         sums: Rows = [None] * n_heads
         features: list[list[Tensor | None]] = []
         flags: list[Tensor] = []
-        inverses = factors.double().reciprocal().unbind()
+        scaled = options.scale is not None
+        inverses = factors.double().reciprocal().unbind() if scaled else [None] * len(factors)
         with autocast_disabled(factors):
             for inverse, gradient in zip(inverses, gradients_one_by_one(above, factors), strict=True):
                 mine = {index: g for index, g in enumerate(gradient[:n_heads]) if g is not None}
@@ -259,7 +259,7 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
                     reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
                     flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
                 for index, g in mine.items():
-                    own = _unscaled_row(g, inverse, flags[-1] if flags else None, options)
+                    own = _unscaled_row(g, inverse, flags[-1] if flags else None)
                     sums[index] = own if (others := sums[index]) is None else others + own
         rows = stack_rows(features, len(factors))
         return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
@@ -313,11 +313,11 @@ def _nan_unless(finite: Tensor, rows: Rows) -> Rows:
     return [None if row is None else row + per_row(blame, row).to(row.dtype) for row in rows]
 
 
-def _unscaled_row(gradient: Tensor, inverse: Tensor, finite: Tensor | None, options: Options) -> Tensor:
+def _unscaled_row(gradient: Tensor, inverse: Tensor | None, finite: Tensor | None) -> Tensor:
     """One row of a leaf of the heads, divided by its scale, in at least float32; zeros where it is not finite."""
-    if options.scale is None:  # a copy: autograd may return one tensor for two parameters
-        return at_least_float32(gradient.clone())
     row = at_least_float32(gradient)
+    if inverse is None:
+        return row
     row = row if finite is None else torch.where(finite, row, 0)
     return row * inverse.to(row.dtype)
 

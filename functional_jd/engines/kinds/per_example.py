@@ -156,10 +156,9 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
     after = None if compiling else random_state()
     m = losses.count(tuple(batch))
     check_example_losses(point.outputs, (m,))
-    scales = row_scales(options.scale, m, point.outputs[0], options.where)
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
-        cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
+        cotangent, common = weighted_cotangent(point.outputs, weights, options)
         batched = partial(point.pullback, cotangent, last=last)
 
         def again() -> list[Tensor | None]:
@@ -174,8 +173,8 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
 
         instead = "evaluates the losses again, example by example, and differentiates that"
         gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
-        direction, finite = unscaled(common, tree_unflatten(structure, dense_gradients(gradient, leaves)), options)
-        return direction, (), flags(finite, options)
+        direction, finite = unscaled(common, tree_unflatten(structure, dense_gradients(gradient, leaves)))
+        return direction, (), flags(options, finite)
 
     return *point.extra, pullback
 

@@ -76,13 +76,12 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
         return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
 
     point = vjp(f, leaves, differentiable=options.differentiable, where=options.where)
-    scales = row_scales(options.scale, element_count(point.outputs), point.outputs[0], options.where)
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
-        cotangent, common = weighted_cotangent(point.outputs, weights, scales, options)
+        cotangent, common = weighted_cotangent(point.outputs, weights, options)
         gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
-        direction, finite = unscaled(common, tree_unflatten(structure, gradient), options)
-        return direction, (), flags(finite, options)
+        direction, finite = unscaled(common, tree_unflatten(structure, gradient))
+        return direction, (), flags(options, finite)
 
     return *point.extra, pullback
 

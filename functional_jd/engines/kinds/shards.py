@@ -57,8 +57,8 @@ def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         direction, heads, finite = pull(weights, last=last)
-        everywhere = agreed(finite, leaves)
-        if options.scale is not None:  # a rank whose own shard is finite does not know that another's is not
+        everywhere = None if finite is None else agreed(finite, leaves)
+        if everywhere is not None:  # a rank whose own shard is finite does not know that another's is not
             direction, heads = tree_map(lambda d: torch.where(everywhere.all(), d, 0), (direction, heads))
         rows = _row_params(losses, params)
         return tree_sharded_as(direction, rows), tree_sharded_as(heads, (params["heads"],) if heads else ()), everywhere

@@ -48,7 +48,7 @@ def agree(parts, leaf, m, tolerance):
 
 def priced(patch, lean, cached):
     patch.setattr(products, "factors_are_cheaper", lambda *_: lean)
-    patch.setattr(factors, "CACHED", cached)
+    patch.setattr(factors, "block_size", lambda _: cached)
 
 
 @given(

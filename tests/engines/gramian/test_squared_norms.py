@@ -98,8 +98,8 @@ def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, 
         m = 1
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
-        patch.setattr(factors, "CACHED", cached)
-        patch.setattr(squared_norms, "CACHED", cached)
+        patch.setattr(factors, "block_size", lambda _: cached)
+        patch.setattr(squared_norms, "block_size", lambda _: cached)
         agree_leaf(parts, leaf, m)
 
 
