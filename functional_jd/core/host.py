@@ -58,5 +58,6 @@ def copied(tensors: list[Tensor], device: torch.device, apart: bool = False) -> 
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is recorded, during which nothing may wait for the device."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether a graph of launches, such as a CUDA graph, is recorded: meanwhile nothing may wait for the device."""
+    ask = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
