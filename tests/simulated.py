@@ -6,7 +6,8 @@
         y = f(x)
     print(device.launches, device.synchronisations, device.get(y))
 
-Tensors of the device outlive the `with`: what happens to them then is not counted.
+Tensors of the device outlive the `with`: what happens to them then is not counted. A process that has differentiated
+before has to have called `announce` before that: `conftest.py` does.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils.backend_registration import _DummyDeviceGuard
 
 
 @dataclass
@@ -100,6 +102,12 @@ def simulated(float64: bool = True, capturing: bool = False) -> Iterator[Device]
         yield device
     finally:
         backend.device = before
+
+
+@cache
+def announce() -> None:
+    """Tell torch that there may be another device: it counts them once, when it first differentiates."""
+    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
 
 
 @cache
