@@ -6,7 +6,8 @@
         y = f(x)
     print(device.launches, device.synchronisations, device.get(y))
 
-Tensors of the device outlive the `with`: what happens to them then is not counted.
+Tensors of the device outlive the `with`: what happens to them then is not counted. A process that has differentiated
+before has to have called `announce` before that: `conftest.py` does.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils.backend_registration import _DummyDeviceGuard
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Device:
 
     float64: bool = True
     capturing: bool = False
+    limit: int | None = None
     launches: int = 0
     synchronisations: int = 0
     copies_to_host: int = 0
@@ -65,6 +68,8 @@ class Device:
         if times:
             self.launches += times
             self.by_name[name] += times
+        if self.limit is not None and self.launches > self.limit:
+            raise TooManyLaunches(f"more than {self.limit}, most often {self.by_name.most_common(5)}")
 
     def wait(self, name: str) -> None:
         """Count a synchronisation, or refuse it."""
@@ -84,22 +89,34 @@ class Device:
             raise TypeError(f"Cannot convert a tensor of sim to {dtype}: the device does not support it.")
 
 
+class TooManyLaunches(AssertionError):
+    """More launches than a test allows."""
+
+
 @contextmanager
-def simulated(float64: bool = True, capturing: bool = False) -> Iterator[Device]:
+def simulated(float64: bool = True, capturing: bool = False, limit: int | None = None) -> Iterator[Device]:
     """The device, counted from zero; outside of it torch finds no accelerator.
 
     Args:
         float64: whether the device has it. MPS has not, and refuses such tensors.
         capturing: whether a graph of launches is being captured: whatever waits for the device is an error. May be set
             later: `device.capturing = True`.
+        limit: of launches since `reset`, beyond which there is an error.
     """
     backend = _backend()
-    before, device = backend.device, Device(float64, capturing, bytes=backend.alive(), peak=backend.alive())
+    before, device = backend.device, Device(float64, capturing, limit)
+    device.bytes = device.peak = backend.alive()
     backend.device = device
     try:
         yield device
     finally:
         backend.device = before
+
+
+@cache
+def announce() -> None:
+    """Tell torch that there may be another device: it counts them once, when it first differentiates."""
+    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
 
 
 @cache

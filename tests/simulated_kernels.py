@@ -4,7 +4,7 @@ Torch's device PrivateUse1 gets the name "sim" and these kernels, which compute 
 Everything above a kernel is torch's own: autograd, transforms, composite functions, the check of devices.
 """
 
-from functools import partial
+from functools import cache, partial
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -45,7 +45,9 @@ class Backend:
     def __init__(self) -> None:
         self.device = self.idle = Device()
         self.generator = torch.Generator()
-        self.memory: dict[int, tuple[Any, torch.UntypedStorage]] = {}
+        # By address: the storage on the device, the same on the CPU, and whoever owns the memory.
+        self.memory: dict[int, tuple[Any, Any, torch.UntypedStorage]] = {}
+        self.strict: set[Any] = set()  # take no number in the place of a tensor
         self.lock = RLock()
         _setup_privateuseone_for_python_backend(NAME, _module(self), _hook(self))
         self.libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -53,7 +55,7 @@ class Backend:
             self.libraries.append(fill())
 
     def alive(self) -> int:
-        return sum(owner.nbytes() for _, owner in self.memory.values())
+        return sum(owner.nbytes() for *_, owner in self.memory.values())
 
     # Memory
 
@@ -81,7 +83,8 @@ class Backend:
                 self.device.allocate(-size)
 
         with self.lock:
-            self.memory[pointer] = (ref(storage, forget), owner)
+            alias = torch._C._construct_storage_from_data_pointer(pointer, torch.device("cpu"), storage.nbytes())
+            self.memory[pointer] = (ref(storage, forget), alias, owner)
             self.device.allocate(size)
 
     def twin(self, x: Tensor) -> Tensor:
@@ -89,49 +92,66 @@ class Backend:
         storage = x.untyped_storage()
         if storage.nbytes() == 0:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        pointer = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-        )
-        return torch.empty(0, dtype=x.dtype).set_(pointer, x.storage_offset(), x.shape, x.stride())
+        alias = self.memory[storage.data_ptr()][1]
+        return torch.empty(0, dtype=x.dtype).set_(alias, x.storage_offset(), x.shape, x.stride())
 
     # Kernels
 
-    def compute(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Call a function on the twins; return its results on the device, and its arguments there."""
-        _check_devices(op, args, kwargs)
+    def compute(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function on the twins; return its results on the device."""
+        facts = _facts(op)
         pairs: list[tuple[Tensor, Tensor]] = []
-
-        def enter(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.device.type == NAME:
-                pairs.append((x, self.twin(x)))
-                return pairs[-1][1]
-            if isinstance(x, torch.device) and x.type == NAME:
-                return torch.device("cpu")
-            return x
-
-        def leave(x: Any) -> Any:
-            mine = next((mine for mine, other in pairs if other is x), None)
-            return self.adopt(x) if mine is None else mine
-
-        if any(a.name == "generator" for a in op._schema.arguments) and kwargs.get("generator") is None:
+        if facts.draws and kwargs.get("generator") is None:
             kwargs = kwargs | {"generator": self.generator}
-        args, kwargs = _pytree.tree_map(enter, (args, kwargs))
-        found = _pytree.tree_map_only(Tensor, leave, op(*args, **kwargs))
-        for mine, other in pairs:
+        args = [self.enter(x, facts, pairs) for x in args]
+        kwargs = {name: self.enter(x, facts, pairs) for name, x in kwargs.items()}
+        found = self.leave(self.call(op, facts, args, kwargs), pairs if facts.writes else [])
+        for mine, other in pairs if facts.writes else ():
             if mine.shape != other.shape:  # an `out` that grew
-                grown = self.adopt(other)
-                _placed(mine, grown.untyped_storage(), other)
-        return found, [mine for mine, _ in pairs]
+                _placed(mine, self.adopt(other).untyped_storage(), other)
+        return found
+
+    def enter(self, x: Any, facts: "_Facts", pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        """An argument for the CPU; `pairs` grows by tensors and their twins."""
+        if isinstance(x, Tensor):
+            if x.device.type != NAME:
+                facts.check(x)
+                return x
+            pairs.append((x, self.twin(x)))
+            return pairs[-1][1]
+        if isinstance(x, list | tuple):
+            return [self.enter(y, facts, pairs) for y in x]
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def leave(self, x: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        """A result of the CPU, on the device."""
+        if isinstance(x, Tensor):
+            same = [mine for mine, other in pairs if other is x]
+            return same[0] if same else self.adopt(x)
+        return type(x)(self.leave(y, pairs) for y in x) if isinstance(x, list | tuple) else x
+
+    def call(self, op: Any, facts: "_Facts", args: Any, kwargs: Any) -> Any:
+        """Call a function on the CPU; torch tells us numbers where there were tensors made of numbers."""
+        if op not in self.strict:
+            try:
+                return op(*args, **kwargs)
+            except RuntimeError as error:
+                if "to Tensor" not in str(error):
+                    raise
+                self.strict.add(op)
+        tensors = (
+            torch.tensor(x) if i in facts.tensors and not isinstance(x, Tensor) else x for i, x in enumerate(args)
+        )
+        return op(*tensors, **kwargs)
 
     def any_kernel(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """One launch, whatever it computes."""
         with torch._C.DisableTorchFunction():
-            name = op._schema.name.removeprefix("aten::")
-            device = self.device
+            name = _facts(op).name
             if name in _WAITING or (name == "_index_put_impl_" and _by_mask(args)):
-                device.wait(name)
-            found, _ = self.compute(op, args, kwargs)
-            device.launch(name)
+                self.device.wait(name)
+            found = self.compute(op, args, kwargs)
+            self.device.launch(name)
             return found
 
     def _all(self) -> torch.library.Library:
@@ -155,7 +175,7 @@ class Backend:
     def for_each(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """One launch for all tensors, if they are alike; else one for each, as on real devices."""
         with torch._C.DisableTorchFunction():
-            found, _ = self.compute(op, args, kwargs)
+            found = self.compute(op, args, kwargs)
             lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
             self.device.launch(op._schema.name.removeprefix("aten::"), 1 if _alike(lists) else len(lists[0]))
             return found
@@ -218,7 +238,7 @@ class Backend:
 
     def convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
-            found, _ = self.compute(aten.convolution.default, (x, weight, bias, *settings), {})
+            found = self.compute(aten.convolution.default, (x, weight, bias, *settings), {})
             self.device.launch("convolution", 1 + (bias is not None))  # as cuDNN: and an addition
             return found
 
@@ -227,9 +247,9 @@ class Backend:
         sizes = [weight.shape[1 if settings[3] else 0] * (settings[5] if settings[3] else 1)]
         with torch._C.DisableTorchFunction():
             args = (gradient, x, weight, sizes, *settings, mask)
-            found, _ = self.compute(aten.convolution_backward.default, args, {})
+            found = self.compute(aten.convolution_backward.default, args, {})
             self.device.launch("convolution_backward", sum(mask))
-            return tuple(found)
+            return found
 
     def _autocast(self) -> torch.library.Library:
         """The lists of torch's documentation for devices; all else is as it comes."""
@@ -287,16 +307,27 @@ def _alike(lists: list[Any]) -> bool:
     )
 
 
-def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a tensor of the host, but for single numbers where they may be."""
-    name = op._schema.name.removeprefix("aten::")
-    mixing = torch.Tag.pointwise in op.tags or name in _MIXING or name.startswith("_foreach_")
-    for x in _pytree.arg_tree_leaves(*args, **kwargs):
-        if isinstance(x, Tensor) and x.device.type != NAME and not (mixing and x.ndim == 0):
+class _Facts:
+    """What the kernels ask of a function."""
+
+    def __init__(self, op: Any) -> None:
+        self.name = op._schema.name.removeprefix("aten::")
+        arguments = op._schema.arguments
+        self.mixing = torch.Tag.pointwise in op.tags or self.name in _MIXING or self.name.startswith("_foreach_")
+        self.draws = any(a.name == "generator" for a in arguments)
+        self.writes = op._schema.is_mutable
+        self.tensors = {i for i, a in enumerate(arguments) if str(a.type) == "Tensor"}
+
+    def check(self, x: Tensor) -> None:
+        """Refuse a tensor of the host, but for single numbers where they may be."""
+        if x.ndim or not self.mixing:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and "
-                f"{x.device}! (when checking arguments of {name})"
+                f"{x.device}! (when checking arguments of {self.name})"
             )
+
+
+_facts = cache(_Facts)
 
 
 def _module(backend: Backend) -> Any:

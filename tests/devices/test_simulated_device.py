@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from simulated import simulated
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 ROWS = torch.arange(6.0).view(2, 3)
 
