@@ -5,8 +5,10 @@ import os
 
 import hypothesis
 import torch
+from simulated import announce
 
 torch.set_num_threads(1)
+announce()
 
 hypothesis.settings.register_profile(
     "ci",

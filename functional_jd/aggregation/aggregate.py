@@ -11,6 +11,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, loss_count
 from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
+from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import as_matrix, at_least_float32, in_range, inner_products, joined
 from functional_jd.core.sharding import shard_of, sharded_as
@@ -27,6 +28,7 @@ from functional_jd.core.tree import (
 )
 from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.solvers.search import may_be_differentiated
 
 
 @displayed_as(outline)
@@ -40,11 +42,14 @@ class Aggregator(NamedTuple):
         init: `init(view) -> state`, a pytree of tensors; `()` for a stateless rule.
         update: `update(view, state) -> (weights, state)`; weights `[m]`, or a pytree like the Jacobian for entrywise
             weights.
+        on_host: whether `update` is to run on the host where the view stands on an accelerator: one copy there and one
+            back, for what would take more than some 40 launches. Not under transforms.
     """
 
     view: View | Callable[..., Any]
     init: Callable[[Any], Tree]
     update: Callable[[Any, Tree], tuple[Weights, Tree]]
+    on_host: bool = False
 
 
 @displayed_as(outline)
@@ -138,6 +143,10 @@ def weigh(
     """
     with autocast_disabled(seen[:3]):
         received = view.receive(seen)
+        if aggregator.on_host or view.inner_products_suffice:
+            place = received if isinstance(received, Tensor) else tree_leaves(received)[0]
+            if not place.is_cpu:
+                aggregator = _off_the_cpu(aggregator, received, state)
         if state is None or torch.compiler.is_compiling():
             return aggregator.update(received, aggregator.init(received) if state is None else state)
         remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
@@ -154,6 +163,20 @@ def weigh(
         if where != "aggregate" and new is not state and tree_difference(state, new):
             _refuse_other_state(aggregator, received, state, where, None)
         return weights, new
+
+
+def _off_the_cpu(aggregator: Aggregator, received: Any, state: Tree) -> Aggregator:
+    """The rule, which is updated on the host if it asks for that, or if the device has no float64."""
+    leaves = tree_leaves((received, () if state is None else state))
+    if (
+        not (aggregator.on_host or leaves[0].dtype == torch.float32)
+        or torch.compiler.is_compiling()
+        or leaves[0].is_meta
+        or is_capturing(leaves[0])
+        or may_be_differentiated(*leaves)
+    ):
+        return aggregator
+    return aggregator._replace(update=partial(run_on_host, aggregator.update))
 
 
 def _refuse_other_state(

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from functional_jd.core.arguments import check_integer, described, is_too_large
+from functional_jd.core.arguments import check_integer, check_option, described, is_too_large
 from functional_jd.core.safe import nan_unless
+from functional_jd.solvers.search import Solver
 
 Number: TypeAlias = float | Tensor
 """A hyper-parameter: a number, or a floating-point tensor `[]`, for instance one that `torch.vmap` maps over."""
@@ -59,6 +60,12 @@ def hyper_parameter(given: Number, where: str, domain: Domain, advice: str) -> N
     if is_too_large(given) or not domain.contains(given):
         raise ValueError(f"{where} must be {domain.expected}, found {described(given)}. {advice}")
     return given
+
+
+def runs_on_host(solver: Solver, where: str, *given: Any) -> bool:
+    """Check where a rule is solved, and whether all of it can go to the host: its tensors `[]` may stand elsewhere."""
+    check_option(where, "solver", solver, ("host", "device"), 'The default is "host".')
+    return solver == "host" and all(not isinstance(x, Tensor) or x.is_cpu for x in given)
 
 
 def integer(given: int, where: str, least: int, advice: str) -> int:

@@ -12,13 +12,15 @@ from functional_jd.core.arguments import check_function
 from functional_jd.core.types import Weights
 
 
-def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights]) -> Aggregator:
+def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], *, on_host: bool = False) -> Aggregator:
     """A stateless rule: `weigh(view) -> weights`.
 
     Args:
         view: the input of `weigh`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or
             one of these that is mapped: `gramian.map(f)` gives `f(G)`, at the cost of `gramian`.
         weigh: `weigh(view) -> weights`, pure: `[m]`, or a pytree like the Jacobian for entrywise weights.
+        on_host: whether `weigh` is to run on the host where the view stands on an accelerator: one copy there and one
+            back, for what would launch many small kernels.
 
     Returns:
         An `Aggregator` whose state is `()`.
@@ -32,7 +34,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights]) 
     """
     check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
     check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")
-    return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()))
+    return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()), on_host)
 
 
 def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import described
 from functional_jd.core.safe import nan_unless
-from functional_jd.torch_compat.torch_internals import is_wrapped
+from functional_jd.torch_compat.torch_internals import is_concrete, is_wrapped
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""
@@ -77,13 +77,23 @@ def per_objective(
     elif domain is not None and not domain.holds(numbers):
         raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
+    copies: dict[torch.device, Tensor] = {}
+
     def numbers_for(rows: Tensor) -> Tensor:
         if len(rows) != len(numbers):
             raise ValueError(
                 f"{where}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
                 "Pass one number per loss."
             )
-        return numbers.to(rows.device)
+        device = rows.device
+        if device == numbers.device or torch.compiler.is_compiling():
+            return numbers.to(device)
+        if device in copies:
+            return copies[device]
+        copy = numbers.to(device)
+        if is_concrete(copy) and not copy.requires_grad:
+            copies[device] = copy  # which the next call need not make again
+        return copy
 
     return numbers_for
 

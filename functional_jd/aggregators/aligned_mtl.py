@@ -4,16 +4,18 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import check_option
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
+from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import inverse_root
 
 
-def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> Aggregator:
+def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, solver: Solver = "host") -> Aggregator:
     """Combine the nearest system of orthogonal rows of equal length, weighted by the preference.
 
     `weights = sqrt(s) G^(-1/2) u`, the inverse root on the range of G, with s a nonzero eigenvalue of G: then
@@ -24,6 +26,8 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> A
             later changes to the tensor have no effect.
         scale_mode: which nonzero eigenvalue s is: `"min"` the smallest, `"median"` the (lower) median, `"rmse"` their
             mean.
+        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
+            which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64. First derivatives with respect to the Gramian are correct
@@ -54,7 +58,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min") -> A
         s = _scale(eigenvalues, scale_mode)
         return torch.where(s == 0, 0, nonzero(s).sqrt() * (root @ preference_of(G)))
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "aligned_mtl"))
 
 
 def _scale(eigenvalues: Tensor, mode: str) -> Tensor:

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.search import Solver
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
 
 # A float64 Gramian cannot tell a mean from zero below this: its squared norm relative to the squared mean norm.
@@ -17,7 +18,7 @@ _VANISHING = 1e-14
 _LEAST_RADIUS = 1e-8
 
 
-def cagrad(c: Number) -> Aggregator:
+def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
     """Maximise the smallest gain in a ball around the mean of the rows.
 
     `direction = argmax { min_i <g_i, d> : |d - g_0| <= c |g_0| }`, g_0 the mean. In terms of the unit rows that is
@@ -27,6 +28,8 @@ def cagrad(c: Number) -> Aggregator:
         c: radius of the ball relative to the norm of its centre: 0 gives the mean; below 1 the mean of the losses still
             decreases; larger values approach the direction of `mgda`. Finite, not negative. A number or a
             tensor `[]`. The paper uses 0.4 and 0.5.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, at least `1 / m`, or all
@@ -51,6 +54,7 @@ def cagrad(c: Number) -> Aggregator:
         The best directions of a stationary Jacobian are not unique: the paper divides 0 by 0 there.
     """
     c = hyper_parameter(c, "cagrad: c", NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
+    on_host = runs_on_host(solver, "cagrad", c)
     if not isinstance(c, Tensor) and c == 0:
         return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
     radius = c.clamp(min=_LEAST_RADIUS) if isinstance(c, Tensor) else max(c, _LEAST_RADIUS)
@@ -62,8 +66,8 @@ def cagrad(c: Number) -> Aggregator:
         mean_norm = torch.where(vanishing, norms.sum() ** 2, G.sum()).sqrt() / m
         shortest = torch.where(is_zero, norms.amax(), norms).amin().detach()
         sizes = torch.where(is_zero, 1, shortest / norms)
-        v = worst_gain_multipliers(C, G.sum(1) / m / mean_norm / norms, sizes, radius)
+        v = worst_gain_multipliers(C, G.sum(1) / m / mean_norm / norms, sizes, radius, solver)
         degenerate = vanishing | (v == 0).all()
         return torch.where(degenerate, 0 * v, 1 / m + c / radius * mean_norm * v / norms)
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=on_host)

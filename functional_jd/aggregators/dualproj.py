@@ -3,15 +3,17 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
+from functional_jd.solvers.search import Solver
 
 
-def dualproj(preference: Numbers | None = None) -> Aggregator:
+def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
     """Combine the rows with the preference as weights, then project the combination on the dual cone of all rows.
 
     `direction = argmin { |y - x| : <y, g_j> >= 0 for all j }` with `x = sum_i u_i g_i` for rows g_i. In terms of unit
@@ -21,6 +23,8 @@ def dualproj(preference: Numbers | None = None) -> Aggregator:
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
             later changes to the tensor have no effect.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
@@ -53,6 +57,6 @@ def dualproj(preference: Numbers | None = None) -> Aggregator:
         lengths = torch.where(G.diagonal() == 0, 0, norms) * u
         # The multipliers are linear in x: a factor that is constant to derivatives brings it to order one.
         size = nonzero(lengths.detach().sum())
-        return u + size * dual_cone_multipliers(C, (C @ (lengths / size)).unsqueeze(-1)).squeeze(-1) / norms
+        return u + size * dual_cone_multipliers(C, (C @ (lengths / size)).unsqueeze(-1), solver).squeeze(-1) / norms
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "dualproj"))

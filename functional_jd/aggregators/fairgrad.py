@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
+from functional_jd.solvers.search import Solver
 
 
-def fairgrad(alpha: Number) -> Aggregator:
+def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
     """Maximise the alpha-fair utility of the gains `<g_i, direction>` within a ball.
 
     `G w = w^(-1 / alpha)`, w > 0, elementwise. A single row has `w_i = |g_i|^(-2 alpha / (1 + alpha))`; with v the
@@ -21,6 +22,8 @@ def fairgrad(alpha: Number) -> Aggregator:
     Args:
         alpha: 0 gives the mean, 1 proportional fairness (`nash_mtl` without clipping); larger values favour the row
             with the smallest gain. Finite, not negative. A number, or a tensor `[]`, which must be positive.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive; twice
@@ -52,13 +55,14 @@ def fairgrad(alpha: Number) -> Aggregator:
         absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()`.
     """
     alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
+    on_host = runs_on_host(solver, "fairgrad", alpha)
     if not isinstance(alpha, Tensor) and alpha == 0:
         return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
     power = 1 / alpha
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
-        v = fair_shares(C, norms ** ((power - 1) / (power + 1)), power)
+        v = fair_shares(C, norms ** ((power - 1) / (power + 1)), power, solver)
         return v * norms ** (-2 / (1 + power))
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=on_host)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import FROM_0_TO_1, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import FROM_0_TO_1, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
@@ -14,6 +14,7 @@ from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
 from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.search import Solver
 
 # Smallest distance of targets from +-1: G does not resolve rows that are closer to parallel or opposite.
 _MARGIN = 2.0**-40
@@ -31,7 +32,7 @@ class GradVacState(NamedTuple):
     targets: Tensor
 
 
-def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
+def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggregator:
     """Move every row towards each row whose cosine with it is below a target, then sum the rows.
 
     `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i, with cosine
@@ -43,6 +44,8 @@ def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
         beta: weight of new cosines in the targets, which start at 0; from 0 to 1. A number or a tensor
             `[]`.
+        solver: off the CPU, `"host"` visits the rows there, with one copy to it and one back; `"device"` on the device,
+            without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,
@@ -94,7 +97,7 @@ def gradvac(key: Tensor, beta: Number = 0.5) -> Aggregator:
         weights = with_nan_of(norms @ coefficients / norms, G.sum() + targets.sum())
         return weights, GradVacState(next_key, state.targets.lerp(observed, beta))
 
-    return Aggregator(gramian, init, update)
+    return Aggregator(gramian, init, update, runs_on_host(solver, "gradvac", beta))
 
 
 def _sine(cosine: Tensor) -> Tensor:

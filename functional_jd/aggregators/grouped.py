@@ -74,4 +74,6 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
                 weights[key], states[key] = rule.update(received[key], state[key])
         return weights, states
 
-    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update)
+    # Rows stay where they are.
+    on_host = any(rule.on_host for rule in chosen.values()) and all(view.products != "rows" for view in views.values())
+    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update, on_host)

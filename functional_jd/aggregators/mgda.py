@@ -3,19 +3,25 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.solvers.search import Solver
 
 
-def mgda() -> Aggregator:
+def mgda(*, solver: Solver = "host") -> Aggregator:
     """The point of least norm in the convex hull of the rows.
 
     `weights = argmin { w'G w : w >= 0, sum(w) = 1 }`. With C the cosines and `b = min(norms) / norms`, w is
     proportional to `v b`, where `v = argmin { v'C v + (1 - b'v)^2 : v >= 0 }`: a linear complementarity problem of
     order one, whatever the norms are.
+
+    Args:
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, in the simplex; not unique where rows are dependent.
@@ -45,8 +51,8 @@ def mgda() -> Aggregator:
         b = torch.where(is_zero, 1, shortest / norms)
         # Rows of zeros become orthogonal unit rows, so that their weights are unique and equal.
         M = C + torch.diag(is_zero.to(C.dtype)) + b.unsqueeze(1) * b
-        v = linear_complementarity(M, -b.unsqueeze(0)).squeeze(0)
+        v = linear_complementarity(M, -b.unsqueeze(0), solver=solver).squeeze(0)
         w = v * b
         return w / w.sum()
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "mgda"))

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, integer
+from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, integer, runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
+from functional_jd.solvers.search import Solver
 
 
 class NashState(NamedTuple):
@@ -26,7 +27,7 @@ class NashState(NamedTuple):
     calls: Tensor
 
 
-def nash_mtl(max_norm: Number = 1.0, every: int = 1) -> Aggregator:
+def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host") -> Aggregator:
     """Maximise the product of the gains `<g_i, direction>` within a ball: the Nash bargaining solution.
 
     `G w = 1 / w`, w > 0, elementwise: in terms of cosines `w = y / norms`, `C y = 1 / y`. Then, if `|J'w| > max_norm`,
@@ -35,6 +36,8 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1) -> Aggregator:
     Args:
         max_norm: largest norm of the direction; 0 for no limit. A number or a tensor `[]`.
         every: number of calls per bargaining solution; in between, the last weights are used again.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, positive; twice differentiable with respect to the
@@ -66,11 +69,11 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1) -> Aggregator:
 
     def update(G: Gramian, state: NashState) -> tuple[Tensor, NashState]:
         C, norms = cosines(G)
-        y = _two_rows(C) if len(C) == 2 else fair_shares(C, torch.ones_like(norms), 1.0)
+        y = _two_rows(C) if len(C) == 2 else fair_shares(C, torch.ones_like(norms), 1.0, solver)
         w = torch.where(state.calls % every == 0, y / norms, state.weights)
         return w * _clip_factor(w @ G @ w, max_norm), NashState(w, state.calls + 1)
 
-    return Aggregator(gramian, init, update)
+    return Aggregator(gramian, init, update, runs_on_host(solver, "nash_mtl", max_norm))
 
 
 def _two_rows(C: Tensor) -> Tensor:

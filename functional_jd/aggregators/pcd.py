@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import BELOW_1, FROM_0_TO_1, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import BELOW_1, FROM_0_TO_1, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.solvers.search import Solver
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
 _COMPATIBLE, _VANISHING = 1e-9, 1e-12
@@ -32,7 +33,7 @@ class PcdState(NamedTuple):
     squares: Tensor
 
 
-def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
+def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = "host") -> Aggregator:
     """Stay near the first objective's gradient, with at least a share tau of its own progress for every other one.
 
     `d = argmin { |d - h_0| : <h_j, d> >= tau_j |h_j|^2 for j > 0 }`, where `h_i` is row i divided by its running norm,
@@ -42,6 +43,8 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
     Args:
         tau: the share, in [0, 1]: a number or a tensor `[]` for all, or `[m - 1]`, one per objective except the first.
         beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm. A number or a tensor `[]`.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian; row 0 is the primary objective. Weights float64 `[m]`, non-negative, not
@@ -97,7 +100,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999) -> Aggregator:
         scale = torch.where(vanishing, 0, norms_or_zero[0] / torch.where(vanishing, 1, square).sqrt())
         return w / norms * scale, PcdState(squares)
 
-    return Aggregator(gramian, init, update)
+    return Aggregator(gramian, init, update, runs_on_host(solver, "pcd", tau, beta))
 
 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:

@@ -6,10 +6,19 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, hyper_parameter, integer
+from functional_jd.aggregation.hyper_parameters import (
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Number,
+    hyper_parameter,
+    integer,
+    runs_on_host,
+)
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
+from functional_jd.solvers.search import Solver
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -29,6 +38,8 @@ def sdmgrad(
     n_steps: int = 20,
     pull: Number = 0.3,
     preference: Numbers | None = None,
+    *,
+    solver: Solver = "host",
 ) -> Aggregator:
     """Minimise the norm of the direction, with a pull towards the preferred one.
 
@@ -46,6 +57,8 @@ def sdmgrad(
         pull: weight of the preference: 0 gives the min-norm direction, large values the preferred one. Not negative.
             The paper's lambda.
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`.
+        solver: off the CPU, `"host"` takes the steps there, with one copy to it and one back; `"device"` on the device,
+            without a synchronization.
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights float64 `[m]`, in
@@ -89,7 +102,7 @@ def sdmgrad(
             w = simplex_projection(w - rate * v)
         return (w + pull * u) / (1 + pull), SdmgradState(w)
 
-    return Aggregator(cross_gramian, init, update)
+    return Aggregator(cross_gramian, init, update, runs_on_host(solver, "sdmgrad", rate, momentum, pull))
 
 
 def _normalised(A: Tensor) -> Tensor:

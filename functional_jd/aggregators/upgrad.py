@@ -1,14 +1,16 @@
 """UPGrad: the mean of the projections of all rows on their dual cone."""
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, row_multipliers
+from functional_jd.solvers.search import Solver
 
 
-def upgrad(preference: Numbers | None = None) -> Aggregator:
+def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
     """Project every row on the dual cone of all rows, then combine the projections with the preference as weights.
 
     `direction = sum_i u_i p_i`, with `p_i = argmin { |y - g_i| : <y, g_j> >= 0 for all j }` for rows g_i. In terms of
@@ -18,6 +20,8 @@ def upgrad(preference: Numbers | None = None) -> Aggregator:
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
             later changes to the tensor have no effect.
+        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
+            fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
@@ -51,6 +55,6 @@ def upgrad(preference: Numbers | None = None) -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)
         C, norms = cosines(G)
-        return u + row_multipliers(C) @ (norms * u) / norms
+        return u + row_multipliers(C, solver) @ (norms * u) / norms
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "upgrad"))

@@ -5,13 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.solvers.search import on_host
-
 # Of the alternating direction method: few steps at each of these for matrices of cosines, of whatever rank.
 _DAMPING, _RELAXATION = 0.5, 1.8
 # Steps for a guess, and after how many of them the active sets are compared; a guess is good if so many have settled.
 _GUESSES, _COMPARED, _SETTLED = 60, 5, 0.9
-_GUESSES_UNSEEN = 25
 # Corrections in float32, each by so many steps of conjugate gradients: what has not converged then is ill-conditioned.
 _CORRECTIONS, _GRADIENTS = 4, 80
 # Residual of a correction, relative to what it corrects, below which float32 has nothing to add.
@@ -55,12 +52,9 @@ def solve_by_products(matrix: Tensor, offset: Tensor, allowed: Tensor, tolerance
     guess = guessed_multipliers(rough, offset.float(), allowed)
     found = _on_active_set(matrix, rough, offset, allowed, guess.double(), guess > 0, tolerance)
     for _ in range(_EXCHANGES):
-        if on_host(matrix):
-            picked = (~found.solved).any(0).squeeze(-1).nonzero().squeeze(-1)
-            if not len(picked):
-                break
-        else:
-            picked = torch.arange(offset.shape[1], device=offset.device)
+        picked = (~found.solved).any(0).squeeze(-1).nonzero().squeeze(-1)
+        if not len(picked):
+            break
         old = Found(*(x[:, picked] for x in found))
         q, free = offset[:, picked], allowed[:, picked]
         new = _on_active_set(matrix, rough, q, free, old.s, old.active ^ old.wrong, tolerance)
@@ -75,12 +69,12 @@ def guessed_multipliers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tens
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     resolvent = torch.linalg.inv_ex(matrix + _DAMPING * eye)[0]
     s = dual = torch.zeros_like(offset)
-    active, compares = s > 0, on_host(matrix)
-    for step in range(_GUESSES if compares else _GUESSES_UNSEEN):
+    active = s > 0
+    for step in range(_GUESSES):
         raw = torch.lerp(s, (_DAMPING * (s - dual) - offset) @ resolvent, _RELAXATION) + dual
         s = raw.clamp(min=0) * allowed
         dual = raw - s
-        if compares and step % _COMPARED == _COMPARED - 1:
+        if step % _COMPARED == _COMPARED - 1:
             before, active = active, s > 0
             if (before == active).all(-1).double().mean() >= _SETTLED:
                 break
@@ -97,7 +91,7 @@ def _on_active_set(
         size = 1 + torch.linalg.vector_norm(s, dim=-1, keepdim=True)
         residual = torch.where(active, w, 0)
         running = (residual.abs() > 4 * torch.finfo(w.dtype).eps * size).any(-1, keepdim=True)
-        if remaining == 0 or (on_host(M) and not running.any()):
+        if remaining == 0 or not running.any():
             break
         remaining -= 1
         s = s - _conjugate_gradients(rough, torch.where(running, residual, 0).to(rough.dtype), mask)
@@ -118,7 +112,7 @@ def _conjugate_gradients(matrix: Tensor, right: Tensor, mask: Tensor) -> Tensor:
         length = torch.where(steep, square / curvature, 0)
         x, residual = torch.addcmul(x, length, direction), torch.addcmul(residual, length, image, value=-1)
         before, square = square, torch.linalg.vecdot(residual, residual).unsqueeze(-1)
-        if on_host(matrix) and not (square > enough).any():
+        if not (square > enough).any():
             break
         direction = torch.addcmul(residual, torch.where(before > 0, square / before, 0), direction)
     return x

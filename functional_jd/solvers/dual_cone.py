@@ -5,6 +5,7 @@ from torch import Tensor
 
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.solvers.search import Solver
 
 
 def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:
@@ -27,7 +28,7 @@ def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:
     return gramian / norms.unsqueeze(-1) / norms.unsqueeze(-2), norms
 
 
-def dual_cone_multipliers(cosines: Tensor, combinations: Tensor) -> Tensor:
+def dual_cone_multipliers(cosines: Tensor, combinations: Tensor, solver: Solver = "host") -> Tensor:
     """The multipliers of the unit rows in the projection of a vector on their dual cone.
 
     The projection of x on `{y: <y, n_j> >= 0 for all j}` is `x + sum_j s_j n_j` with
@@ -36,6 +37,7 @@ def dual_cone_multipliers(cosines: Tensor, combinations: Tensor) -> Tensor:
     Args:
         cosines: float64 `[*, m, m]`, as `cosines` returns them; a row of zeros gets multiplier 0.
         combinations: float64 `[*, m, k]`, one q per column, each of order one, in the range of C.
+        solver: as of `linear_complementarity`.
 
     Returns:
         `[*, m, k]`, one s per column, NaN where an input is not finite.
@@ -46,16 +48,17 @@ def dual_cone_multipliers(cosines: Tensor, combinations: Tensor) -> Tensor:
     Source:
         Quinton & Rey, arXiv 2406.16232, proposition 1, in terms of unit rows.
     """
-    return linear_complementarity(cosines, combinations.mT).mT
+    return linear_complementarity(cosines, combinations.mT, solver=solver).mT
 
 
-def row_multipliers(cosines: Tensor) -> Tensor:
+def row_multipliers(cosines: Tensor, solver: Solver = "host") -> Tensor:
     """The multipliers for the projections of the unit rows themselves: column i is for row i.
 
     The multiplier of row i in its own projection is 0; fixing it at 0 keeps the problem regular.
 
     Args:
         cosines: float64 `[*, m, m]`, as `cosines` returns them.
+        solver: as of `linear_complementarity`.
 
     Returns:
         `[*, m, m]`.
@@ -63,4 +66,4 @@ def row_multipliers(cosines: Tensor) -> Tensor:
     if cosines.shape[-1] == 2:  # one constraint per row: in closed form
         return (-cosines).clamp(min=0)
     own = torch.eye(cosines.shape[-1], dtype=torch.bool, device=cosines.device)
-    return linear_complementarity(cosines, cosines, (~own).expand_as(cosines)).mT
+    return linear_complementarity(cosines, cosines, (~own).expand_as(cosines), solver).mT

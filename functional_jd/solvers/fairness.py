@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nonzero, with_nan_of
-from functional_jd.solvers.search import matvec, on_host, opaque, per_problem, solve
+from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve
 
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
 _STEPS = 80
@@ -21,7 +21,7 @@ _LEAST = 1e-60
 _RIDGE = 1e-15
 
 
-def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor:
+def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: Solver = "host") -> Tensor:
     """Solve `C (k v) = k v^-p` for v > 0, elementwise products and powers.
 
     It is the minimum of `y'C y / 2 - sum_i k_i^2 v_i^(1 - p) / (1 - p)`, y = k v (the logarithm at p = 1), strictly
@@ -33,6 +33,8 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
         cosines: C, float64 `[*, m, m]`, positive semi-definite, with ones on the diagonal; a row of zeros is excluded.
         sizes: k, float64 `[*, m]`, positive; only their ratios matter.
         power: p > 0, a number, or float64 `[]` or `[*, 1]`.
+        solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
+            stand, in 80 steps, without a synchronization.
 
     Returns:
         v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
@@ -43,8 +45,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
         last iterate, positive and finite, with derivative zero: for p above 50 when sizes are spread over 1e4 or more.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct. On a CPU the search
-        stops at convergence; on other devices it takes a fixed number of steps, without synchronization.
+        Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct.
 
     Source:
         The search treats `C (k v) = k t` and `p log v + log t = 0` separately, as primal-dual interior-point methods
@@ -56,7 +57,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
     k = torch.where(is_zero, 1e-30, sizes / nonzero(largest))
     C = cosines + torch.diag_embed(is_zero.to(cosines.dtype))
     constant = power.detach() if isinstance(power, Tensor) else power
-    found, upper, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k))
+    found, upper, solved, rounded = _opaque_search(C.detach(), k.detach(), per_problem(constant, k), solver=solver)
     v = start = torch.where(solved, found, 1)
     size, negligible = _no_larger_than_one(start, constant), _negligible(k * start)
     for _ in range(2):
@@ -67,7 +68,7 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor) -> Tensor
     return torch.where(is_zero, 0, torch.where(solved, v, found))
 
 
-def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shares `[*, m]`; the upper Cholesky factor of `S (C + p v^-(1 + p)) S`, `S = min(1, v^((1 + p) / 2))`;
     convergence, `[*, 1]`; 1 where the residual is rounding, else 0, `[*, 1]`.
     """
@@ -87,7 +88,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tens
             finished = finished | (relative <= _NOISE)
             rounded = rounded | (~finished & _is_rounding(C, y, gain, k * v**-p))
             finished = finished | rounded
-        if on_host(C) and finished.all():
+        if not fixed and finished.all():
             break
         rate = t / v
         size = rate.clamp(min=1).rsqrt()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
-from functional_jd.solvers.search import may_be_differentiated, on_host, opaque, solve, solve_upper
+from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve, solve_upper
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
 # rows; the chord steps remove its effect where no pivot is below `_ILL_CONDITIONED`.
@@ -32,7 +32,9 @@ class _Solutions(NamedTuple):
     wrong: Tensor
 
 
-def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | None = None) -> Tensor:
+def linear_complementarity(
+    matrix: Tensor, offset: Tensor, allowed: Tensor | None = None, solver: Solver = "host"
+) -> Tensor:
     """Solve `s >= 0, M s + q >= 0, s'(M s + q) = 0` for every row q of `offset`, with `s = 0` where not allowed.
 
     Equivalent to `argmin_{s >= 0} s'M s / 2 + q's`. The search for the active set F = {s > 0} is constant to
@@ -46,25 +48,27 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
         offset: float64 `[*, k, m]`, of order one, such that a solution exists, as it does for any q in the range of
             `M`.
         allowed: bool `[*, k, m]`; `None` allows all.
+        solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
+            stand, in `4 m + 44` rounds, without a synchronization; each problem has its own factor, which takes about
+            `70 k m^2` bytes, 10 GB for `k = m = 512`.
 
     Returns:
         float64 `[*, k, m]`, non-negative up to rounding. Where several s solve the problem, `M s` is the same for all
         of them. A row is NaN where `M s + q` is not finite.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
-        convergence; on other devices it takes a fixed number of steps, without synchronization. The error e, measured
-        as `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition
-        number of the active part of M, however singular M itself, and that only where s is as large as its root. On
-        the cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8,
-        2e-7 at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12, 4e-10
-        at 1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
+        Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. The error e, measured as
+        `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition number
+        of the active part of M, however singular M itself, and that only where s is as large as its root. On the
+        cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8, 2e-7
+        at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12, 4e-10 at
+        1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
     if not may_be_differentiated(matrix, offset):
-        return _opaque_solution(matrix, offset, allowed)
-    s, active, upper, refined = _opaque_search(matrix.detach(), offset.detach(), allowed)
+        return _opaque_solution(matrix, offset, allowed, solver=solver)
+    s, active, upper, refined = _opaque_search(matrix.detach(), offset.detach(), allowed, solver=solver)
     for _ in range(2):
         residual = (s @ matrix + offset) * active
         # Where the active rows are ill-conditioned, rounding of the residual would only make s worse.
@@ -72,21 +76,25 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     return s
 
 
-def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
-    """The multipliers."""
+def multipliers(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> Tensor:
+    """`linear_complementarity` without derivatives; `fixed` takes a fixed number of steps, and looks at no value."""
     M, q, free = _batch(matrix, offset, allowed)
-    if q.numel() * q.shape[-1] < _PRODUCTS_FROM:
+    if fixed:
+        s = _fixed_search(M, q, free).s
+    elif q.numel() * q.shape[-1] < _PRODUCTS_FROM:
         s = _chord_steps(M, q, *_factored(M, q, free))
     else:
         s, _ = _by_products(M, q, free)
     return _with_nan(M, q, s).view(offset.shape)
 
 
-def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _search(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M; whether refined, `[*, 1, 1]`."""
     m = offset.shape[-1]
     M, q, free = _batch(matrix, offset, allowed)
-    if q.numel() * m < _PRODUCTS_FROM:
+    if fixed:
+        (s, active, factor, _), refined = _fixed_search(M, q, free), True
+    elif q.numel() * m < _PRODUCTS_FROM:
         (s, active, factor, _), refined = _factored(M, q, free)
     else:
         s, active = _by_products(M, q, free)
@@ -112,7 +120,7 @@ def _search_like(
     return offset.new_empty(offset.shape), allowed.new_empty(offset.shape), upper, refined
 
 
-_opaque_solution = opaque("functional_jd::complementarity_solution", _solution, _solution_like)
+_opaque_solution = opaque("functional_jd::complementarity_solution", multipliers, _solution_like)
 _opaque_search = opaque("functional_jd::complementarity_search", _search, _search_like)
 
 
@@ -146,6 +154,15 @@ def _finished(M: Tensor, q: Tensor, free: Tensor, found: _Solutions) -> tuple[_S
     return _search_unsolved(found, M, q, free, _descended), True
 
 
+def _fixed_search(M: Tensor, q: Tensor, free: Tensor) -> _Solutions:
+    """The same of all problems, whose steps are those that the search for the hardest one may take."""
+    found = _exchange(M, q, free, (q < 0) & free, _EXCHANGES, looks=False)
+    found = _refined(M, q, free, found.s, found.active, looks=False)
+    new = _descended(M, q, free, found, looks=False)
+    unsolved = found.wrong.any(-1, keepdim=True)
+    return _where(unsolved, new, found)
+
+
 def _chord_steps(M: Tensor, q: Tensor, found: _Solutions, refined: bool) -> Tensor:
     s = found.s
     for _ in range(0 if refined else 2):
@@ -156,10 +173,10 @@ def _chord_steps(M: Tensor, q: Tensor, found: _Solutions, refined: bool) -> Tens
 def _by_products(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     """Multipliers and active set, with one factor for each problem that products do not solve."""
     found = solve_by_products(M, q, free, _TOLERANCE)
-    if on_host(M) and found.solved.all():
+    if found.solved.all():
         return found.s, found.active
     k, m = q.shape[-2:]
-    problem = _to_search(~found.solved)
+    problem = (~found.solved).flatten().nonzero().squeeze(-1)
     one_q, one_free, active, wrong, solved = (
         x.flatten(0, 1)[problem].unsqueeze(1) for x in (q, free, found.active, found.wrong, found.solved)
     )
@@ -174,14 +191,8 @@ def _by_products(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     return merged[0].view_as(q), merged[1].view_as(q)
 
 
-def _to_search(unsolved: Tensor) -> Tensor:
-    """Indices of the problems to search again: on other devices than a CPU all of them, as their number is unknown."""
-    unsolved = unsolved.flatten()
-    return unsolved.nonzero().squeeze(-1) if on_host(unsolved) else torch.arange(len(unsolved), device=unsolved.device)
-
-
 def _maybe_ill_conditioned(factor: Tensor) -> bool:
-    return not on_host(factor) or bool(factor.diagonal(dim1=-2, dim2=-1).amin() < _ILL_CONDITIONED**0.5)
+    return bool(factor.diagonal(dim1=-2, dim2=-1).amin() < _ILL_CONDITIONED**0.5)
 
 
 def _cholesky(M: Tensor, active: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -197,7 +208,7 @@ def _chord_step(M: Tensor, q: Tensor, s: Tensor, active: Tensor, factor: Tensor)
     return s - solve(factor, torch.where(active, torch.baddbmm(q, s, M), 0))
 
 
-def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int) -> _Solutions:
+def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int, looks: bool = True) -> _Solutions:
     """Block principal pivoting: all entries of the wrong sign enter or leave the active set at once."""
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     ridged = torch.add(M, eye, alpha=_RIDGE).unsqueeze(-3)
@@ -208,7 +219,7 @@ def _exchange(M: Tensor, q: Tensor, free: Tensor, active: Tensor, rounds: int) -
         s = solve(factor, opposite * active)
         wrong = (torch.where(active, s, torch.baddbmm(q, s, M)) < -_TOLERANCE) & free
         rounds -= 1
-        if rounds == 0 or (on_host(M) and not wrong.any()):
+        if rounds == 0 or (looks and not wrong.any()):
             return _Solutions(s, active, factor, wrong)
         active = active ^ wrong
 
@@ -220,29 +231,26 @@ def _search_unsolved(
     free: Tensor,
     search: Callable[[Tensor, Tensor, Tensor, _Solutions], _Solutions],
 ) -> _Solutions:
-    """Search again where signs are wrong: on a CPU those problems only; on other devices all of them, then select."""
-    if on_host(M) and not found.wrong.any():
+    """Search again where signs are wrong, those problems only."""
+    if not found.wrong.any():
         return found
     k, m = q.shape[-2:]
-    unsolved = found.wrong.any(-1).flatten()
-    problem = _to_search(unsolved)
+    problem = found.wrong.any(-1).flatten().nonzero().squeeze(-1)
     old = [x.flatten(0, 1) for x in found]
     one_q, one_free = (x.reshape(-1, 1, m)[problem] for x in (q, free))
     new = search(M[problem // k], one_q, one_free, _Solutions(*(x[problem].unsqueeze(1) for x in old)))
-    picked = unsolved[problem]
-    merged = [
-        x.index_copy(0, problem, torch.where(picked.view(-1, *[1] * (x.ndim - 1)), y.squeeze(1), x[problem]))
-        for x, y in zip(old, new, strict=True)
-    ]
+    merged = [x.index_copy(0, problem, y.squeeze(1)) for x, y in zip(old, new, strict=True)]
     return _Solutions(*(x.view_as(y) for x, y in zip(merged, found, strict=True)))
 
 
-def _refined(M: Tensor, q: Tensor, free: Tensor, s: Tensor, active: Tensor, chords: int = 2) -> _Solutions:
+def _refined(
+    M: Tensor, q: Tensor, free: Tensor, s: Tensor, active: Tensor, chords: int = 2, looks: bool = True
+) -> _Solutions:
     """Multipliers refined on independent rows of the active set, which becomes those; the others keep theirs.
 
     On dependent rows, chord steps would divide rounding by the ridge.
     """
-    factor, independent = _independent(M, active)
+    factor, independent = _independent(M, active, looks)
     for _ in range(chords):
         s = _chord_step(M, q, s, independent, factor)
     w = torch.baddbmm(q, s, M)
@@ -251,7 +259,7 @@ def _refined(M: Tensor, q: Tensor, free: Tensor, s: Tensor, active: Tensor, chor
     return _Solutions(s, independent, factor, wrong & free)
 
 
-def _independent(M: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+def _independent(M: Tensor, active: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of `M_FF` for a largest set F of independent rows of the active set, and F."""
     m = M.shape[-1]
     ridge = m * _ROUNDING
@@ -260,21 +268,25 @@ def _independent(M: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     # Entry i is an upper bound of the least eigenvalue of the first rows up to i, the ridge if these are dependent.
     least = 1 / torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).square().sum(-1)
     independent = active & (least > 4 * ridge)
-    if not on_host(M) or not torch.equal(independent, active):
+    if not (looks and torch.equal(independent, active)):
         factor, _ = _cholesky(M, independent, ridge)
     return factor, independent
 
 
-def _descended(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> _Solutions:
+def _descended(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool = True) -> _Solutions:
     """The end of a descent; where that does not converge, it or the old solution, by the smaller error bound."""
-    new = _refined(M, q, free, *_descend(M, q, free, old), chords=0)
+    new = _refined(M, q, free, *_descend(M, q, free, old, looks), chords=0, looks=looks)
     worse = _error_bound(M, q, free, new.s) > _error_bound(M, q, free, old.s)
-    kept = new.wrong.any(-1, keepdim=True) & worse
-    picked = [torch.where(kept.view(-1, *[1] * (x.ndim - 1)), x, y) for x, y in zip(old, new, strict=True)]
-    return _Solutions(*picked)
+    return _where(new.wrong.any(-1, keepdim=True) & worse, old, new)
 
 
-def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> tuple[Tensor, Tensor]:
+def _where(picked: Tensor, left: _Solutions, right: _Solutions) -> _Solutions:
+    """The solutions on the left for the problems that are picked, `[b, k, 1]`, and those on the right elsewhere."""
+    pairs = zip(left, right, strict=True)
+    return _Solutions(*(torch.where(picked if x.ndim == 3 else picked.unsqueeze(-1), x, y) for x, y in pairs))
+
+
+def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool) -> tuple[Tensor, Tensor]:
     """Non-negative multipliers and the active set at the minimum of `s'M s / 2 + q's`, by a monotone active-set method.
 
     It walks towards the minimum on the active set. The entries that reach zero on the way leave that set; at its end,
@@ -290,7 +302,7 @@ def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> tuple[Tenso
     active = old.active & (old.s > 0) & (old.s.abs().amax(-1, keepdim=True) < 1e9)
     s = torch.where(active, old.s, 0)
     # Random problems of condition number 1e12 take 40 rounds at m = 16, 60 at 32, 75 at 64.
-    for _ in range(4 * m + 32 if on_host(M) else m + 16):
+    for _ in range(4 * m + 32):
         factor, failed = _cholesky(M, active, m * _ROUNDING)
         target = _chord_step(M, q, solve(factor, torch.where(active, -q, 0)), active, factor)
         target = torch.where(failed, s, target)
@@ -302,7 +314,7 @@ def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions) -> tuple[Tenso
         s = torch.where(arrived, target, torch.where(leaving, 0, torch.lerp(s, target, shortest).clamp(min=0)))
         w = torch.baddbmm(q, s, M)
         enters = arrived & ~failed & free & ~active & (w < -0.1 * _TOLERANCE * (1 + s.sum(-1, keepdim=True)))
-        if on_host(M) and not (leaving | enters).any():
+        if looks and not (leaving | enters).any():
             break
         active = active & ~leaving | enters
     return s, active & (s > 0)

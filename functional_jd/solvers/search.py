@@ -1,48 +1,80 @@
 """Helpers of the iterative solvers: small products and solves, and searches as custom operators."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.torch_internals import transform_level, under_functorch, under_transform
+from functional_jd.core.host import is_capturing, run_on_host
+from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level, under_functorch, under_transform
 
 # From so many elements of all factors on, two triangular solves take half the time of `torch.cholesky_solve`, which
 # copies the factors. The bits are the same.
 _LARGE = 1 << 16
 
+Solver: TypeAlias = Literal["host", "device"]
+"""Where a search runs: on the host, where it stops at convergence, or where its inputs stand, in a fixed number of
+steps, without a synchronization."""
+
 
 def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A search as one custom operator, which may branch on values: transforms and tracers do not enter it.
+    """A search as custom operators, which may branch on values: transforms and tracers do not enter them.
 
     Args:
         name: of the operator, unique.
-        search: a function of tensors `[*, ...]` and numbers that returns one or several tensors with the same batch
-            dimensions. It is constant to derivatives.
-        fake: `search` for shapes and dtypes only.
+        search: a function of tensors `[*, ...]` and of a flag `fixed` that returns one or several tensors with the same
+            batch dimensions: unless `fixed`, it may look at values. It is constant to derivatives.
+        fake: a function of the tensors only, for shapes and dtypes.
 
     Returns:
-        A function like `search`; its attribute `op` is the operator.
+        A function `run(*tensors, solver)`; its attribute `op` is the operator that searches on the host.
     """
-    op = torch.library.custom_op(name, search, mutates_args=())
+    schema = torch.library.infer_schema(fake, mutates_args=())
+
+    def on_host(*inputs: Tensor) -> Any:
+        if inputs[0].is_cpu:
+            return search(*inputs, False)
+        if is_capturing(inputs[0]):
+            return search(*inputs, True)
+        return run_on_host(partial(search, fixed=False), *inputs, apart=True)
+
+    def on_device(*inputs: Tensor) -> Any:
+        return search(*inputs, True)
+
+    # What waits for the device cannot be part of a CUDA graph: the compiler cuts its graphs there.
+    host_op = _operator(name, on_host, fake, schema, (torch.Tag.cudagraph_unsafe,))
+    device_op = _operator(f"{name}_on_device", on_device, fake, schema, ())
+
+    def run(*inputs: Tensor, solver: Solver = "host") -> Any:
+        # The dispatch of an operator takes as long as a small problem, but what records or fakes it must not enter.
+        if under_transform() or dispatch_modes() or type(inputs[0]) is not Tensor or inputs[0].is_meta:
+            return (host_op if solver == "host" else device_op)(*inputs)
+        if solver == "device":
+            return search(*inputs, True)
+        return search(*inputs, False) if inputs[0].is_cpu else on_host(*inputs)
+
+    run.op = host_op  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def _operator(
+    name: str, search: Callable[..., Any], fake: Callable[..., Any], schema: str, tags: tuple[torch.Tag, ...]
+) -> Any:
+    op = torch.library.custom_op(name, search, mutates_args=(), schema=schema, tags=tags)
     op.register_fake(fake)
 
     @op.register_vmap
-    def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, int | tuple[int, ...]]:
+    def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Any, int | tuple[int, ...]]:
         batched = [
-            (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)) if isinstance(x, Tensor) else x
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(inputs, in_dims, strict=True)
         ]
         found = op(*batched)
         return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
 
-    def run(*inputs: Any) -> Any:
-        # The dispatch of an operator takes as long as a small problem.
-        return op(*inputs) if under_transform() else search(*inputs)
-
-    run.op = op  # pyright: ignore[reportFunctionMemberAccess]
-    return run
+    return op
 
 
 def may_be_differentiated(*inputs: Tensor) -> bool:
@@ -54,8 +86,10 @@ def may_be_differentiated(*inputs: Tensor) -> bool:
 
 def per_problem(number: float | Tensor, vectors: Tensor) -> Tensor:
     """A number, or one for each problem, `[]` or `[*, 1]`, as a tensor `[*, 1]` for vectors `[*, m]`."""
-    number = torch.as_tensor(number, dtype=vectors.dtype, device=vectors.device)
-    return number.expand(*vectors.shape[:-1], 1)
+    shape = (*vectors.shape[:-1], 1)
+    if not isinstance(number, Tensor):
+        return vectors.new_full(shape, number)
+    return number.to(vectors).expand(shape)
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -77,8 +111,3 @@ def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
         return torch.cholesky_solve(right.unsqueeze(-1), factor, upper=True).squeeze(-1)
     half = torch.linalg.solve_triangular(factor.mT, right.unsqueeze(-1), upper=False)
     return torch.linalg.solve_triangular(factor, half, upper=True).squeeze(-1)
-
-
-def on_host(x: Tensor) -> bool:
-    """Whether reading values needs no synchronization."""
-    return x.device.type == "cpu"

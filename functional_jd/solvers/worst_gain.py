@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
-from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.search import matvec, on_host, opaque, per_problem, solve_upper
+from functional_jd.solvers.lcp import multipliers
+from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve_upper
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -15,7 +15,9 @@ _TOLERANCE = 1e-12
 _NOISE = 1e-6
 
 
-def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float | Tensor) -> Tensor:
+def worst_gain_multipliers(
+    cosines: Tensor, gains: Tensor, sizes: Tensor, radius: float | Tensor, solver: Solver = "host"
+) -> Tensor:
     """The multipliers of the unit rows n_j to add to a unit vector x that maximise the smallest gain within a radius.
 
     `argmax { min_i <n_i, x + y> / rho_i : |y| <= c }` is `y = sum_j v_j n_j` with `v >= 0`, `C v + beta >= tau rho`,
@@ -33,6 +35,8 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
         sizes: rho, float64 `[*, m]`, positive, the largest 1.
         radius: c > 0, a number, or float64 `[]` or `[*, 1]`.
+        solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
+            stand, in 25 times the rounds of `linear_complementarity`, without a synchronization.
 
     Returns:
         v, float64 `[*, m]`, non-negative up to rounding, NaN where C, beta or c is not finite. It is 0 where the
@@ -40,8 +44,7 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
         within 1e-6 of zero, or a row is zero): then y is not unique.
 
     Laws:
-        Pure; composes with vmap, grad, jvp, compile, in c too; third derivatives are not correct. On a CPU the search
-        stops at convergence; on other devices it takes a fixed number of steps, without synchronization.
+        Pure; composes with vmap, grad, jvp, compile, in c too; third derivatives are not correct.
 
     Source:
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
@@ -49,7 +52,7 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
     """
     constant = radius.detach() if isinstance(radius, Tensor) else radius
     found, tau, active, upper, solved = _opaque_search(
-        cosines.detach(), gains.detach(), sizes.detach(), per_problem(constant, gains)
+        cosines.detach(), gains.detach(), sizes.detach(), per_problem(constant, gains), solver=solver
     )
     v = start = torch.where(solved, found, 1)
     rho = sizes.detach()
@@ -67,7 +70,7 @@ def worst_gain_multipliers(cosines: Tensor, gains: Tensor, sizes: Tensor, radius
 
 
 def _search(
-    cosines: Tensor, gains: Tensor, sizes: Tensor, radius: Tensor
+    cosines: Tensor, gains: Tensor, sizes: Tensor, radius: Tensor, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Multipliers `[*, m]`, tau `[*, 1]`, active set, upper Cholesky factor of its part of C, whether solved."""
     m = gains.shape[-1]
@@ -79,7 +82,9 @@ def _search(
         """The objective of the dual: an upper bound of the smallest gain for every `v >= 0`."""
         return ((beta * v).sum(-1, keepdim=True) + c * _norm(C, v)) / (rho * v).sum(-1, keepdim=True)
 
-    nearest = linear_complementarity(C + rho.unsqueeze(-1) * rho.unsqueeze(-2), -rho.unsqueeze(-2)).squeeze(-2)
+    allowed = torch.ones_like(rho, dtype=torch.bool).unsqueeze(-2)
+    products = rho.unsqueeze(-1) * rho.unsqueeze(-2)
+    nearest = multipliers(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
     one_row = ((beta + c * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
     tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
@@ -89,7 +94,7 @@ def _search(
     while True:
         # Rows with a gain far above tau stay inactive within the radius: a large offset would only cost digits.
         offset = (beta - tau * rho).clamp(max=farthest) / one_more
-        v = one_more * linear_complementarity(C, offset.unsqueeze(-2)).squeeze(-2)
+        v = one_more * multipliers(C, offset.unsqueeze(-2), allowed, fixed).squeeze(-2)
         active = v > matvec(C, v) + beta - tau * rho
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         upper = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye), upper=True)[0]
@@ -97,7 +102,7 @@ def _search(
         below = jumped & (length < shortest)
         running = below | ((length > longest) & (lower < tau))
         remaining -= 1
-        if remaining == 0 or (on_host(C) and not running.any()):
+        if remaining == 0 or (not fixed and not running.any()):
             break
         # While the active set does not change, v is linear in tau: its length is the radius at the root of a quadratic.
         # A Newton step follows a jump that was too long.

@@ -327,13 +327,12 @@ _is_functional: Any = private("_is_functional_tensor", "reprs", otherwise=lambda
 
 def has_values(value: Any) -> bool:
     """Whether it is a tensor with numbers to show, and not a stand-in of a transform or a tracer."""
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.device.type != "meta"
-        and _fake_mode() is None
-        and not _is_functional(value)
-        and not is_wrapped(value)
-    )
+    return type(value) in (Tensor, nn.Parameter) and value.device.type != "meta" and is_concrete(value)
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Whether a tensor is no stand-in of a transform or a tracer."""
+    return _fake_mode() is None and not _is_functional(x) and not is_wrapped(x)
 
 
 def _base(x: Tensor) -> Tensor:

@@ -17,13 +17,6 @@ from functional_jd.solvers.by_products import solve_by_products
 TOLERANCE = 1e-13
 
 
-@pytest.fixture(params=[True, False], ids=["looking", "blind"])
-def device(request, monkeypatch):
-    """A device on which values may be read, or not."""
-    if not request.param:
-        monkeypatch.setattr(products, "on_host", lambda _: False)
-
-
 def unit_rows(m, n, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.nn.functional.normalize(torch.randn(m, n, generator=generator, dtype=torch.float64), dim=1)
@@ -38,7 +31,6 @@ def found_for(A, x, allowed=None):
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 3), (9, 12), (30, 60), (64, 128), (80, 400)])
-@pytest.mark.usefixtures("device")
 def test_well_conditioned_problems_are_solved_as_by_least_squares(m, n):
     A, x = unit_rows(m, n), unit_rows(7, n, seed=1)
     found = found_for(A, x)
@@ -85,7 +77,6 @@ def test_what_is_not_allowed_stays_zero():
     assert found.s.count_nonzero() > 0
 
 
-@pytest.mark.usefixtures("device")
 def test_what_is_not_finite_changes_no_other_problem():
     A, x = unit_rows(10, 16), unit_rows(4, 16, seed=1)
     expected, x[1, 3] = found_for(A, x), torch.nan

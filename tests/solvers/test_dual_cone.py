@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
-from functional_jd.solvers import lcp
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers, row_multipliers
 
 jacobians = st.tuples(st.integers(1, 7), st.integers(1, 7)).flatmap(
@@ -154,28 +153,24 @@ def by_all_active_sets(N):
     return torch.stack([y[y.norm(dim=-1).argmin()] for y in Y.unbind(1)])
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_small_integers_by_all_active_sets(on_host, monkeypatch):
-    if not on_host:
-        monkeypatch.setattr(lcp, "on_host", lambda _: False)
+@pytest.mark.parametrize("solver", ["host", "device"])
+def test_small_integers_by_all_active_sets(solver):
     for J in small_integers():
         J = torch.from_numpy(J.astype(np.float64))
         N, limit = unit_rows(J), cone_bound(J)
-        S = row_multipliers(cosines(J @ J.T)[0]).T
+        S = row_multipliers(cosines(J @ J.T)[0], solver).T
         assert S.min() >= -limit, J
         check_within(N + S @ N, by_all_active_sets(N), limit)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("solver", ["host", "device"])
 @pytest.mark.parametrize("rank", [2, 5, 11])
 @pytest.mark.parametrize("m", [16, 32])
-def test_many_rows_of_low_rank(m, rank, on_host, monkeypatch):
-    if not on_host:
-        monkeypatch.setattr(lcp, "on_host", lambda _: False)
+def test_many_rows_of_low_rank(m, rank, solver):
     generator = np.random.default_rng(m + rank)
     J = torch.from_numpy(generator.integers(-2, 3, (m, rank)) @ generator.integers(-2, 3, (rank, m)).astype(np.float64))
     N = unit_rows(J)
-    S = row_multipliers(cosines(J @ J.T)[0]).T
+    S = row_multipliers(cosines(J @ J.T)[0], solver).T
     for x, s in zip(N, S, strict=True):
         expected = reference(N, x)
         limit = projection_bound(N, expected)

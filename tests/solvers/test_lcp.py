@@ -81,10 +81,7 @@ def test_the_conditions_hold(problem):
 def test_the_fixed_length_search_finds_the_same_as_the_one_that_looks(problem):
     A, x = problem
     M, q = A @ A.T, x @ A.T
-    looking = linear_complementarity(M, q)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lcp, "on_host", lambda _: False)
-        blind = linear_complementarity(M, q)
+    looking, blind = (linear_complementarity(M, q, solver=solver) for solver in ("host", "device"))
     check_within(blind @ A, looking @ A, bound(A))
 
 
@@ -102,14 +99,15 @@ def test_large_problems_are_solved_as_small_ones(problem):
 
 
 @pytest.mark.parametrize(("m", "n"), [(9, 12), (12, 6), (30, 40), (40, 20), (64, 64)])
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("start", [lcp._PRODUCTS_FROM, 0], ids=["factors", "products"])
-def test_equal_to_non_negative_least_squares(m, n, on_host, start, monkeypatch):
+@pytest.mark.parametrize(
+    ("solver", "start"),
+    [("host", lcp._PRODUCTS_FROM), ("host", 0), ("device", 0)],
+    ids=["factors", "products", "fixed"],
+)
+def test_equal_to_non_negative_least_squares(m, n, solver, start, monkeypatch):
     monkeypatch.setattr(lcp, "_PRODUCTS_FROM", start)
-    if not on_host:
-        monkeypatch.setattr(lcp, "on_host", lambda _: False)
     A, x = random_rows(m, n, seed=m, k=12)
-    s = linear_complementarity(A @ A.T, x @ A.T)
+    s = linear_complementarity(A @ A.T, x @ A.T, solver=solver)
     for i in range(len(x)):
         expected = torch.from_numpy(nnls(A.T.numpy(), -x[i].numpy())[0])
         check_within(s[i] @ A, expected @ A, projection_bound(A, expected))

@@ -1,0 +1,63 @@
+"""Small dense problems on the host: in one copy they go there, and in one copy what is found comes back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.tree import tree_flatten, tree_unflatten
+
+
+def run_on_host(function: Callable[..., Any], *inputs: Any, apart: bool = False) -> Any:
+    """`function(*inputs)`, computed on the host, with results on the accelerator of the inputs.
+
+    There, what launches thousands of small kernels takes less than a millisecond, and may look at values. It costs one
+    synchronization and about three launches. Where the accelerator holds no float64 number, it is taken to have none:
+    on the host, what is floating is float64, and comes back in float32.
+
+    Args:
+        function: a function of pytrees of tensors that returns one. Not differentiated, but results may require a
+            gradient, of tensors that it encloses.
+        inputs: pytrees of tensors, of which some stand on an accelerator.
+        apart: whether every result has memory of its own, which takes a launch each; else they may share it.
+    """
+    leaves, structure = tree_flatten(inputs)
+    away = [x for x in leaves if not x.is_cpu]
+    device, floating = away[0].device, {x.dtype for x in away if x.is_floating_point()}
+    narrow = bool(floating) and torch.float64 not in floating
+    arrived = copied(away, torch.device("cpu"))
+    if narrow:
+        arrived = [x.double() if x.is_floating_point() else x for x in arrived]
+    rest = iter(arrived)
+    found, found_structure = tree_flatten(
+        function(*tree_unflatten(structure, [x if x.is_cpu else next(rest) for x in leaves]))
+    )
+    # What is returned as it was given stays where it was; what is returned twice stays one tensor.
+    known = {id(x): original for x, original in zip(arrived, away, strict=True)}
+    new = list({id(x): x for x in found if id(x) not in known}.values())
+    back = copied([x.float() if narrow and x.dtype == torch.float64 else x for x in new], device, apart)
+    known.update({id(x): y for x, y in zip(new, back, strict=True)})
+    return tree_unflatten(found_structure, [known[id(x)] for x in found])
+
+
+def copied(tensors: list[Tensor], device: torch.device, apart: bool = False) -> list[Tensor]:
+    """The tensors on another device, by one copy of all their bytes; by one of each if one requires a gradient."""
+    # A copy from the host, out of memory that is not pinned, is read before this returns: no need to wait for its end.
+    how: Any = {"device": device, "non_blocking": device.type == "cuda"}
+    if len(tensors) < 2 or any(x.requires_grad for x in tensors):
+        return [x.to(**how) for x in tensors]
+    # The largest items first: so each tensor starts at a multiple of its item's size.
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].dtype.itemsize)
+    parts = [tensors[index].reshape(-1).view(torch.uint8) for index in order]
+    arrived = torch.cat(parts).to(**how).split([len(part) for part in parts])
+    found = list(tensors)
+    for index, part in zip(order, arrived, strict=True):
+        found[index] = (part.clone() if apart else part).view(tensors[index].dtype).view(tensors[index].shape)
+    return found
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a graph of launches, such as a CUDA graph, is recorded: meanwhile nothing may wait for the device."""
+    ask = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    return ask is not None and ask()

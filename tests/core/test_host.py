@@ -1,0 +1,243 @@
+"""What goes to the host and comes back: one copy each way, the same numbers, where they stood; and every rule there."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from simulated import simulated
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as jd
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh
+from functional_jd.aggregation.observation import Observation
+from functional_jd.core.host import is_capturing, run_on_host
+from functional_jd.testing.table import RULES, rule_of
+
+ROWS = {"constant": 3, "cosmos": 3, "pbi": 3}  # of the rules that are built for a number of them
+KINDS = (torch.bool, torch.float64, torch.int32, torch.float16, torch.uint8, torch.int64, torch.complex128)
+
+
+class State(NamedTuple):
+    flags: torch.Tensor
+    count: torch.Tensor
+    halves: torch.Tensor
+
+
+def ill_conditioned(m, condition=1e7):
+    """Rows `[m, m + 3]` of this condition number, of which some conflict."""
+    generator = torch.Generator().manual_seed(m)
+    left, right = (
+        torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))[0] for n in (m, m + 3)
+    )
+    return left * torch.logspace(0, -torch.tensor(condition).log10(), m, dtype=torch.float64) @ right.mT
+
+
+def observed(name, m, put=lambda x: x):
+    """What a rule may need, on a device: rows, those of another batch, losses."""
+    J = ill_conditioned(m).float()
+    rows = {"trunk": J[:, :2], "head": J[:, 2:]} if name == "grouped" else J
+    other = torch.utils._pytree.tree_map(lambda leaf: leaf.flip(1), rows)
+    return put(rows), put(other), put(torch.linspace(0.5, 2, m))
+
+
+def equal(found, expected):
+    return all(torch.equal(x, y) for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True))
+
+
+def counted(rule, view, state, device):
+    """Weights and state of a rule from what it receives, which is computed before the launches are counted."""
+    device.reset()
+    return weigh(rule, rule.view.map(lambda _: view), Observation(None, rows=torch.ones(1, 1)), state)
+
+
+def test_tensors_of_all_kinds_go_in_one_copy_and_come_back_in_one():
+    tensors = {str(kind): torch.arange(7).to(kind).mul(3) for kind in KINDS} | {"none": torch.ones(0, 2)}
+    tensors["flat"] = torch.arange(6.0).view(2, 3).mT
+    with simulated() as device:
+        inputs = device.put(tensors)
+        device.reset()
+        found = run_on_host(lambda tree: tree_map(lambda x: x.flip(0), tree), inputs)
+        assert (device.copies_to_host, device.copies_from_host) == (1, 1)
+        assert device.launches == 2  # what is transposed is straightened, then all are joined
+        assert all(x.device.type == "sim" for x in found.values())
+        assert equal(device.get(found), {name: x.flip(0) for name, x in tensors.items()})
+        assert all(x.dtype == tensors[name].dtype and x.shape == tensors[name].shape for name, x in found.items())
+
+
+def test_what_comes_back_as_it_went_is_what_was_given():
+    with simulated() as device:
+        x, y = device.put((torch.ones(2), torch.zeros(3)))
+        device.reset()
+        same, doubled, again = run_on_host(lambda x, y: (x, y * 2, y), x, y)
+        assert same is x
+        assert again is y
+        one, other = run_on_host(lambda x: (x + 1,) * 2, x)
+        assert one is other
+        assert device.bytes_from_host == 12 + 8
+
+
+def test_results_have_memory_of_their_own_on_request():
+    with simulated() as device:
+        x = device.put(torch.ones(2))
+        shared, apart = (run_on_host(lambda x: (x + 1, x > 1), x, apart=apart) for apart in (False, True))
+        pointers = lambda found: {y.untyped_storage().data_ptr() for y in found}
+        assert (len(pointers(shared)), len(pointers(apart))) == (1, 2)
+        assert equal(device.get(apart), device.get(shared))
+
+
+def test_what_stands_on_the_host_is_left_there():
+    with simulated() as device:
+        x, y = device.put(torch.ones(2)), torch.full((2,), 3.0)
+        found = run_on_host(lambda x, y: x + y, x, y)
+        assert device.bytes_to_host == 8
+        assert torch.equal(device.get(found), torch.full((2,), 4.0))
+
+
+def test_without_float64_the_host_computes_in_it():
+    with simulated(float64=False) as device:
+        x, n = device.put((torch.tensor([1.0, 1e-9]), torch.tensor([3])))
+        seen = []
+        run = lambda x, n: seen.append(x.dtype) or (x.sum() - 1, n)
+        found, _ = run_on_host(run, x, n)
+        assert seen == [torch.float64]
+        assert found.dtype == torch.float32
+        assert device.get(found) == pytest.approx(1e-9)
+
+
+def test_results_may_be_differentiated_by_what_is_enclosed():
+    c = torch.tensor(2.0, requires_grad=True)
+    with simulated() as device:
+        found, _ = run_on_host(lambda x: (c * x, x + 1), device.put(torch.tensor([3.0])))
+        found.sum().backward()
+    assert c.grad == 3
+
+
+def test_capture_is_noticed():
+    with simulated() as device:
+        x = device.put(torch.ones(1))
+        assert not is_capturing(x)
+        device.capturing = True
+        assert is_capturing(x)
+    assert not is_capturing(torch.ones(1))
+
+
+@pytest.mark.parametrize("m", [2, 5, 32])
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_on_a_device_what_it_is_on_the_host(name, m):
+    m = ROWS.get(name, m)
+    if name in ("krum", "trimmed_mean") and m < 5:
+        m = 5
+    rule = rule_of(name)
+    rows, other, losses = observed(name, m)
+    first = aggregate(rule, rows, None, other, losses=losses)
+    expected = aggregate(rule, rows, first.state, other, losses=losses)
+    with simulated() as device:
+        rows, other, losses = observed(name, m, device.put)
+        state = aggregate(rule, rows, None, other, losses=losses).state
+        device.reset()
+        found = aggregate(rule, rows, state, other, losses=losses)
+        assert device.copies_to_host == device.copies_from_host == int(rule.on_host)
+        assert all(x.device.type == "sim" for x in tree_leaves(found))
+        assert equal(device.get(found), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if rule_of(name).on_host])
+def test_a_rule_on_the_host_costs_one_launch(name):
+    rule = rule_of(name)
+    with simulated() as device:
+        rows, other, losses = observed(name, 8, device.put)
+        received = rule.view(rows, other, losses=losses)
+        state = rule.init(received)
+        counted(rule, received, state, device)
+        assert device.launches <= 1  # tensors that are joined
+        assert (device.copies_to_host, device.copies_from_host) == (1, 1)
+
+
+@pytest.mark.parametrize("build", [jd.upgrad, jd.mgda, lambda: jd.cagrad(0.5), jd.nash_mtl, lambda: jd.fairgrad(2.0)])
+def test_many_ill_conditioned_rows(build):
+    J = ill_conditioned(128)
+    with simulated() as device:
+        found = aggregate(build(), device.put(J))
+        assert equal(device.get(found), aggregate(build(), J))
+
+
+def test_groups_go_to_the_host_together():
+    rule = jd.grouped({"a": jd.upgrad(), "b": jd.cagrad(0.5), "c": jd.mean(), "d": jd.mean()})
+    rows = {key: ill_conditioned(4) for key in "abcd"}
+    with simulated() as device:
+        there = device.put(rows)
+        device.reset()
+        found = aggregate(rule, there)
+        assert (device.copies_to_host, device.copies_from_host) == (1, 1)
+        assert found.weights["c"] is found.weights["d"]  # so that one backward pass serves both
+        assert equal(device.get(found), aggregate(rule, rows))
+
+
+def test_a_preference_is_copied_once():
+    rows = ill_conditioned(3)
+    for given in ([1.0, 2.0, 3.0], "on the device"):
+        for build in (jd.upgrad, jd.constant):
+            with simulated() as device:
+                preference = device.put(torch.tensor([1.0, 2.0, 3.0])) if isinstance(given, str) else given
+                rule, there = build(preference), device.put(rows)
+                found = [aggregate(rule, there)]
+                device.reset()
+                found.append(aggregate(rule, there))
+                assert device.copies_to_host == device.copies_from_host == int(rule.on_host)
+                for one in found:
+                    assert equal(device.get(one), aggregate(build([1.0, 2.0, 3.0]), rows))
+
+
+@pytest.mark.parametrize("build", [lambda c: jd.cagrad(c), lambda c: jd.fairgrad(c), lambda c: jd.nash_mtl(c)])
+@pytest.mark.parametrize("where", ["cpu", "sim"])
+def test_hyper_parameters_may_be_tensors_wherever_they_stand(build, where):
+    rows = ill_conditioned(4)
+    with simulated() as device:
+        found = aggregate(build(torch.tensor(0.5).to(where)), device.put(rows))
+        torch.testing.assert_close(device.get(found.weights), aggregate(build(0.5), rows).weights)
+
+
+def test_the_rule_of_a_user_stays_on_the_device_unless_it_asks():
+    places = []
+
+    def weigh(G):
+        places.append(G.device.type)
+        return G.sum(1)
+
+    rows = ill_conditioned(3)
+    with simulated() as device:
+        for on_host in (False, True):
+            aggregate(jd.stateless(jd.views.gramian, weigh, on_host=on_host), device.put(rows))
+    assert places == ["sim", "cpu"]
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if rule_of(name).view.products != "rows"])
+def test_without_float64_weights_are_those_of_the_host(name):
+    rule, m = rule_of(name), ROWS.get(name, 5)
+    rows, _, losses = observed(name, m)
+    rows = tree_map(lambda leaf: leaf.flip(0) + 1, rows)
+    with simulated(float64=False) as device:
+        received = tree_map(lambda x: device.put(x.float()), rule.view(rows, losses=losses))
+        state = tree_map(lambda x: device.put(x.float() if x.is_floating_point() else x), rule.init(received))
+        found = device.get(counted(rule, received, state, device))
+        received = device.get(received)
+    wide = lambda tree: tree_map(lambda x: x.double() if x.is_floating_point() else x, tree)
+    expected = rule.update(wide(received), wide(device.get(state)))
+    on_host = rule.on_host or rule.view.inner_products_suffice
+    for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if on_host:
+            assert torch.equal(x, y.to(x.dtype))
+        else:
+            torch.testing.assert_close(x, y.to(x.dtype))
+
+
+def test_a_state_that_is_updated_on_the_host_keeps_its_structure():
+    def update(G, state):
+        return G.sum(1), State(~state.flags, state.count + 1, state.halves / 2)
+
+    start = State(torch.tensor([True]), torch.tensor(3), torch.ones(3, dtype=torch.float16))
+    rule = Aggregator(jd.views.gramian, lambda _: start, update, on_host=True)
+    with simulated() as device:
+        state = device.get(aggregate(rule, device.put(torch.eye(3)), device.put(start)).state)
+    assert isinstance(state, State)
+    assert equal(state, State(~start.flags, start.count + 1, start.halves / 2))

@@ -1,0 +1,103 @@
+"""Every rule on the simulated accelerator: the CPU's numbers, where the rows are, without mixing devices or waiting.
+
+The bound of an error is what roundings of the Jacobian do to the same rule on the CPU.
+"""
+
+import pytest
+import torch
+from bounds import check_stable
+from simulated import TooManyLaunches, simulated
+from torch.utils._pytree import tree_leaves, tree_map
+
+from functional_jd import aggregate, constant, cosmos, pbi
+from functional_jd.aggregation.aggregate import start
+from functional_jd.testing import RULES
+from functional_jd.testing.table import rule_of
+
+# Small dense problems take one round trip to the host, or at most 40 launches; the rest is of the rows.
+LIMIT = 400
+# With as many objectives as there are rows.
+SIZED = {
+    "constant": lambda m: constant([1.0] * (m - 1) + [-1.0]),
+    "cosmos": lambda m: cosmos(1.0, [0.5] * m),
+    "pbi": lambda m: pbi(5.0, [1.0] * m),
+}
+# What shall go to the host: off the CPU the search behind these rules takes a fixed number of steps.
+SEARCHING = ("upgrad", "dualproj", "mgda", "cagrad", "fairgrad", "nash_mtl", "pcd", "cr_mogm", "grouped")
+DIRECT_FOR_TWO = ("upgrad", "nash_mtl", "cr_mogm", "grouped")
+SEARCHES = pytest.mark.xfail(strict=True, raises=TooManyLaunches, reason="the search takes 1,000s of launches")
+ROW_BY_ROW = pytest.mark.xfail(strict=True, raises=TooManyLaunches, reason="launches grow with the number of rows")
+PROBLEMS = ((2, 1e1), (5, 1e7), (32, 1e4), (32, 1e7), (128, 1e7))
+
+
+def rule(name, m):
+    return SIZED[name](m) if name in SIZED else rule_of(name)
+
+
+def problem(name, m, condition, seed=0):
+    """Rows with singular values from 1 to 1 / condition, in the shape that the rule accepts, and losses."""
+    draw = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(k, m, generator=draw, dtype=torch.float64) for k in (m, m + 10 + m % 2))
+    sizes = condition ** -torch.linspace(0, 1, m, dtype=torch.float64)
+    rows = torch.linalg.qr(left)[0] * sizes @ torch.linalg.qr(right)[0].mT
+    like = RULES[name].like
+    jacobian = rows if like is None else {"trunk": rows[:, 2:].reshape(m, 2, -1), "head": rows[:, :2]}
+    return jacobian, torch.linspace(0.5, 2.0, m, dtype=torch.float64)
+
+
+def direction(name, m, jacobian, other, losses):
+    found = rule(name, m)
+    return aggregate(found, jacobian, start(found, jacobian, other, losses=losses), other, losses=losses)
+
+
+def marks(name, m):
+    if name in SEARCHING and (m > 2 or name not in DIRECT_FOR_TWO):
+        return [SEARCHES]
+    return [ROW_BY_ROW] if name in ("pcgrad", "gradvac") and m >= 32 else []
+
+
+def cases():
+    for name, entry in RULES.items():
+        least = 1 if name in SIZED else entry.rows[0]
+        for m, condition in PROBLEMS:
+            if m >= least:
+                yield pytest.param(name, m, condition, marks=marks(name, m))
+
+
+@pytest.mark.parametrize(("name", "m", "condition"), list(cases()))
+def test_a_direction_is_that_of_the_cpu(name, m, condition):
+    (jacobian, losses), (other, _) = (problem(name, m, condition, seed) for seed in (0, 1))
+    with simulated() as device:
+        inputs = device.put((jacobian, other, losses))
+        device.reset()
+        device.limit = LIMIT
+        found = direction(name, m, *inputs)
+        assert all(x.device.type == "sim" for x in tree_leaves(found))
+        found = device.get(found.direction)
+    check_stable(found, lambda J, K: direction(name, m, J, K, losses).direction, jacobian, other)
+
+
+def differentiated(name, m):
+    """The gradient of the direction's length by the rows, for a batch of Jacobians."""
+
+    def length(jacobian, other, losses):
+        return sum(x.square().sum() for x in tree_leaves(direction(name, m, jacobian, other, losses).direction))
+
+    return torch.vmap(torch.func.grad(length), in_dims=(0, 0, None))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name, 32 if name == "gradvac" else 5)) for name in RULES]
+)
+def test_derivatives_and_batches_are_those_of_the_cpu(name):
+    m = 5
+    (jacobian, losses), (other, _) = (problem(name, m, 10.0, seed) for seed in (0, 1))
+    batches = tree_map(lambda x: torch.stack([x, x.flip(-1)]), (jacobian, other))
+    with simulated() as device:
+        inputs = device.put((*batches, losses))
+        device.reset()
+        device.limit = LIMIT
+        found = differentiated(name, m)(*inputs)
+        assert all(x.device.type == "sim" for x in tree_leaves(found))
+        found = device.get(found)
+    check_stable(found, lambda J, K: differentiated(name, m)(J, K, losses), *batches, roundings=2**12)
