@@ -13,17 +13,15 @@ from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, in_range, inner_products, joined
+from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
     row_count,
-    shards_of,
     tree_difference,
     tree_flatten,
     tree_leaves,
     tree_map,
-    tree_sharded_as,
     tree_unflatten,
 )
 from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Losses, Tree, Weights
@@ -143,10 +141,8 @@ def weigh(
     """
     with autocast_disabled(seen[:3]):
         received = view.receive(seen)
-        if aggregator.on_host or view.inner_products_suffice:
-            place = received if isinstance(received, Tensor) else tree_leaves(received)[0]
-            if not place.is_cpu:
-                aggregator = _off_the_cpu(aggregator, received, state)
+        if (aggregator.on_host or view.inner_products_suffice) and goes_to_host(aggregator, (received, state)):
+            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update))
         if state is None or torch.compiler.is_compiling():
             return aggregator.update(received, aggregator.init(received) if state is None else state)
         remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
@@ -165,18 +161,19 @@ def weigh(
         return weights, new
 
 
-def _off_the_cpu(aggregator: Aggregator, received: Any, state: Tree) -> Aggregator:
-    """The rule, which is updated on the host if it asks for that, or if the device has no float64."""
-    leaves = tree_leaves((received, () if state is None else state))
-    if (
-        not (aggregator.on_host or leaves[0].dtype == torch.float32)
+def goes_to_host(aggregator: Aggregator, given: Tree) -> bool:
+    """Whether the rule is to run on the host, though what it is given stands on an accelerator: because it asks for
+    that, or because the device has no float64.
+    """
+    leaves = tree_leaves(given)
+    return not (
+        leaves[0].is_cpu
         or torch.compiler.is_compiling()
+        or not (aggregator.on_host or leaves[0].dtype == torch.float32)
         or leaves[0].is_meta
         or is_capturing(leaves[0])
         or may_be_differentiated(*leaves)
-    ):
-        return aggregator
-    return aggregator._replace(update=partial(run_on_host, aggregator.update))
+    )
 
 
 def _refuse_other_state(
@@ -230,21 +227,10 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
     return direction_with_heads(_combined(where, rows, weights), heads)
 
 
-def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Direction]:
-    """`combine` of rows that were multiplied by a loss scale, for weights `[m]` that are divided by it."""
-    rows, heads = split_heads(jacobian)
-    row_count(rows, where)
-    pullback = in_range(partial(_combined, where, shards_of(rows)))
-    return lambda weights: direction_with_heads(tree_sharded_as(pullback(weights), rows, -1), heads)
-
-
 def products_of_rows(
-    where: str, rows: Tree, leaves: list[Tensor], structure: Any, scaled: bool
+    where: str, rows: Tree, leaves: list[Tensor], structure: Any
 ) -> tuple[Gramian, Callable[[Weights], Direction]]:
-    """The Gramian of rows that have these leaves, and `combine` of them as at least float32, from one set of matrices.
-
-    `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
-    """
+    """The Gramian of rows with these leaves, and `combine` of them as at least float32, from one set of matrices."""
     m = len(leaves[0])
     with autocast_disabled(leaves):
         matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
@@ -259,7 +245,7 @@ def products_of_rows(
             return combined(where, rows, weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
-            found = in_range(sums)(weights) if scaled else sums(weights)
+            found = sums(weights)
         pairs = zip(found, matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]

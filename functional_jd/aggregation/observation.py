@@ -30,6 +30,18 @@ class Pulled(NamedTuple):
     direction_finite: Tensor | None
 
 
+class Scaling(NamedTuple):
+    """What is still to be done to the products of an observation before a rule sees them.
+
+    Attributes:
+        factor: by what the rows were multiplied, `[]` or `[m]`; None: by nothing.
+        flags: the dimensions of the flags of rows that did not overflow: 0, or 1 for one a row. None: all rows pass.
+    """
+
+    factor: Tensor | None
+    flags: int | None
+
+
 def _no_pullback(weights: Weights) -> Pulled:
     raise NotImplementedError("expected an observation that an engine made, found rows without a pullback.")
 
@@ -39,11 +51,12 @@ class Observation(NamedTuple):
 
     Attributes:
         losses: the values, unscaled; `None` where only rows are known.
-        products: inner products of the rows, or their squared norms, unscaled; `None` where they are not known.
+        products: inner products of the rows, or their squared norms; `None` where they are not known.
         rows: the Jacobian, unscaled; `None` where it is not formed.
         others: Jacobians of the same objectives on other batches.
-        pullback: `pullback(weights) -> Pulled`.
+        pullback: `pullback(weights) -> Pulled`; of products with a scaling, of what `weights_for` makes of them.
         carried: `(buffers, aux)` from the losses.
+        scaling: of products that no rule has seen yet; None: they are as rules take them.
     """
 
     losses: Losses
@@ -52,6 +65,7 @@ class Observation(NamedTuple):
     others: tuple[Jacobian, ...] = ()
     pullback: Callable[[Weights], Pulled] = _no_pullback
     carried: tuple[Tree, Tree] = ((), ())
+    scaling: Scaling | None = None
 
     def of_group(self, key: str) -> "Observation":
         """What is observed of the parameters below a top-level key."""

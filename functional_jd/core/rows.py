@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import tree_map
+from functional_jd.core.sharding import shard_of, sharded_as
+from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -45,31 +46,43 @@ def of_groups(f: Callable[..., Any], *values: Any) -> Any:
     return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
 
 
-def in_range(pullback: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
-    """The pullback of rows that were multiplied by a loss scale, for weights that are divided by it.
+class InRange(NamedTuple):
+    """Weights that were divided by a loss scale, as a product whose factors are numbers of float32.
+
+    Attributes:
+        weights: at most 1/m, or a dict of them.
+        first: a power of two.
+        second: a power of two. The product of all three are the weights.
+    """
+
+    weights: Tree
+    first: Tensor
+    second: Tensor
+
+
+def in_range(weights: Tree) -> InRange:
+    """Weights float64 `[m]` of any size, or a dict of them, for rows that were multiplied by a loss scale.
 
     Such weights may lie below float32's range, and such rows near its end. Therefore a power of two brings the largest
     of the m weights to at most 1/m, and the direction is multiplied by its inverse, in two steps. Powers of two add no
-    rounding.
-
-    Args:
-        pullback: a linear function of weights `[m]`, or of a dict of them, with a pytree of tensors as result.
-
-    Returns:
-        The same function, for weights float64 `[m]` of any size. Weights below 2^-100 of the largest may count as 0.
+    rounding. Weights below 2^-100 of the largest may count as 0.
     """
+    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
+    largest = reduce(torch.maximum, [own.detach().abs().amax() for own in groups])
+    _, exponent = torch.frexp(largest * len(groups[0]))
+    half = exponent // 2
+    one = largest.new_ones(())
+    first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
+    return InRange(of_groups(lambda own: own / first / second, weights), first, second)
 
-    def pulled(weights: Tree) -> Tree:
-        groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
-        largest = reduce(torch.maximum, [own.detach().abs().amax() for own in groups])
-        _, exponent = torch.frexp(largest * len(groups[0]))
-        half = exponent // 2
-        one = largest.new_ones(())
-        first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
-        smaller = of_groups(lambda own: own / first / second, weights)
-        return tree_map(lambda x: x * first.to(x.dtype) * second.to(x.dtype), pullback(smaller))
 
-    return pulled
+def pulled_in_range(pullback: Callable[[Any], Tree], weights: InRange) -> Tree:
+    """What a linear pullback makes of the weights: a pytree of tensors."""
+    leaves, structure = tree_flatten(pullback(weights.weights))
+    for factor in weights[1:]:
+        factors = {dtype: factor.to(dtype) for dtype in {leaf.dtype for leaf in leaves}}  # once for all leaves
+        leaves = [sharded_as(shard_of(leaf) * factors[leaf.dtype], leaf) for leaf in leaves]
+    return tree_unflatten(structure, leaves)
 
 
 def inner_products(matrix: Tensor) -> Tensor:
@@ -95,7 +108,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
         if groups:
             group, widths = groups[-1]
             alike = matrix.dtype == group[0].dtype and matrix.device == group[0].device
-            widest = max(LEAST_WIDTH, 2 * m) if _on_cpu(matrix) else max(LEAST_WIDTH, _JOINED_ELSEWHERE // max(1, m))
+            widest = max(LEAST_WIDTH, 2 * m if matrix.is_cpu else _JOINED_ELSEWHERE // max(1, m))
             if alike and sum(widths) + columns <= widest:
                 group.append(matrix)
                 widths.append(columns)
@@ -125,7 +138,7 @@ def _squares(block: Tensor) -> Tensor:
 
 def symmetric_product(rows: Tensor) -> Tensor:
     """`rows @ rows.mT` of rows `[*, m, n]`; each off-diagonal block is computed once."""
-    if rows.shape[-2] < HALVE_FROM or not _on_cpu(rows):
+    if rows.shape[-2] < HALVE_FROM or not rows.is_cpu:
         return rows @ rows.mT
     upper, lower = rows.tensor_split(2, dim=-2)
     corner = upper @ lower.mT
@@ -136,12 +149,8 @@ def symmetric_product(rows: Tensor) -> Tensor:
 
 def block_size(x: Tensor) -> int:
     """The number of elements to work on at once, in float64, where this tensor is."""
-    return _CACHED if _on_cpu(x) else _CACHED_ELSEWHERE
+    return _CACHED if x.is_cpu else _CACHED_ELSEWHERE
 
 
 def _width(m: int, like: Tensor) -> int:
     return max(LEAST_WIDTH, 2 * m, block_size(like) // m)
-
-
-def _on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"

@@ -34,7 +34,7 @@ def features_engine() -> Engine:
     def observe(plan: Plan) -> Observation:
         assert plan.kind.features is not None
         products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan.options)
-        products, rows = without_overflow(products, plan.scale.scale)
+        products, rows = without_overflow(products, plan.scale.scale.ndim)
 
         def pullback(weights: Tensor) -> Pulled:
             finite = weights.isfinite().all()

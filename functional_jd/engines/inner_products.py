@@ -18,7 +18,14 @@ from functional_jd.engines.evaluate import Options, check_losses, check_weights,
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundGramian, Kind
-from functional_jd.engines.observed import finite_rows, of_products, products_and_pullback, unscaled_products
+from functional_jd.engines.observed import (
+    finite_rows,
+    of_products,
+    products_and_pullback,
+    pulled_by,
+    settled,
+    weights_for,
+)
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
@@ -153,12 +160,12 @@ def _products_fn(
         differentiable = is_differentiable((args, factor))
         options = Options(where, has_aux, factor, differentiable, gramian_mode(), products=needed)
         found, values, aux, unchecked, heads = found_products(kind, objectives, args, argnums, options)
-        products, pull = unscaled_products(factor, found, unchecked)
-        finite = finite_rows(products, torch.ones(()) if factor is None else factor)
+        products, _ = settled(found, factor, None)
+        finite = finite_rows(products, 0 if factor is None else factor.ndim)
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
             check_weights(where, weights, len(found))
-            return direction_with_heads(pull(weights), heads), finite
+            return direction_with_heads(pulled_by(unchecked, weights_for(weights, factor)), heads), finite
 
         return products, (values, aux) if has_aux else values, pullback
 
@@ -210,7 +217,7 @@ def found_products(
             return [[leaf] for leaf in tree_leaves(rows)], values, aux, lambda weights: combine(rows, weights), ()
         scaled = options.scale is not None
         views = None if options.groups is None else {key: needed for key, _, needed in options.groups}
-        products, pull = products_and_pullback(options.where, rows, options.products, views, scaled=scaled)
+        products, pull = products_and_pullback(options.where, rows, options.products, views)
         heads = tree_map(at_least_float32, heads) if scaled else heads
         return nan_unless_finite(products, heads), values, aux, pull, heads
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combined, products_of_rows, pullback_of_scaled
+from functional_jd.aggregation.aggregate import combined, products_of_rows
 from functional_jd.aggregation.groups import check_groups
-from functional_jd.aggregation.observation import Observation, Products, Pulled
+from functional_jd.aggregation.observation import Observation, Products, Pulled, Scaling
 from functional_jd.aggregation.views import gramian_of_leaves, norms
 from functional_jd.core.heads import (
     Heads,
@@ -18,7 +18,7 @@ from functional_jd.core.heads import (
     nan_unless_finite,
     split_heads,
 )
-from functional_jd.core.rows import at_least_float32, of_groups
+from functional_jd.core.rows import InRange, at_least_float32, in_range, of_groups, pulled_in_range
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import all_finite, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
@@ -39,7 +39,7 @@ def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Obs
         if not scaled or all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(rows)):
             views = plan.view.groups
             groups = None if views is None else {key: view.products for key, view in views.items()}
-            found = products_and_pullback(plan.where, rows, plan.view.products, groups, scaled=scaled)
+            found = products_and_pullback(plan.where, rows, plan.view.products, groups)
             products = nan_unless_finite(found[0], heads) if heads else found[0]
             return of_products(plan, products, found[1], heads, values, carried)
     return of_whole_rows(plan, jacobian, values, carried)
@@ -63,63 +63,72 @@ def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) 
 
 def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values: Losses, carried: Any) -> Observation:
     """The observation of the inner products of scaled rows: the scale goes into products and weights."""
-    products, pull = unscaled_products(plan.options.scale, products, pull)
-    scaled = plan.options.scale is not None
-    if plan.guarded:
-        products, finite = without_overflow(products, plan.scale.scale)
-    else:
-        finite = torch.ones((), dtype=torch.bool)
+    factor = plan.options.scale
 
-    def pullback(weights: Weights) -> Pulled:
-        direction = pull(weights)
+    def pullback(weights: Any) -> Pulled:
+        direction = pulled_by(pull, weights)
         # Where the heads' gradient is not finite, no row is.
         whole = direction_with_heads(direction, heads) if heads else direction
-        return Pulled(whole, finite, all_finite(direction) if scaled else None)
+        return Pulled(whole, None, None if factor is None else all_finite(direction))
 
-    return Observation(values, products=products, pullback=pullback, carried=carried)
+    scaling = Scaling(factor, plan.scale.scale.ndim if plan.guarded else None)
+    return Observation(values, products=products, pullback=pullback, carried=carried, scaling=scaling)
 
 
-def unscaled_products(scale: Tensor | None, products: Products, pull: Pull) -> tuple[Products, Pull]:
-    """The inner products of rows, from those of scaled rows, and their pullback."""
-    if scale is None:
-        return products, pull
-    inverse = scale.double().reciprocal()
+def settled(products: Products, factor: Tensor | None, flags: int | None) -> tuple[Products, Tensor | None]:
+    """Inner products as rules take them, from those of scaled rows, and which rows did not overflow."""
+    if factor is not None:
+        inverse = factor.double().reciprocal()
 
-    def divided(own: Tensor) -> Tensor:
-        rows = inverse.expand(len(own))
-        return own * (rows if own.ndim == 1 else rows[:, None]) * rows
+        def divided(own: Tensor) -> Tensor:
+            rows = inverse.expand(len(own))
+            return own * (rows if own.ndim == 1 else rows[:, None]) * rows
 
-    return of_groups(divided, products), lambda weights: pull(of_groups(lambda own: own.double() * inverse, weights))
+        products = of_groups(divided, products)
+    return (products, None) if flags is None else without_overflow(products, flags)
+
+
+def weights_for(weights: Weights, factor: Tensor | None) -> Weights | InRange:
+    """The weights of scaled rows, from those of rows."""
+    if factor is None:
+        return weights
+    inverse = factor.double().reciprocal()
+    return in_range(of_groups(lambda own: own.double() * inverse, weights))
+
+
+def pulled_by(pull: Pull, weights: Weights | InRange) -> Direction:
+    """The direction that the pullback of scaled rows makes of their weights."""
+    return pulled_in_range(pull, weights) if isinstance(weights, InRange) else pull(weights)
 
 
 def products_and_pullback(
-    where: str, rows: Tree, needed: str, groups: Mapping[str, str] | None, *, scaled: bool
+    where: str, rows: Tree, needed: str, groups: Mapping[str, str] | None
 ) -> tuple[Products, Pull]:
     """The inner products of rows, or their squared norms, by group if there are groups, and `combine` of the rows as
-    at least float32. `scaled`: the rows were multiplied by a loss scale, and weights are divided by it.
+    at least float32.
     """
     if groups is not None:
         check_groups(rows, groups)
-        found = {key: products_and_pullback(where, rows[key], own, None, scaled=scaled) for key, own in groups.items()}
+        found = {key: products_and_pullback(where, rows[key], own, None) for key, own in groups.items()}
         pulls = {key: pull for key, (_, pull) in found.items()}
         return {key: products for key, (products, _) in found.items()}, lambda weights: {
             key: pulls[key](weights[key]) for key in rows
         }
     leaves, structure = tree_flatten(rows)
     if needed == "gramian" and not any_sharded(leaves):
-        return products_of_rows(where, rows, leaves, structure, scaled)
+        return products_of_rows(where, rows, leaves, structure)
     whole = tree_map(at_least_float32, rows)
     products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
-    return products, pullback_of_scaled(where, whole) if scaled else partial(combined, where, whole)
+    return products, partial(combined, where, whole)
 
 
-def without_overflow(products: Products, scale: Tensor) -> tuple[Products, Tensor]:
-    """Inner products with zeros for rows that overflowed, and flags of those that did not, of the shape of the scale.
+def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
+    """Inner products with zeros for rows that overflowed, and flags of those that did not: one, or one a row.
 
     As with unscaled rows, the rule never sees what is not finite, nor any row where one scale serves all; the direction
     does.
     """
-    rows = finite_rows(products, scale)
+    rows = finite_rows(products, flags)
 
     def masked(own: Tensor) -> Tensor:
         return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
@@ -127,10 +136,9 @@ def without_overflow(products: Products, scale: Tensor) -> tuple[Products, Tenso
     return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
 
 
-def finite_rows(products: Products, scale: Tensor) -> Tensor:
-    """Which rows have finite inner products with themselves: bool of the shape of the scale."""
+def finite_rows(products: Products, flags: int) -> Tensor:
+    """Which rows have finite inner products with themselves: bool `[m]`, or, for 0 flags, `[]`, whether all have."""
     parts = [products] if isinstance(products, Tensor) else list(products.values())
-    # Half the ops of `isfinite`, which is not one of its own.
     squares = [own if own.ndim == 1 else own.diagonal() for own in parts]
     largest = squares[0] if len(squares) == 1 else reduce(torch.maximum, squares)
-    return (largest if scale.ndim else largest.amax()) < torch.inf
+    return (largest if flags else largest.amax()) < torch.inf

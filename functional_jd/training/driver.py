@@ -1,15 +1,17 @@
 """The way from losses to a direction: observe, weigh, pull back."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import weigh
-from functional_jd.aggregation.observation import Observation
+from functional_jd.aggregation.aggregate import goes_to_host, weigh
+from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.host import run_on_host
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
+from functional_jd.engines.observed import settled, weights_for
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
@@ -42,21 +44,40 @@ class Directed(NamedTuple):
     gramian: Gramian | tuple[()] = ()
 
 
+class Decided(NamedTuple):
+    """What follows from an observation and the rule's state.
+
+    Attributes:
+        weights: the weight of each row.
+        rule_state: the rule's next state.
+        pulled: the weights in the form that the observation's pullback takes.
+        rows_finite: which rows did not overflow, as far as their products tell.
+        products: the inner products as the rule received them.
+    """
+
+    weights: Weights
+    rule_state: Tree
+    pulled: Any
+    rows_finite: Tensor | None
+    products: Products | None
+
+
 def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     """The direction of the rule, from one evaluation of the losses."""
-    seen, weights, rule_state = weighed(plan, engine, rule_state)
-    direction, rows_finite, direction_finite = seen.pullback(weights)
+    seen, decided = weighed(plan, engine, rule_state)
+    direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
+    rows_finite = decided.rows_finite if rows_finite is None else rows_finite
     if direction_finite is None or rows_finite is None:
         everything = all_finite((direction, seen.losses))
         direction_finite = losses_finite = everything
         rows_finite = everything if rows_finite is None else rows_finite
     else:
         losses_finite = _finite_losses(seen.losses, plan.scale.scale)
-    products = seen.products if plan.view.products == "gramian" and plan.view.groups is None else ()
+    products = decided.products if plan.view.products == "gramian" and plan.view.groups is None else ()
     return Directed(
         direction,
-        weights,
-        rule_state,
+        decided.weights,
+        decided.rule_state,
         seen.losses,
         rows_finite,
         direction_finite,
@@ -66,15 +87,31 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     )
 
 
-def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Weights, Tree]:
-    """What the engine observes, the weights, and the rule's next state."""
+def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Decided]:
+    """What the engine observes, and what the rule makes of it: products of rows on the host, if the rule runs there."""
     seen = observed(plan, engine)
-    return seen, *weigh(plan.rule, plan.view, seen, rule_state, plan.where)
+    if seen.scaling is None:
+        weights, rule_state = weigh(plan.rule, plan.view, seen, rule_state, plan.where)
+        return seen, Decided(weights, rule_state, weights, None, seen.products)
+    factor, flags = seen.scaling
+
+    def decide(products: Products, factor: Tensor | None, losses: Losses, rule_state: Tree) -> Decided:
+        products, rows_finite = settled(products, factor, flags)
+        received = seen._replace(products=products, losses=losses)
+        weights, rule_state = weigh(plan.rule, plan.view, received, rule_state, plan.where)
+        return Decided(weights, rule_state, weights_for(weights, factor), rows_finite, products)
+
+    if goes_to_host(plan.rule, (seen.products, factor, rule_state)):
+        losses = seen.losses if plan.view.losses else ()
+        return seen, run_on_host(decide, seen.products, factor, losses, rule_state)
+    return seen, decide(seen.products, factor, seen.losses, rule_state)
 
 
 def started(plan: Plan, engine: Engine) -> Tree:
     """The rule's initial state."""
     seen = observed(plan, engine)
+    if seen.scaling is not None:
+        seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
     with autocast_disabled(seen[:3]):
         return plan.rule.init(plan.view.receive(seen))
 

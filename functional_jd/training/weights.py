@@ -76,8 +76,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
     def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
         floating_leaves(params, _WHERE)
         plan, engine = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, guarded=False)
-        seen, weights, new = weighed(plan, engine, state)
-        found = FoundWeights(weights, seen.losses, new)
+        seen, decided = weighed(plan, engine, state)
+        found = FoundWeights(decided.weights, seen.losses, decided.rule_state)
         if not isinstance(found.weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"{_WHERE}: expected a rule that gives one weight per loss, found {described(found.weights)}: it "

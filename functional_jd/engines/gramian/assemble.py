@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import at_least_float32, in_range
+from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, detach_tree, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import Group, Options
@@ -123,9 +123,6 @@ def _like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
     return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 
 
-def shaped(
-    pullback: Callable[[Any], list[Tensor]], structure: Structure, options: Options
-) -> Callable[[Any], Direction]:
+def shaped(pullback: Callable[[Any], list[Tensor]], structure: Structure) -> Callable[[Any], Direction]:
     """The pullback, whose direction is a pytree of this structure."""
-    shaped_pullback = lambda weights: tree_unflatten(structure, pullback(weights))
-    return shaped_pullback if options.scale is None else in_range(shaped_pullback)
+    return lambda weights: tree_unflatten(structure, pullback(weights))

@@ -129,7 +129,7 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
     if options.products != "factors":
         products = nan_unless_finite(products, (gradient,))
-    return products, values, aux, shaped(pullback, structure, options), (own,)
+    return products, values, aux, shaped(pullback, structure), (own,)
 
 
 def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:

@@ -103,7 +103,7 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
         # No loss depends on another example: one backward pass from all of them keeps the rows apart.
         gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
     products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), leaves, m, options)
-    return products, *detach_tree(extra), shaped(pullback, structure, options), ()
+    return products, *detach_tree(extra), shaped(pullback, structure), ()
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
@@ -135,7 +135,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
     rows = [next(rest) if yes else None for yes in reached]
     uses, edges = layer_uses(seen[0], sources), list(range(len(sources)))
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
-    return products, *extra, shaped(pullback, structure, options), ()
+    return products, *extra, shaped(pullback, structure), ()
 
 
 def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:

@@ -64,7 +64,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     m = element_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
-    return products, *point.extra, shaped(pullback, structure, options), ()
+    return products, *point.extra, shaped(pullback, structure), ()
 
 
 def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
