@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.tree import times, tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -79,10 +79,8 @@ def in_range(weights: Tree) -> InRange:
 def pulled_in_range(pullback: Callable[[Any], Tree], weights: InRange) -> Tree:
     """What a linear pullback makes of the weights: a pytree of tensors."""
     leaves, structure = tree_flatten(pullback(weights.weights))
-    for factor in weights[1:]:
-        factors = {dtype: factor.to(dtype) for dtype in {leaf.dtype for leaf in leaves}}  # once for all leaves
-        leaves = [sharded_as(shard_of(leaf) * factors[leaf.dtype], leaf) for leaf in leaves]
-    return tree_unflatten(structure, leaves)
+    products = times(times(list(map(shard_of, leaves)), weights.first), weights.second)
+    return tree_unflatten(structure, list(map(sharded_as, products, leaves)))
 
 
 def inner_products(matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
-from functional_jd.torch_compat.torch_internals import each_norm, pytree_nodes, under_transform
+from functional_jd.torch_compat.torch_internals import each_norm, each_times, pytree_nodes, under_transform
 
 NAMESPACE = "functional_jd"
 
@@ -181,6 +181,14 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
             return joined.abs().amax()
         extrema.extend(torch.aminmax(joined))
     return torch.stack(extrema).abs().amax()
+
+
+def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """The products of tensors with a factor `[]`, each in its own dtype: of all of one dtype at once."""
+    factors = {dtype: factor.to(dtype) for dtype in {leaf.dtype for leaf in leaves}}
+    if len(factors) == 1 and not under_transform():
+        return each_times(leaves, factors[leaves[0].dtype])
+    return [leaf * factors[leaf.dtype] for leaf in leaves]
 
 
 def shards_of(tree: Tree) -> Tree:

@@ -31,15 +31,16 @@ Pull = Callable[[Any], Direction]
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of scaled rows."""
-    if plan.view.inner_products_suffice:
+    view, scaled = plan.view, plan.options.scale is not None
+    # Where a rule needs no gradients, the norms tell which rows overflowed.
+    needed = "norms" if view.products == "none" and view.groups is None and scaled else view.products
+    if view.inner_products_suffice or needed == "norms":
         rows, heads = split_heads(jacobian)
         # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step
         # is skipped for rows or for squares that overflow.
-        scaled = plan.options.scale is not None
         if not scaled or all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(rows)):
-            views = plan.view.groups
-            groups = None if views is None else {key: view.products for key, view in views.items()}
-            found = products_and_pullback(plan.where, rows, plan.view.products, groups)
+            groups = None if view.groups is None else {key: own.products for key, own in view.groups.items()}
+            found = products_and_pullback(plan.where, rows, needed, groups)
             products = nan_unless_finite(found[0], heads) if heads else found[0]
             return of_products(plan, products, found[1], heads, values, carried)
     return of_whole_rows(plan, jacobian, values, carried)

@@ -18,7 +18,7 @@ from functional_jd.engines.evaluate import Options, check_losses, check_weights,
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundWeighted, Kind, PulledBack
 from functional_jd.engines.plan import Engine, Plan, require
-from functional_jd.precision.loss_scale import multiplier, unscale
+from functional_jd.precision.loss_scale import multiplier, unscale, zeros_unless
 from functional_jd.precision.scale_state import ScaleState
 
 Pullback = Callable[..., tuple[Direction, Tensor]]
@@ -75,7 +75,9 @@ def weighted_fn(
             check_flag("weighted_fn", "last", last)
             direction, heads, finite = unchecked(weights, last=last)
             whole = direction_with_heads(direction, heads)
-            return whole, all_finite(whole) if finite is None else finite
+            if finite is None:
+                return whole, all_finite(whole)
+            return zeros_unless(finite, whole), finite
 
         return (values, aux) if has_aux else values, pullback
 
@@ -123,7 +125,7 @@ def weighted_engine() -> Engine:
             by_group = weights if plan.view.groups is not None else {"": weights}
             passes = {id(own): own for own in by_group.values()}
             # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-            usable = {key: own.isfinite().all() for key, own in passes.items()} if scaled else {}
+            usable = {key: all_finite(own) for key, own in passes.items()} if scaled else {}
             found: dict[int, Any] = {}
             for left, (key, own) in enumerate(passes.items(), start=1 - len(passes)):
                 found[key] = pull(torch.where(usable[key], own, 0) if scaled else own, last=not left)

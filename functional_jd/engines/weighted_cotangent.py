@@ -9,7 +9,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import Options, check_weights, row_scales
-from functional_jd.precision.loss_scale import multiplier, unscale
+from functional_jd.precision.loss_scale import divided, multiplier
 
 # A power of two whose inverse is a normal float32.
 _CEILING = 2.0**126
@@ -32,10 +32,12 @@ def weighted_cotangent(
 
 
 def unscaled(common: Tensor | None, direction: Direction) -> tuple[Direction, Tensor | None]:
-    """The direction, divided by the scale if there is one, and whether it is finite: None without a scale."""
-    if common is not None:
-        return unscale(common, direction)
-    return tree_map(at_least_float32, direction), None
+    """The direction, divided by the scale if there is one, and whether it is finite: None without a scale. Where it is
+    not finite, it may be anything.
+    """
+    if common is None:
+        return tree_map(at_least_float32, direction), None
+    return divided(common, direction)
 
 
 def flags(options: Options, *finite: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, any_sharded, is_sharded, same_layout, shard_of, sharded_as
-from functional_jd.core.tree import check_layouts, tree_flatten, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import all_finite, check_layouts, times, tree_flatten, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -157,6 +157,24 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     return with_heads(rows, tree_unflatten(other_structure, list(map(sharded_as, products, others)))), finite
 
 
+def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
+    """A pytree of dense tensors divided by a scale `[]`, and whether it is finite: `unscale`, but that it may be
+    anything where it is not finite. That takes a third of the launches.
+    """
+    leaves, structure = tree_flatten(tree)
+    wide = list(map(at_least_float32, leaves))
+    if under_transform() or any_sharded(leaves) or not leaves or any(x.requires_grad for x in (factor, *leaves)):
+        return unscale(factor, tree)
+    quotients = times(wide, multiplier(factor).double().reciprocal().float())
+    return tree_unflatten(structure, quotients), all_finite(quotients)
+
+
+def zeros_unless(finite: Tensor, tree: Tree) -> Tree:
+    """The pytree, or zeros."""
+    everywhere = finite.all()
+    return tree_map(lambda leaf: sharded_as(torch.where(everywhere, shard_of(leaf), 0), leaf), tree)
+
+
 def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
     """Increase the scale after `growth_interval` finite steps, and decrease it after a non-finite step.
 
@@ -197,12 +215,12 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
         return state
     successes = state.growth_tracker + 1
     due = successes == interval
-    current = torch.where(state.scale == 0, FLOOR, state.scale)
+    current = state.scale.masked_fill(state.scale == 0, FLOOR)
     exact = current.double()
     grown = (exact * growth).float()
     smaller = torch.maximum((exact * backoff).float(), current.clamp(max=FLOOR))
-    new = torch.where(finite, torch.where(due & (grown.abs() < torch.inf), grown, current), smaller)
-    tracker = torch.where(finite & ~due, successes, 0)
+    new = torch.where(finite, torch.where(due & (grown < torch.inf), grown, current), smaller)
+    tracker = successes * (finite > due)
     if losses_finite is not None:
         _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
         new = torch.where(losses_finite, new, current)

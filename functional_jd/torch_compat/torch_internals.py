@@ -62,6 +62,11 @@ fused_devices: Any = private(
 )
 """The types of the devices that have such kernels; one that is registered later is among them."""
 
+each_times: Any = private(
+    "_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [leaf * factor for leaf in leaves]
+)
+"""Products of many tensors of one dtype with a tensor `[]`, on an accelerator in one launch."""
+
 each_norm: Any = private(
     "_foreach_norm", "adamw", otherwise=lambda leaves, order: [torch.linalg.vector_norm(leaf, order) for leaf in leaves]
 )

@@ -15,6 +15,7 @@ from functional_jd.core.tree import (
     all_finite,
     detach_tree,
     floating_leaves,
+    times,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -258,8 +259,8 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
                 if _assigns_overflows(options):
                     reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
                     flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
-                for index, g in mine.items():
-                    own = _unscaled_row(g, inverse, flags[-1] if flags else None)
+                unscaled_row = _unscaled_row(list(mine.values()), inverse, flags[-1] if flags else None)
+                for index, own in zip(mine, unscaled_row, strict=True):
                     sums[index] = own if (others := sums[index]) is None else others + own
         rows = stack_rows(features, len(factors))
         return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
@@ -313,13 +314,15 @@ def _nan_unless(finite: Tensor, rows: Rows) -> Rows:
     return [None if row is None else row + per_row(blame, row).to(row.dtype) for row in rows]
 
 
-def _unscaled_row(gradient: Tensor, inverse: Tensor | None, finite: Tensor | None) -> Tensor:
-    """One row of a leaf of the heads, divided by its scale, in at least float32; zeros where it is not finite."""
-    row = at_least_float32(gradient)
-    if inverse is None:
+def _unscaled_row(row: list[Tensor], inverse: Tensor | None, finite: Tensor | None) -> list[Tensor]:
+    """One row of the heads, divided by its scale, in at least float32; zeros where it is not finite."""
+    row = list(map(at_least_float32, row))
+    if inverse is None or not row:
         return row
-    row = row if finite is None else torch.where(finite, row, 0)
-    return row * inverse.to(row.dtype)
+    if finite is not None:
+        overflowed = ~finite
+        row = [g.masked_fill(overflowed, 0) for g in row]
+    return times(row, inverse)
 
 
 def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tensor:
