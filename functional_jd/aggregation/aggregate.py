@@ -13,7 +13,7 @@ from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined
+from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, squared_norms
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
@@ -24,7 +24,7 @@ from functional_jd.core.tree import (
     tree_map,
     tree_unflatten,
 )
-from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Losses, Tree, Weights
+from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
 
@@ -228,13 +228,16 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
 
 
 def products_of_rows(
-    where: str, rows: Tree, leaves: list[Tensor], structure: Any
-) -> tuple[Gramian, Callable[[Weights], Direction]]:
-    """The Gramian of rows with these leaves, and `combine` of them as at least float32, from one set of matrices."""
+    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str
+) -> tuple[Tensor, Callable[[Weights], Direction]]:
+    """The Gramian of rows with these leaves, or their squared norms, and `combine` of them as at least float32, from
+    one set of matrices.
+    """
+    found = inner_products if needed == "gramian" else squared_norms
     m = len(leaves[0])
     with autocast_disabled(leaves):
         matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
-        products = reduce(torch.add, [inner_products(matrix) for matrix, _ in matrices])
+        products = reduce(torch.add, [found(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:
         cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
@@ -245,8 +248,8 @@ def products_of_rows(
             return combined(where, rows, weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
-            found = sums(weights)
-        pairs = zip(found, matrices, strict=True)
+            summed = sums(weights)
+        pairs = zip(summed, matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
         return tree_unflatten(structure, direction)

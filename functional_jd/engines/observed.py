@@ -116,8 +116,8 @@ def products_and_pullback(
             key: pulls[key](weights[key]) for key in rows
         }
     leaves, structure = tree_flatten(rows)
-    if needed == "gramian" and not any_sharded(leaves):
-        return products_of_rows(where, rows, leaves, structure)
+    if not any_sharded(leaves):
+        return products_of_rows(where, rows, leaves, structure, needed)
     whole = tree_map(at_least_float32, rows)
     products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
     return products, partial(combined, where, whole)
