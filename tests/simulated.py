@@ -69,7 +69,7 @@ class Device:
             self.launches += times
             self.by_name[name] += times
         if self.limit is not None and self.launches > self.limit:
-            raise TooManyLaunches(f"more than {self.limit}, most often {self.by_name.most_common(5)}")
+            raise TooManyLaunchesError(f"more than {self.limit}, most often {self.by_name.most_common(5)}")
 
     def wait(self, name: str) -> None:
         """Count a synchronisation, or refuse it."""
@@ -89,7 +89,7 @@ class Device:
             raise TypeError(f"Cannot convert a tensor of sim to {dtype}: the device does not support it.")
 
 
-class TooManyLaunches(AssertionError):
+class TooManyLaunchesError(AssertionError):
     """More launches than a test allows."""
 
 

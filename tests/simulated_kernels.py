@@ -93,7 +93,9 @@ class Backend:
         if storage.nbytes() == 0:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         alias = self.memory[storage.data_ptr()][1]
-        return torch.empty(0, dtype=x.dtype).set_(alias, x.storage_offset(), x.shape, x.stride())
+        twin = torch.empty(0, dtype=x.dtype).set_(alias, x.storage_offset(), x.shape, x.stride())
+        twin = twin.conj() if x.is_conj() else twin
+        return torch._neg_view(twin) if x.is_neg() else twin
 
     # Kernels
 
@@ -187,6 +189,8 @@ class Backend:
         library.impl("empty.memory_format", self.empty, KEY)
         library.impl("empty_strided", self.empty_strided, KEY)
         library.impl("_copy_from", self.copy, KEY)
+        for lazy in ("Conjugate", "Negative"):  # a copy is what resolves them
+            library.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
         library.impl("_local_scalar_dense", self.scalar, KEY)
         library.impl("resize_", self.resize, KEY)
         for name in ("mse_loss", "smooth_l1_loss"):  # their form with `out` warns, on the CPU

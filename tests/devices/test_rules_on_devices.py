@@ -6,7 +6,7 @@ The bound of an error is what roundings of the Jacobian do to the same rule on t
 import pytest
 import torch
 from bounds import check_stable
-from simulated import TooManyLaunches, simulated
+from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 from functional_jd import aggregate, constant, cosmos, pbi
@@ -25,8 +25,8 @@ SIZED = {
 # What shall go to the host: off the CPU the search behind these rules takes a fixed number of steps.
 SEARCHING = ("upgrad", "dualproj", "mgda", "cagrad", "fairgrad", "nash_mtl", "pcd", "cr_mogm", "grouped")
 DIRECT_FOR_TWO = ("upgrad", "nash_mtl", "cr_mogm", "grouped")
-SEARCHES = pytest.mark.xfail(strict=True, raises=TooManyLaunches, reason="the search takes 1,000s of launches")
-ROW_BY_ROW = pytest.mark.xfail(strict=True, raises=TooManyLaunches, reason="launches grow with the number of rows")
+SEARCHES = pytest.mark.xfail(strict=True, raises=TooManyLaunchesError, reason="the search takes 1,000s of launches")
+ROW_BY_ROW = pytest.mark.xfail(strict=True, raises=TooManyLaunchesError, reason="launches grow with the number of rows")
 PROBLEMS = ((2, 1e1), (5, 1e7), (32, 1e4), (32, 1e7), (128, 1e7))
 
 
