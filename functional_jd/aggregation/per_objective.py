@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import described
 from functional_jd.core.safe import nan_unless
-from functional_jd.torch_compat.torch_internals import is_concrete, is_wrapped
+from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""
@@ -77,6 +77,7 @@ def per_objective(
     elif domain is not None and not domain.holds(numbers):
         raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
+    values = numbers.tolist() if _values_are_known(numbers) and not numbers.requires_grad else None
     copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def numbers_for(rows: Tensor) -> Tensor:
@@ -86,8 +87,12 @@ def per_objective(
                 "Pass one number per loss."
             )
         place = rows.device, _dtype_beside(rows)
-        if rows.device == numbers.device or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return numbers.to(*place)
+        if values is not None and dispatch_modes() and not is_concrete(numbers):
+            return torch.tensor(values, dtype=place[1], device=place[0])  # of which a tracer makes what it takes
+        if rows.device == numbers.device:
+            return numbers
         if place in copies:
             return copies[place]
         copy = numbers.to(*place)
