@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import check_within
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
