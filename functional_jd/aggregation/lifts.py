@@ -61,9 +61,17 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
         ...     return scalarized(torch.amax)
     """
     check_function("scalarized", "s", s, "Pass s(losses) itself.")
+    return scalarized_with(s)
 
-    def scalar(values: Tensor) -> Tensor:
-        number = s(values)
+
+def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]) -> Aggregator:
+    """`scalarized` of `s(losses, *numbers)` with numbers `f(losses)` for each f that is given.
+
+    So what `per_objective` returns is called outside of the gradient, where it need not copy its numbers every time.
+    """
+
+    def scalar(values: Tensor, *numbers: Tensor) -> Tensor:
+        number = s(values, *numbers)
         if not isinstance(number, Tensor) or number.ndim:
             found = f"shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
             raise ValueError(
@@ -71,4 +79,5 @@ def scalarized(s: Callable[[Tensor], Tensor]) -> Aggregator:
             )
         return number
 
-    return stateless(losses, torch.func.grad(scalar))
+    gradient = torch.func.grad(scalar)
+    return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))

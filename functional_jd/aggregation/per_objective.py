@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import described
 from functional_jd.core.safe import nan_unless
-from functional_jd.torch_compat.torch_internals import is_concrete, is_wrapped
+from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
 Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
 """One number per objective."""
@@ -61,7 +61,7 @@ def per_objective(
     """
     if given is None and default is not None:
         value = default
-        return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=torch.float64, device=rows.device)
+        return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=_dtype_beside(rows), device=rows.device)
     if isinstance(given, Tensor) and not given.is_floating_point():
         raise TypeError(
             f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
@@ -77,7 +77,8 @@ def per_objective(
     elif domain is not None and not domain.holds(numbers):
         raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
-    copies: dict[torch.device, Tensor] = {}
+    values = numbers.tolist() if _values_are_known(numbers) and not numbers.requires_grad else None
+    copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def numbers_for(rows: Tensor) -> Tensor:
         if len(rows) != len(numbers):
@@ -85,14 +86,18 @@ def per_objective(
                 f"{where}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
                 "Pass one number per loss."
             )
-        device = rows.device
-        if device == numbers.device or torch.compiler.is_compiling():
-            return numbers.to(device)
-        if device in copies:
-            return copies[device]
-        copy = numbers.to(device)
+        place = rows.device, _dtype_beside(rows)
+        if torch.compiler.is_compiling():
+            return numbers.to(*place)
+        if values is not None and dispatch_modes() and not is_concrete(numbers):
+            return torch.tensor(values, dtype=place[1], device=place[0])  # of which a tracer makes what it takes
+        if rows.device == numbers.device:
+            return numbers
+        if place in copies:
+            return copies[place]
+        copy = numbers.to(*place)
         if is_concrete(copy) and not copy.requires_grad:
-            copies[device] = copy  # which the next call need not make again
+            copies[place] = copy  # which the next call need not make again
         return copy
 
     return numbers_for
@@ -101,6 +106,11 @@ def per_objective(
 def preferences(given: Numbers | None, where: str, name: str = "preference") -> Callable[[Tensor], Tensor]:
     """The importance of each objective: `per_objective` for non-negative numbers, where `None` means `1 / m`."""
     return per_objective(given, where, name, PREFERENCES, default=lambda m: 1 / m)
+
+
+def _dtype_beside(rows: Tensor) -> torch.dtype:
+    """float64, but beside float32 on an accelerator, which may have no float64."""
+    return torch.float64 if rows.is_cpu else torch.promote_types(rows.dtype, torch.float32)
 
 
 def _as_tensor(given: Any, where: str, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
-from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.lifts import scalarized_with
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 from functional_jd.core.safe import order_of
 
@@ -44,7 +44,7 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     """
     reward = hyper_parameter(lambda_, "cosmos: lambda_", NOT_NEGATIVE, "Use 0 for no reward.")
     u = per_objective(weights, "cosmos", "weights", PREFERENCES)
-    return scalarized(lambda losses: value(losses, reward, u(losses)))
+    return scalarized_with(lambda losses, u: value(losses, reward, u), u)
 
 
 def value(losses: Tensor, lambda_: Number, weights: Tensor) -> Tensor:

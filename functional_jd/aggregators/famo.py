@@ -131,7 +131,7 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
 
 def _adam(state: FamoState, gradient: Tensor, rate: Number) -> tuple[Tensor, Tensor, Tensor]:
     """An Adam step, counted from the second call on, as the first one has gradient zero."""
-    step = state.calls.clamp(min=1).double()  # a float32 power would lose half of the digits
+    step = state.calls.clamp(min=1).to(state.logits.dtype)  # of integers a float32 power would lose half of the digits
     first, second = (
         beta * old + (1 - beta) * new
         for beta, old, new in zip(_BETAS, (state.first, state.second), (gradient, gradient * gradient), strict=True)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
-from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.lifts import scalarized_with
 from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
 from functional_jd.core.safe import order_of, sqrt_or_zero
 
@@ -47,7 +47,7 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
     theta = hyper_parameter(theta, "pbi: theta", NOT_NEGATIVE, "The paper uses 5.")
     u = per_objective(weights, "pbi", "weights", PREFERENCES)
     z = per_objective(reference, "pbi", "reference", default=lambda _: 0.0)
-    return scalarized(lambda losses: value(losses, theta, u(losses), z(losses)))
+    return scalarized_with(lambda losses, u, z: value(losses, theta, u, z), u, z)
 
 
 def value(losses: Tensor, theta: Number, weights: Tensor, reference: Tensor | float = 0.0) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
-from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.lifts import scalarized_with
 from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
@@ -41,7 +41,7 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
     mu = hyper_parameter(mu, "stch: mu", POSITIVE, "For mu = 0 use tchebycheff.")
     u = preferences(weights, "stch", "weights")
     z = per_objective(reference, "stch", "reference", default=lambda _: 0.0)
-    return scalarized(lambda losses: value(losses, mu, u(losses), z(losses)))
+    return scalarized_with(lambda losses, u, z: value(losses, mu, u, z), u, z)
 
 
 def value(losses: Tensor, mu: Number, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:

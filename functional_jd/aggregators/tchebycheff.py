@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.lifts import scalarized
+from functional_jd.aggregation.lifts import scalarized_with
 from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
@@ -39,7 +39,7 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
     """
     u = preferences(weights, "tchebycheff", "weights")
     z = per_objective(reference, "tchebycheff", "reference", default=lambda _: 0.0)
-    return scalarized(lambda losses: value(losses, u(losses), z(losses)))
+    return scalarized_with(value, u, z)
 
 
 def value(losses: Tensor, weights: Tensor | float, reference: Tensor | float = 0.0) -> Tensor:

@@ -49,7 +49,8 @@ def copied(tensors: list[Tensor], device: torch.device, apart: bool = False) -> 
         return [x.to(**how) for x in tensors]
     # The largest items first: so each tensor starts at a multiple of its item's size.
     order = sorted(range(len(tensors)), key=lambda index: -tensors[index].dtype.itemsize)
-    parts = [tensors[index].reshape(-1).view(torch.uint8) for index in order]
+    flat = [tensors[index].contiguous().as_strided((tensors[index].numel(),), (1,)) for index in order]
+    parts = [x.view(torch.uint8) for x in flat]
     arrived = torch.cat(parts).to(**how).split([len(part) for part in parts])
     found = list(tensors)
     for index, part in zip(order, arrived, strict=True):

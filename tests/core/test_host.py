@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import functional_jd as jd
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh
 from functional_jd.aggregation.observation import Observation
+from functional_jd.aggregation.views import View
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.testing.table import RULES, rule_of
 
@@ -26,28 +27,26 @@ class State(NamedTuple):
 def ill_conditioned(m, condition=1e7):
     """Rows `[m, m + 3]` of this condition number, of which some conflict."""
     generator = torch.Generator().manual_seed(m)
-    left, right = (
-        torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))[0] for n in (m, m + 3)
-    )
+    left, right = (torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))[0] for n in (m, m + 3))
     return left * torch.logspace(0, -torch.tensor(condition).log10(), m, dtype=torch.float64) @ right.mT
 
 
-def observed(name, m, put=lambda x: x):
-    """What a rule may need, on a device: rows, those of another batch, losses."""
+def observed(name, m):
+    """What a rule may need: rows, those of another batch, losses."""
     J = ill_conditioned(m).float()
     rows = {"trunk": J[:, :2], "head": J[:, 2:]} if name == "grouped" else J
-    other = torch.utils._pytree.tree_map(lambda leaf: leaf.flip(1), rows)
-    return put(rows), put(other), put(torch.linspace(0.5, 2, m))
+    other = tree_map(lambda leaf: leaf.flip(1), rows)
+    return rows, other, torch.linspace(0.5, 2, m)
 
 
 def equal(found, expected):
     return all(torch.equal(x, y) for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True))
 
 
-def counted(rule, view, state, device):
-    """Weights and state of a rule from what it receives, which is computed before the launches are counted."""
+def updated(rule, received, state, device):
+    """Weights and state of a rule from what it receives, which is not counted."""
     device.reset()
-    return weigh(rule, rule.view.map(lambda _: view), Observation(None, rows=torch.ones(1, 1)), state)
+    return weigh(rule, View(lambda _: received, rule.view.products), Observation(None), state)
 
 
 def test_tensors_of_all_kinds_go_in_one_copy_and_come_back_in_one():
@@ -68,7 +67,7 @@ def test_what_comes_back_as_it_went_is_what_was_given():
     with simulated() as device:
         x, y = device.put((torch.ones(2), torch.zeros(3)))
         device.reset()
-        same, doubled, again = run_on_host(lambda x, y: (x, y * 2, y), x, y)
+        same, _, again = run_on_host(lambda x, y: (x, y * 2, y), x, y)
         assert same is x
         assert again is y
         one, other = run_on_host(lambda x: (x + 1,) * 2, x)
@@ -122,43 +121,18 @@ def test_capture_is_noticed():
 
 
 @pytest.mark.parametrize("m", [2, 5, 32])
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_is_on_a_device_what_it_is_on_the_host(name, m):
-    m = ROWS.get(name, m)
-    if name in ("krum", "trimmed_mean") and m < 5:
-        m = 5
+@pytest.mark.parametrize("name", [name for name in RULES if rule_of(name).on_host])
+def test_a_rule_on_the_host_costs_a_launch_and_a_copy_each_way(name, m):
     rule = rule_of(name)
     rows, other, losses = observed(name, m)
-    first = aggregate(rule, rows, None, other, losses=losses)
-    expected = aggregate(rule, rows, first.state, other, losses=losses)
+    state = aggregate(rule, rows, None, other, losses=losses).state
     with simulated() as device:
-        rows, other, losses = observed(name, m, device.put)
-        state = aggregate(rule, rows, None, other, losses=losses).state
-        device.reset()
-        found = aggregate(rule, rows, state, other, losses=losses)
-        assert device.copies_to_host == device.copies_from_host == int(rule.on_host)
-        assert all(x.device.type == "sim" for x in tree_leaves(found))
-        assert equal(device.get(found), expected)
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if rule_of(name).on_host])
-def test_a_rule_on_the_host_costs_one_launch(name):
-    rule = rule_of(name)
-    with simulated() as device:
-        rows, other, losses = observed(name, 8, device.put)
-        received = rule.view(rows, other, losses=losses)
-        state = rule.init(received)
-        counted(rule, received, state, device)
+        received = device.put(rule.view(rows, other, losses=losses))
+        found = updated(rule, received, device.put(state), device)
         assert device.launches <= 1  # tensors that are joined
         assert (device.copies_to_host, device.copies_from_host) == (1, 1)
-
-
-@pytest.mark.parametrize("build", [jd.upgrad, jd.mgda, lambda: jd.cagrad(0.5), jd.nash_mtl, lambda: jd.fairgrad(2.0)])
-def test_many_ill_conditioned_rows(build):
-    J = ill_conditioned(128)
-    with simulated() as device:
-        found = aggregate(build(), device.put(J))
-        assert equal(device.get(found), aggregate(build(), J))
+        assert all(x.device.type == "sim" for x in tree_leaves(found))
+        assert equal(device.get(found), rule.update(device.get(received), state))
 
 
 def test_groups_go_to_the_host_together():
@@ -219,7 +193,7 @@ def test_without_float64_weights_are_those_of_the_host(name):
     with simulated(float64=False) as device:
         received = tree_map(lambda x: device.put(x.float()), rule.view(rows, losses=losses))
         state = tree_map(lambda x: device.put(x.float() if x.is_floating_point() else x), rule.init(received))
-        found = device.get(counted(rule, received, state, device))
+        found = device.get(updated(rule, received, state, device))
         received = device.get(received)
     wide = lambda tree: tree_map(lambda x: x.double() if x.is_floating_point() else x, tree)
     expected = rule.update(wide(received), wide(device.get(state)))

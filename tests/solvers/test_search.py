@@ -1,0 +1,160 @@
+"""Searches as operators: tracers see one; off the CPU they go to the host, or take a fixed number of steps."""
+
+import pytest
+import torch
+from bounds import check_within
+from simulated import simulated
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as jd
+from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.solvers.search import per_problem
+
+SEARCHES = {
+    "upgrad": jd.upgrad,
+    "dualproj": jd.dualproj,
+    "mgda": jd.mgda,
+    "cagrad": lambda **how: jd.cagrad(0.5, **how),
+    "fairgrad": lambda **how: jd.fairgrad(2.0, **how),
+    "nash_mtl": jd.nash_mtl,
+    "pcd": jd.pcd,
+}
+DRAWS = {
+    "gradvac": lambda **how: jd.gradvac(jd.random.key(0), **how),
+    "random_weights": lambda **how: jd.random_weights(jd.random.key(0), **how),
+    "aligned_mtl": jd.aligned_mtl,
+    "sdmgrad": jd.sdmgrad,
+}
+each_search = pytest.mark.parametrize("build", SEARCHES.values(), ids=SEARCHES)
+
+
+def rows(m, condition=10.0):
+    """Rows of this condition number, in float64."""
+    draw = torch.Generator().manual_seed(m)
+    left, right = (torch.linalg.qr(torch.randn(n, m, generator=draw, dtype=torch.float64))[0] for n in (m, m + 3))
+    sizes = condition ** -torch.linspace(0, 1, m, dtype=torch.float64)
+    return left * sizes @ right.mT
+
+
+def searches(graph):
+    return [str(node.target) for node in graph.nodes if "functional_jd" in str(node.target)]
+
+
+@each_search
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+def test_a_tracer_sees_one_operator(build, tracing):
+    J = rows(5)
+    weights = lambda J: aggregate(build(), J).weights
+    traced = make_fx(weights, tracing_mode=tracing)(J)
+    assert len(searches(traced.graph)) == (2 if build is jd.pcd else 1)
+    assert torch.equal(traced(2 * J + 1), weights(2 * J + 1))
+
+
+@pytest.mark.parametrize("solver", ["host", "device"])
+def test_exported_it_is_one_operator_that_may_be_captured_only_on_the_device(solver):
+    class Module(torch.nn.Module):
+        def forward(self, J):
+            return aggregate(jd.upgrad(solver=solver), J).weights
+
+    program = torch.export.export(Module(), (rows(4),), strict=False)
+    assert torch.equal(program.module()(rows(4)), Module()(rows(4)))
+    (node,) = [node for node in program.graph.nodes if "functional_jd" in str(node.target)]
+    assert (torch.Tag.cudagraph_unsafe in node.target.tags) == (solver == "host")
+
+
+@each_search
+def test_fake_tensors_have_no_values_to_search_with(build):
+    with FakeTensorMode() as mode:
+        found = aggregate(build(), mode.from_tensor(rows(5)))
+    assert found.weights.shape == (5,)
+    assert aggregate(build(), rows(5).to("meta")).weights.is_meta
+
+
+@each_search
+@pytest.mark.parametrize(("m", "condition"), [(2, 10.0), (5, 1e7), (32, 1e4)])
+def test_a_fixed_number_of_steps_finds_what_the_host_finds(build, m, condition):
+    J = rows(9 if m == 32 and build is SEARCHES["cagrad"] else m, condition)  # which searches 25 times
+    expected, fixed = (aggregate(build(solver=solver), J).direction for solver in ("host", "device"))
+    check_within(fixed, expected, 1e-9 * expected.norm())
+
+
+@pytest.mark.parametrize("build", [jd.mgda, jd.upgrad])
+def test_on_the_device_nothing_waits_and_in_a_graph_there_is_no_host(build):
+    J = rows(3)
+    with simulated() as device:
+        there = device.put(J)
+        device.capturing = True
+        for solver in ("host", "device"):
+            found = aggregate(build(solver=solver), there)
+            assert torch.equal(device.get(found.weights), aggregate(build(solver="device"), J).weights)
+
+
+@pytest.mark.parametrize("build", DRAWS.values(), ids=DRAWS)
+def test_rules_without_a_search_are_on_the_device_what_they_are_on_the_host(build):
+    J = rows(5)
+    state = aggregate(build(), J, None, J.flip(1)).state
+    expected = aggregate(build(), J, state, J.flip(1))
+    with simulated() as device:
+        inputs = device.put((J, state, J.flip(1)))
+        device.reset()
+        found = aggregate(build(solver="device"), *inputs)
+        assert device.copies_to_host == device.copies_from_host == 0
+        pairs = zip(tree_leaves(device.get(found)), tree_leaves(expected), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs)
+
+
+@each_search
+def test_under_transforms_one_copy_serves_all_problems(build):
+    batch = torch.stack([rows(5), rows(5).flip(0), 2 * rows(5) + 1])
+    several = torch.vmap(lambda J: aggregate(build(), J).weights)
+    expected = several(batch)
+    with simulated() as device:
+        inputs = device.put(batch)
+        device.reset()
+        found = several(inputs)
+        # Shares come back with three more tensors, and `pcd` searches twice.
+        assert device.copies_to_host == device.copies_from_host == (2 if build is jd.pcd else 1)
+        assert torch.equal(device.get(found), expected)
+
+
+@each_search
+def test_derivatives_are_those_of_the_host(build):
+    def length(J):
+        return aggregate(build(), J).direction.square().sum()
+
+    J = rows(4)
+    transforms = (torch.func.grad(length), torch.func.jacrev(torch.func.grad(length)))
+    with simulated() as device:
+        there = device.put(J)
+        for transform in transforms:
+            assert torch.equal(device.get(transform(there)), transform(J))
+        leaf = there.clone().requires_grad_()
+        length(leaf).backward()
+        assert torch.equal(device.get(leaf.grad), transforms[0](J))
+
+
+def test_in_inference_mode_the_numbers_are_the_same():
+    with simulated() as device:
+        there = device.put(rows(4))
+        with torch.inference_mode():
+            found = aggregate(jd.upgrad(), there).weights
+    assert torch.equal(device.get(found), aggregate(jd.upgrad(), rows(4)).weights)
+
+
+def test_a_number_for_each_problem_is_made_where_they_are():
+    with simulated() as device:
+        vectors = device.put(torch.ones(3, 2, dtype=torch.float64))
+        device.reset()
+        found = per_problem(0.5, vectors)
+        assert (device.launches, device.copies_from_host) == (1, 0)
+        assert torch.equal(device.get(found), torch.full((3, 1), 0.5, dtype=torch.float64))
+    each = tree_map(lambda x: per_problem(x, torch.ones(3, 2)), [torch.tensor(2.0), torch.ones(3, 1).double()])
+    assert [x.shape for x in each] == [(3, 1), (3, 1)]
+    assert all(x.dtype == torch.float32 for x in each)
+
+
+def test_a_solver_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match=r"mgda: expected solver to be one of host, device|solver"):
+        jd.mgda(solver="gpu")
