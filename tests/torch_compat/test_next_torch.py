@@ -235,7 +235,6 @@ REPLACED = {
         f"_C._dynamo.eval_frame.{name}": layers
         for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     },
-    "utils.checkpoint._checkpoint_impl": checkpointed,
     "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
     "_functorch.apis.vmap_impl": vmapped,
     "amp.autocast_mode._UnmanagedAutocast": step,
