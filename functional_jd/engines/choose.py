@@ -17,7 +17,8 @@ from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT
 from functional_jd.engines.vjp import Vjp
-from functional_jd.torch_compat.torch_internals import graph_nodes, largest_gradient, under_transform
+from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 class EngineChoice(NamedTuple):

@@ -24,13 +24,14 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.noticing import Noticing, can_notice, has_mode, is_compiled
+from functional_jd.torch_compat.noticing import Noticing, can_notice, is_compiled
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.slow_path import StateJournal, Watch
 from functional_jd.torch_compat.torch_internals import (
     constant_while_tracing,
     function_name,
+    has_mode,
     innermost_mode,
     traceable,
     under_transform,
@@ -136,13 +137,13 @@ def with_op_tables(
 
     given: Any = f
     watched = examples and not isinstance(given, Declared)  # which watches the loss of one example itself
-    compiled = is_compiled(f)
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which can be told of nothing
             with _OpTables(where or "per_example" if examples else None):
                 return f(*args, **kwargs)
+        compiled = is_compiled(f)
         with Noticing(where, _OpTables):
             modes = _modes_needed(journal, where, watched, compiled)
             return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)

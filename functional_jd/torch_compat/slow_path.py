@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.recurrent import batched_form
+from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
@@ -82,6 +82,8 @@ class Watch(TorchFunctionMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN and "out" not in kwargs:
+            return func(*args, **kwargs)
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
@@ -196,3 +198,5 @@ _IN_PLACE = (
     | _WITH_STATISTICS
     | {nn.functional.embedding}
 )
+
+_SEEN = {*GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}

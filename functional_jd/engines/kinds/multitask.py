@@ -49,7 +49,8 @@ from functional_jd.engines.weighted_cotangent import common_scale, flags, unscal
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
-from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform
+from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.torch_internals import under_transform
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -97,12 +98,8 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         inside[:] = [*points, *(part.constant for part, *_ in recorder.known.values())]
-
-        def recorded_features(shared: Tree) -> Any:
-            with recorder:
-                return losses.features(shared, *batch)
-
-        features = with_op_tables(recorded_features, options.journal, options.where)(tree_unflatten(structure, points))
+        run = lambda *given: recorder.run(losses.features, *given)
+        features = with_op_tables(run, options.journal, options.where)(tree_unflatten(structure, points), *batch)
         return _differentiable(features), features
 
     point, uses, edges = recorded(trunk, leaves, options)

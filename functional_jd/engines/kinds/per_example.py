@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -85,14 +86,10 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
 
     def one(*example: Any) -> tuple[list[Tensor], Any]:
-        level = transform_level()[0]
-        copies = [as_batch(x, level) for x in points]
-
-        def recorded_loss(*given: Any) -> Any:
-            with LayerRecorder(copies, constants, uses, examples=True):
-                return losses.loss(*given)
-
-        return evaluate_losses(recorded_loss, (tree_unflatten(structure, copies), *example), options)
+        copies = list(map(as_batch, points, repeat(transform_level()[0])))
+        recorder = LayerRecorder(copies, constants, uses, examples=True)
+        run = partial(recorder.run, losses.loss)
+        return evaluate_losses(run, (tree_unflatten(structure, copies), *example), options)
 
     with torch.enable_grad():
         outputs, extra = torch.vmap(one, losses.dims(batch), randomness="different")(*batch)
@@ -114,11 +111,8 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
 
     def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-            def recorded_loss(*given: Any) -> Any:
-                with recorder:
-                    return losses.loss(*given)
-
-            return evaluate_losses(recorded_loss, (tree_unflatten(structure, points), *example), options)
+            run = lambda *given: recorder.run(losses.loss, *given)
+            return evaluate_losses(run, (tree_unflatten(structure, points), *example), options)
 
         recorded = recorded_vjp(f, leaves)
         check_example_losses(recorded.point.outputs, ())
