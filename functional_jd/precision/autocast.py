@@ -34,6 +34,7 @@ from functional_jd.torch_compat.torch_internals import (
     has_mode,
     innermost_mode,
     traceable,
+    transform_level,
     under_transform,
     untraced,
 )
@@ -162,7 +163,8 @@ def _modes_needed(
     modes: list[TorchFunctionMode] = []
     repaired = not on and under_transform() and not has_mode(_OpTables)  # the tables repair ops too
     if journal is not None or examples or repaired:
-        modes.append(Watch(journal, examples=examples, repaired=repaired, where=where or "per_example"))
+        level = transform_level() if examples else None
+        modes.append(Watch(journal, level, repaired=repaired, where=where or "per_example"))
     # A second mode of this kind would see every op and cast of the first: twice the price.
     if on and (modes or not isinstance(innermost_mode(), _OpTables)):
         modes.append(_OpTables())

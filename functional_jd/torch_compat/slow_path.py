@@ -58,7 +58,7 @@ class StateJournal:
 
     def watch(self, *, examples: bool = False) -> TorchFunctionMode:
         """A mode that notes every op, and for the loss of one example does what `Watch` says."""
-        return Watch(self, examples=examples)
+        return Watch(self, transform_level() if examples else None)
 
 
 class Watch(TorchFunctionMode):
@@ -66,17 +66,17 @@ class Watch(TorchFunctionMode):
 
     Args:
         journal: notes what is changed in place.
-        examples: whether it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands
-            for a loop over examples, and batch normalization of a batch of one is refused.
+        level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
+            there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
         repaired: whether ops that torch differentiates wrongly under a transform take their repaired forms.
         where: the function in whose name batch normalization is refused.
     """
 
     def __init__(
-        self, journal: StateJournal | None, *, examples: bool, repaired: bool = False, where: str = "per_example"
+        self, journal: StateJournal | None, level: Any = None, *, repaired: bool = False, where: str = "per_example"
     ):
         super().__init__()
-        self.journal, self.where, self.level = journal, where, transform_level() if examples else None
+        self.journal, self.where, self.level = journal, where, level
         self.forms: dict[Any, Any] = REPAIRED if repaired else {}
 
     @untraced

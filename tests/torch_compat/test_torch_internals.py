@@ -78,7 +78,9 @@ def test_batched_tensors_are_known_and_unwrapped():
     found = []
 
     def f(row):
-        found.append((internals.is_batched(row), internals.is_wrapped(row), internals.unwrapped(row), internals.batch_dim(row)))
+        found.append(
+            (internals.is_batched(row), internals.is_wrapped(row), internals.unwrapped(row), internals.batch_dim(row))
+        )
         return row
 
     torch.vmap(f, in_dims=1, out_dims=1)(x)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import HALVE_FROM, as_matrix, at_least_float32, inner_products, squared_norms
+from functional_jd.core.rows import HALVE_FROM, as_matrix, inner_products, squared_norms
 from functional_jd.engines.choose import factors_are_cheaper, leaf_is_joined, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
@@ -38,8 +38,8 @@ def products_of_leaves(
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
         if rows and len(rows) == len(own) and leaf_is_joined(leaf, m):
-            total = at_least_float32(sum(rows[1:], start=rows[0]))
-            dtype = torch.promote_types(total.dtype, leaf.dtype)
+            total = sum(rows[1:], start=rows[0])
+            dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
         else:
             blocks[index] = of_parts(own, leaf, m)

@@ -13,11 +13,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import layer_is_recorded
+from functional_jd.engines.choose import recorded_reach
 from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, VIEWS, WHOLE, ParameterView, view_of
+from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
@@ -90,7 +90,7 @@ class LayerRecorder(TorchFunctionMode):
         for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
             self.remember(leaf, ParameterView(index, constant))
         self.uses, self.examples = uses, examples
-        self.recorded = [layer_is_recorded(reach, examples) for reach in (WHOLE, MATRIX, FLAT)]
+        self.reach = recorded_reach(examples)
         self.level = transform_level()
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
@@ -207,7 +207,7 @@ class LayerRecorder(TorchFunctionMode):
 
     def fits(self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView]) -> bool:
         return (
-            self.recorded[layer.reach]
+            layer.reach <= self.reach
             and not uses.keys() >= {"input", "other"}
             and given.keys() <= set(layer.names)
             and not (layer.keeps and any(is_batched(given.get(name)) for name in layer.keeps))
@@ -244,7 +244,8 @@ class LayerRecorder(TorchFunctionMode):
                 if changed:
                     raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
                 shape = {"shape": part.constant.shape}
-                return part.back(rule(source, gradient.movedim(axis, 0), options | shape))
+                made = rule(source, gradient.movedim(axis, 0), options | shape)
+                return made if part.back is same else part.back(made)
 
             self.uses.append(LayerUse(part.leaf, edge, form))
         return output

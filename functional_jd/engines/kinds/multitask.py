@@ -80,9 +80,10 @@ def jacobian(losses: Multitask, args: Args, argnums: int | Sequence[int], option
     below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = point
     factors, sums, feature_rows = _parted(point, options)
     trunk_rows = vjp_rows(below, feature_rows, options)
-    gradient = [g.to(x.dtype) for g, x in zip(dense_gradients(sums, heads_leaves), heads_leaves, strict=True)]
+    own, rows = dense_gradients(sums, heads_leaves), dense_rows(trunk_rows, shared_leaves, len(factors))
+    gradient = [g.to(x.dtype) for g, x in zip(own, heads_leaves, strict=True)]
     found = MultitaskJacobian(
-        tree_unflatten(shared_structure, dense_rows(trunk_rows, shared_leaves, len(factors))),
+        tree_unflatten(shared_structure, rows),
         tree_unflatten(heads_structure, gradient),
     )
     return found, *above.extra
@@ -190,8 +191,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     )
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        features = with_op_tables(losses.features, options.journal, options.where)
-        found = features(tree_unflatten(shared_structure, inputs), *batch)
+        params = tree_unflatten(shared_structure, inputs)
+        found = with_op_tables(losses.features, options.journal, options.where)(params, *batch)
         return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)

@@ -19,17 +19,16 @@ from functional_jd.engines.evaluate import (
     evaluate_losses,
     row_scales,
 )
-from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_uses, shaped
+from functional_jd.engines.gramian.assemble import gramian_of_uses, rows_of_examples, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.row_vjps import by_mode
-from functional_jd.engines.vjp import Vjp, to_dense, vjp
+from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
-from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
@@ -79,7 +78,7 @@ def gramian(losses: PerExample, args: Args, argnums: int | Sequence[int], option
 
 def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
     leaves, structure = floating_leaves(params, options.where)
-    m = losses.count(batch)
+    m, dims = losses.count(batch), losses.dims(batch)
     uses: list[LayerUse] = []
     constants = [x.detach().requires_grad_() for x in leaves]
     # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
@@ -92,14 +91,11 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
         return evaluate_losses(run, (tree_unflatten(structure, copies), *example), options)
 
     with torch.enable_grad():
-        outputs, extra = torch.vmap(one, losses.dims(batch), randomness="different")(*batch)
+        outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
     check_example_losses(outputs, (m,))
-    edges = edges_of(uses)
-    factors = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
-    with autocast_disabled(leaves):
-        # No loss depends on another example: one backward pass from all of them keeps the rows apart.
-        gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
-    products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), leaves, m, options)
+    scales = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
+    edges, rows = rows_of_examples(outputs[0], scales, uses, points)
+    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
     return products, *detach_tree(extra), shaped(pullback, structure, options), ()
 
 
