@@ -12,7 +12,7 @@ from functional_jd.aggregation.views import View, as_view, loss_count
 from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, in_range, inner_products, joined
+from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, pullback_in_range
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
@@ -211,7 +211,7 @@ def pullback_of_scaled(where: str, jacobian: Jacobian) -> Callable[[Weights], Di
     """`combine` of rows that were multiplied by a loss scale, for weights `[m]` that are divided by it."""
     rows, heads = split_heads(jacobian)
     row_count(rows, where)
-    pullback = in_range(partial(_combined, where, shards_of(rows)))
+    pullback = pullback_in_range(partial(_combined, where, shards_of(rows)))
     return lambda weights: direction_with_heads(tree_sharded_as(pullback(weights), rows, -1), heads)
 
 
@@ -235,7 +235,7 @@ def products_of_rows(
             return combined(where, rows, weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
-            found = in_range(sums)(weights) if scaled else sums(weights)
+            found = pullback_in_range(sums)(weights) if scaled else sums(weights)
         pairs = zip(found, matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]

@@ -41,7 +41,7 @@ def of_groups(f: Callable[..., Any], *values: Any) -> Any:
     return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
 
 
-def in_range(pullback: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
+def pullback_in_range(pullback: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
     """The pullback of rows that were multiplied by a loss scale, for weights that are divided by it.
 
     Such weights may lie below float32's range, and such rows near its end. Therefore a power of two brings the largest

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import at_least_float32, in_range
+from functional_jd.core.rows import at_least_float32, pullback_in_range
 from functional_jd.core.tree import Structure, detach_tree, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import Group, Options
@@ -136,4 +136,4 @@ def shaped(
 ) -> Callable[[Any], Direction]:
     """The pullback, whose direction is a pytree of this structure."""
     shaped_pullback = lambda weights: tree_unflatten(structure, pullback(weights))
-    return shaped_pullback if options.scale is None else in_range(shaped_pullback)
+    return shaped_pullback if options.scale is None else pullback_in_range(shaped_pullback)

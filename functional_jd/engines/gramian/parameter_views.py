@@ -41,13 +41,13 @@ class ParameterView(NamedTuple):
 def view_of(part: ParameterView, view: Tensor) -> ParameterView | None:
     """What a view of a constant is a view of; None where its rows cannot be mapped back to the leaf."""
     base = part.constant
-    distance, step = _way(base, view)
+    distance, step = _distance_and_back(base, view)
     if step is None:
         return None
     return ParameterView(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made)))
 
 
-def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
+def _distance_and_back(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
     apart = view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
     if view.dtype is not base.dtype:
         cast = apart and view.is_floating_point() and view.shape == base.shape and view.device == base.device

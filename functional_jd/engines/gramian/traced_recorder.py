@@ -96,7 +96,7 @@ class TracedRecorder(LayerRecorder):
         self.known[id(x)] = Known(part, x, x, 0)
 
     def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        way = _way(func, args, part.constant, output)
+        way = _distance_and_back(func, args, part.constant, output)
         if way is None or transform_level() != self.level or not output.requires_grad or output is args[0]:
             return
         view = func(part.constant, *args[1:], **kwargs)
@@ -131,7 +131,7 @@ def _is_in_place(func: Any, kwargs: Any) -> bool:
     return function_name(func) in IN_PLACE_NAMES or "out" in (kwargs or {})
 
 
-def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
+def _distance_and_back(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """The distance that an op adds to a view of a leaf, and the way back of its rows."""
     if not isinstance(output, Tensor) or output.device != base.device:
         return None
