@@ -29,6 +29,7 @@ from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.slow_path import StateJournal, Watch
 from functional_jd.torch_compat.torch_internals import (
+    any_autocast,
     constant_while_tracing,
     function_name,
     has_mode,
@@ -203,8 +204,11 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         torch.float32
     """
     # Where it is off already, and that is nearly always, a walk through the tree would only cost time.
-    if not any(map(torch.is_autocast_enabled, _devices())):
-        return nullcontext() if torch.compiler.is_compiling() else _NOTHING
+    if torch.compiler.is_compiling():
+        if not any(map(torch.is_autocast_enabled, _devices())):
+            return nullcontext()
+    elif not any_autocast():
+        return _NOTHING
     return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
 
 
