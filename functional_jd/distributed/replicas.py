@@ -140,11 +140,11 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
         that draw random numbers without a key draw each replica's own.
     """
-    check_option("replicated", "engine", engine, ("auto", *_WAYS), "'auto' takes the cheapest that the rule allows.")
+    check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
     def observe(plan: Plan) -> Observation:
-        way = choose_replica_engine(plan.view, plan.scale.scale, engine).engine
-        return _WAYS[way](plan, group)
+        chosen = choose_replica_engine(plan.view, plan.scale.scale, engine).engine
+        return _OBSERVE[chosen](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
         check_alike("train_state", tree, group, "parameters and states")
@@ -226,7 +226,7 @@ def _by_columns(plan: Plan, group: Group) -> Observation:
     return _pooled(plan, mine, group)._replace(products=products, rows=shard, pullback=pullback)
 
 
-_WAYS: dict[str, Callable[[Plan, Group], Observation]] = {
+_OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
     "jacobian": _by_jacobian,
     "columns": _by_columns,
     "weighted": _by_weights,

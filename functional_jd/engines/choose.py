@@ -15,9 +15,10 @@ from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.parameter_views import FLAT
+from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX
 from functional_jd.engines.vjp import Vjp
-from functional_jd.torch_compat.torch_internals import graph_nodes, largest_gradient, under_transform
+from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 class EngineChoice(NamedTuple):
@@ -249,11 +250,11 @@ def leaf_is_joined(leaf: Tensor, m: int) -> bool:
     return leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
 
 
-def layer_is_recorded(reach: int, examples: bool) -> bool:
-    """Whether the recorder takes a layer. Elementwise layers give rows, not factors: without a hidden dimension of
-    examples, autograd forms the same rows faster.
+def recorded_reach(examples: bool) -> int:
+    """The largest reach of the layers that the recorder takes. Elementwise layers give rows, not factors: without a
+    hidden dimension of examples, autograd forms the same rows faster.
     """
-    return examples or reach < FLAT
+    return FLAT if examples else MATRIX
 
 
 def _price(n: int) -> int:

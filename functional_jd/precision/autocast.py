@@ -24,15 +24,18 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.noticing import Noticing, can_notice, has_mode, is_compiled
+from functional_jd.torch_compat.noticing import Noticing, can_notice, is_compiled
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.slow_path import StateJournal, Watch
 from functional_jd.torch_compat.torch_internals import (
+    any_autocast,
     constant_while_tracing,
     function_name,
+    has_mode,
     innermost_mode,
     traceable,
+    transform_level,
     under_transform,
     untraced,
 )
@@ -136,13 +139,13 @@ def with_op_tables(
 
     given: Any = f
     watched = examples and not isinstance(given, Declared)  # which watches the loss of one example itself
-    compiled = is_compiled(f)
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which can be told of nothing
             with _OpTables(where or "per_example" if examples else None):
                 return f(*args, **kwargs)
+        compiled = is_compiled(f)
         with Noticing(where, _OpTables):
             modes = _modes_needed(journal, where, watched, compiled)
             return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)
@@ -161,7 +164,8 @@ def _modes_needed(
     modes: list[TorchFunctionMode] = []
     repaired = not on and under_transform() and not has_mode(_OpTables)  # the tables repair ops too
     if journal is not None or examples or repaired:
-        modes.append(Watch(journal, examples=examples, repaired=repaired, where=where or "per_example"))
+        level = transform_level() if examples else None
+        modes.append(Watch(journal, level, repaired=repaired, where=where or "per_example"))
     # A second mode of this kind would see every op and cast of the first: twice the price.
     if on and (modes or not isinstance(innermost_mode(), _OpTables)):
         modes.append(_OpTables())
@@ -200,8 +204,11 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
         torch.float32
     """
     # Where it is off already, and that is nearly always, a walk through the tree would only cost time.
-    if not any(map(torch.is_autocast_enabled, _devices())):
-        return nullcontext() if torch.compiler.is_compiling() else _NOTHING
+    if torch.compiler.is_compiling():
+        if not any(map(torch.is_autocast_enabled, _devices())):
+            return nullcontext()
+    elif not any_autocast():
+        return _NOTHING
     return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
 
 

@@ -1,7 +1,7 @@
 """Which checkpoints of `torch.utils.checkpoint` run, told by their hooks and their Python frames."""
 
 import inspect
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ _FEATURE = "checkpoints that run again under modes"
 
 def _no_checkpoint(_: bool) -> None:
     """Stands in for the innermost hook: there is none where no checkpoint runs."""
-    if runs_inside(_CHECKPOINT):
+    if any(map(runs_inside, _CHECKPOINTS)):
         raise missing("_C._autograd._top_saved_tensors_default_hooks", _FEATURE)
 
 
@@ -26,10 +26,13 @@ _hooks: Any = private(
     "_saved_tensors_hooks_get_disabled_error_message",
 )  # fmt: skip
 _checkpoint_hook: Any = private("utils.checkpoint._checkpoint_hook", _FEATURE)
-# From torch 2.15 on, `checkpoint` is a decorator too and hands its work on.
-_CHECKPOINT: Any = inspect.unwrap(
-    private("utils.checkpoint._checkpoint_impl", _FEATURE, otherwise=torch_checkpoint.checkpoint)
-).__code__
+# `checkpoint`, or from torch 2.15 on, where that is a decorator too, what it hands its work to: the function that keeps
+# the generator of the checkpoint's two halves.
+_CHECKPOINTS: list[CodeType] = [
+    f.__code__
+    for f in map(inspect.unwrap, filter(inspect.isfunction, vars(torch_checkpoint).values()))
+    if "gen" in f.__code__.co_varnames
+]
 _REENTRANT_CHECKPOINT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 _call: Any = private("nn.Module._call_impl", _FEATURE)
 
@@ -73,12 +76,14 @@ def recompute(checkpoint_frame: Any) -> Any:
 
 def calling_modules(checkpoint_frame: Any) -> list[nn.Module]:
     """The modules that are being called around a checkpoint, from the innermost to the outermost."""
+    if not _CHECKPOINTS:
+        raise _no_record()
     found: list[nn.Module] = []
     call, frame = _call.__code__, inspect.currentframe()
     while frame is not None:
         if frame.f_code is call:
             found.append(frame.f_locals["self"])
-        elif frame.f_code is _CHECKPOINT and _record_of(frame) is checkpoint_frame:
+        elif frame.f_code in _CHECKPOINTS and _record_of(frame) is checkpoint_frame:
             found.clear()
         frame = frame.f_back
     return found
@@ -88,8 +93,12 @@ def _record_of(frame: FrameType) -> Any:
     """The record of the checkpoint whose Python frame this is; None while it is being made."""
     steps = frame.f_locals.get("gen")
     if steps is None or "new_frame" not in steps.gi_code.co_varnames:
-        raise missing("utils.checkpoint.checkpoint.gen.new_frame", _FEATURE)
+        raise _no_record()
     return steps.gi_frame.f_locals.get("new_frame")
+
+
+def _no_record() -> RuntimeError:
+    return missing("utils.checkpoint.checkpoint.gen.new_frame", _FEATURE)
 
 
 def in_reentrant_checkpoint() -> bool:

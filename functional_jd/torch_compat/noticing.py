@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from functional_jd.torch_compat.private_names import private
 from functional_jd.torch_compat.recomputation import recomputation_of
 from functional_jd.torch_compat.repaired_ops import RepairedOps
-from functional_jd.torch_compat.torch_internals import function_mode_at, function_modes, untraced
+from functional_jd.torch_compat.torch_internals import has_mode, untraced
 
 _LOSSES = "losses without modes"
 # The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins.
@@ -31,11 +31,6 @@ can_notice = bool(CheckpointFrame and vmap_home)
 def is_compiled(f: Any) -> bool:
     """Whether a function or a module was returned by torch.compile."""
     return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
-
-
-def has_mode(kind: type) -> bool:
-    """Whether a `TorchFunctionMode` of this class is active."""
-    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_modes()))
 
 
 class Noticing:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import (
     cdist_backward,
     cdist_forward,
-    graph_nodes,
     under_transform,
     untraced,
 )

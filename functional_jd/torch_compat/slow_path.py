@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.recurrent import batched_form
+from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
@@ -58,7 +58,7 @@ class StateJournal:
 
     def watch(self, *, examples: bool = False) -> TorchFunctionMode:
         """A mode that notes every op, and for the loss of one example does what `Watch` says."""
-        return Watch(self, examples=examples)
+        return Watch(self, transform_level() if examples else None)
 
 
 class Watch(TorchFunctionMode):
@@ -66,22 +66,24 @@ class Watch(TorchFunctionMode):
 
     Args:
         journal: notes what is changed in place.
-        examples: whether it watches the loss of one example. The innermost `torch.vmap`, if there is one, then stands
-            for a loop over examples, and batch normalization of a batch of one is refused.
+        level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
+            there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
         repaired: whether ops that torch differentiates wrongly under a transform take their repaired forms.
         where: the function in whose name batch normalization is refused.
     """
 
     def __init__(
-        self, journal: StateJournal | None, *, examples: bool, repaired: bool = False, where: str = "per_example"
+        self, journal: StateJournal | None, level: Any = None, *, repaired: bool = False, where: str = "per_example"
     ):
         super().__init__()
-        self.journal, self.where, self.level = journal, where, transform_level() if examples else None
+        self.journal, self.where, self.level = journal, where, level
         self.forms: dict[Any, Any] = REPAIRED if repaired else {}
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN and "out" not in kwargs:
+            return func(*args, **kwargs)
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
@@ -196,3 +198,5 @@ _IN_PLACE = (
     | _WITH_STATISTICS
     | {nn.functional.embedding}
 )
+
+_SEEN = {*GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}

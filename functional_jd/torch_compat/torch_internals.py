@@ -6,15 +6,13 @@ what takes its place: the same numbers, in more time.
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable
-from math import prod
-from types import FrameType, FunctionType
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from functional_jd.torch_compat.private_names import Missing, missing, private
 
@@ -28,19 +26,19 @@ _VMAPS = "random numbers and recurrent layers under torch.vmap"
 _peek: Any = private("_C._functorch.peek_interpreter_stack", "every function")
 _forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
 _interpreter: Any = private("_functorch.pyfunctorch.retrieve_current_functorch_interpreter", "compiled functions")
-_is_batched: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
-_unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
-_batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
+is_batched_tensor: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
+unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
+batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
+"""Whether the innermost `torch.vmap` hides a dimension of a tensor; the tensor below it, and which dimension it is."""
 _unwrap_batched: Any = private("_C._functorch._unwrap_batched", "compiled Gramians")
 _add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
 _interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
 _transforms: Any = private("_C._functorch.TransformType", _VMAPS, "Vmap")
 _vmap_interpreter: Any = private("_C._functorch.CVmapInterpreterPtr", _VMAPS)
-_version: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
+change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
+"""How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
 _is_view: Any = private("Tensor._is_view", _RECORDER)
 _unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
-# Without it, losses that were stacked are differentiated as one vector.
-_backward_hooks: Any = private("Tensor._backward_hooks.__get__", "stacked losses", otherwise=lambda _: True)
 
 torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
@@ -112,7 +110,7 @@ class _UnknownContainers:
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
-# From torch 2.14 on it is written in C and has no frame.
+# From torch 2.14 on it is written in C and has no frame: the frames of the functions' own forwards tell.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
@@ -179,16 +177,33 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def in_custom_function() -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
-    if torch.compiler.is_compiling():  # torch.compile traces no frames
+def on_path(level: tuple[Any, int], around: CodeType) -> bool:
+    """Whether gradients that are taken outside of the function with this code, at this level of transforms, go through
+    what the caller computes inside it. They do not go through the forward of a `torch.autograd.Function`.
+    """
+    if transform_level() != level:
         return False
-    if _APPLY is not None:
-        return runs_inside(_APPLY)
+    # torch.compile traces no frames.
+    return torch.compiler.is_compiling() or not in_custom_function(around)
+
+
+def in_custom_function(around: CodeType | None = None) -> bool:
+    """Whether the caller runs inside the forward of a `torch.autograd.Function` that was called inside the function
+    with this code, or anywhere.
+    """
     frame = inspect.currentframe()
-    while frame is not None and not _is_forward(frame):
+    while frame is not None and frame.f_code is not around:
+        code = frame.f_code
+        if code is _APPLY:
+            return True
+        if _APPLY is None and code.co_argcount:  # a context, or by its code
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, FunctionCtx):
+                return True
+            if code.co_name == "forward" and not isinstance(first, nn.Module) and _is_forward(code):
+                return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def runs_inside(code: Any) -> bool:
@@ -199,12 +214,8 @@ def runs_inside(code: Any) -> bool:
     return frame is not None
 
 
-def _is_forward(frame: FrameType) -> bool:
-    """Whether a frame is that of the forward of a custom function: by its context, or by its code."""
-    code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
-        return isinstance(first, FunctionCtx)
+def _is_forward(code: CodeType) -> bool:
+    """Whether a code is that of the forward of a custom function."""
     classes: list[Any] = [torch.autograd.Function]
     for cls in classes:
         classes += cls.__subclasses__()
@@ -241,6 +252,11 @@ function_modes: Any = private("_C._len_torch_function_stack", "nested modes", ot
 function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
 
 
+def has_mode(kind: type) -> bool:
+    """Whether a `TorchFunctionMode` of this class is active."""
+    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_modes()))
+
+
 def untraced(handler: Any) -> Any:
     """Keep torch.compile from compiling the handler of a mode as a frame of its own, where a compiled function that
     fell back to eager mode runs under the mode. Where the caller is compiled, the handler is traced as always.
@@ -260,19 +276,20 @@ _eval_frame: Any = private(
 
 def is_batched(value: Any) -> bool:
     """Whether the innermost `torch.vmap` hides a dimension of this value."""
-    return isinstance(value, Tensor) and _is_batched(value)
+    return isinstance(value, Tensor) and is_batched_tensor(value)
 
 
-def unwrap_batched(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor with the dimension that `torch.vmap` hides, and where that dimension is."""
-    return _unwrapped(x), _batch_dim(x)
+def examples_first(x: Tensor) -> Tensor:
+    """The tensor below `torch.vmap`, with the dimension that is hidden first."""
+    inner, dim = unwrapped(x), batch_dim(x)
+    return inner.movedim(dim, 0) if dim else inner
 
 
 def graph_attribute(func: Any, x: Tensor) -> Any:
     """What a getter of `GRAPH_ATTRIBUTES` returns below the innermost `torch.vmap`, which says that nothing requires
     grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
     """
-    inner = _base(x)
+    inner = unwrapped(x) if is_batched_tensor(x) else x
     value = func(inner)
     if value is not None and inner is not x and func == GRAD_FN:
         raise RuntimeError("grad_fn of a tensor under torch.vmap is that of all examples together")
@@ -340,65 +357,16 @@ def is_concrete(x: Tensor) -> bool:
     return _fake_mode() is None and not _is_functional(x) and not is_wrapped(x)
 
 
-def _base(x: Tensor) -> Tensor:
-    """The tensor below vmap: it counts changes in place, and knows whether it is a view."""
-    return _unwrapped(x) if _is_batched(x) else x
-
-
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():
-        return _version(_base(x))
+        return change_count(unwrapped(x) if is_batched_tensor(x) else x)
 
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
     """The same numbers, in this shape, without a copy and not as a view, which in place changes give another graph."""
-    alone = shape is None and not _is_view(_base(x))
+    alone = shape is None and not _is_view(unwrapped(x) if is_batched_tensor(x) else x)
     return x if alone else _unsafe_view(x, x.shape if shape is None else shape)
-
-
-def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
-    """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
-    ends = {get_gradient_edge(x).node for x in inputs}
-    return nodes_from([y.grad_fn for y in outputs if y.grad_fn is not None], ends)
-
-
-def nodes_from(roots: Iterable[Any], ends: Container[Any] = ()) -> list[Any]:
-    """The nodes that a backward pass from these nodes may visit, without those behind the ends."""
-    # Dicts keep the order, so that what is appended below is visited too.
-    found = dict.fromkeys(roots)
-    order: list[Any] = list(found)
-    for node in order:
-        for following, _ in () if node in ends else node.next_functions:
-            if following is not None and following not in found:
-                found[following] = None
-                order.append(following)
-    return order
-
-
-def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
-    """Pairs of a value and what `torch.autograd.grad` takes as its output: of scalars that `torch.stack` joined, each
-    by itself; of all else, the tensor.
-    """
-    node: Any = y.grad_fn
-    if node is None or node.name() != "StackBackward0" or y.ndim != 1 or _backward_hooks(y):
-        return [(y, y)]
-    edges = node.next_functions
-    # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch
-    # does not say so, the losses are differentiated as one vector.
-    for part, index in edges:
-        entries: Any = getattr(part, "_input_metadata", ())
-        if len(entries) <= index or entries[index].dtype != y.dtype:
-            return [(y, y)]
-    return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
-
-
-def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
-    """The number of elements of the largest gradient on the way to the inputs, without these and their transposes."""
-    ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
-    # Where torch does not tell, rows go all together.
-    entries = (x for node in graph for x in getattr(node, "_input_metadata", ()) if not x.is_nested_tensor)
-    return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_
 from functional_jd.core.types import Losses, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.plan import Plan
+from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
-from functional_jd.torch_compat.torch_internals import nodes_from
 
 
 def check_batch(where: str, batch: tuple[Any, ...]) -> None:

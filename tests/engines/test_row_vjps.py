@@ -17,7 +17,7 @@ from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives import multitask
-from functional_jd.torch_compat.torch_internals import graph_nodes, largest_gradient
+from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 
 SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest weight
     "images": [(70_000, 2), (2, 2), (2, 2)],

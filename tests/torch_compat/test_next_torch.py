@@ -235,7 +235,6 @@ REPLACED = {
         f"_C._dynamo.eval_frame.{name}": layers
         for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     },
-    "utils.checkpoint._checkpoint_impl": checkpointed,
     "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
     "_functorch.apis.vmap_impl": vmapped,
     "amp.autocast_mode._UnmanagedAutocast": step,
@@ -368,10 +367,10 @@ def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
 
 
 def test_every_private_name_is_taken_away():
-    from functional_jd.torch_compat import checkpoints, noticing, torch_internals
+    from functional_jd.torch_compat import autograd_graph, checkpoints, noticing, torch_internals
 
     named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
-    for file in (torch_internals, checkpoints, noticing):
+    for file in (torch_internals, autograd_graph, checkpoints, noticing):
         for call in ast.walk(ast.parse(inspect.getsource(file))):
             if (
                 isinstance(call, ast.Call)

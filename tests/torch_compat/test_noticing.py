@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import functional_jd as jd
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat import noticing
-from functional_jd.torch_compat.torch_internals import innermost_mode
+from functional_jd.torch_compat.torch_internals import has_mode, innermost_mode
 
 
 class Seen(TorchFunctionMode):
@@ -193,9 +193,9 @@ def test_torch_looks_up_what_is_replaced_while_losses_run(monkeypatch):
 
 
 def test_modes_and_compiled_functions_are_recognised():
-    assert not noticing.has_mode(Seen)
+    assert not has_mode(Seen)
     with Seen(), Seen():
-        assert noticing.has_mode(Seen)
+        assert has_mode(Seen)
     compiled = [torch.compile(torch.sin, backend="eager"), torch.compile(nn.Identity(), backend="eager")]
     assert [noticing.is_compiled(f) for f in (torch.sin, nn.Identity(), *compiled)] == [False, False, True, True]
     kinds = []

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.torch_compat import checkpoints, private_names
+from functional_jd.torch_compat import autograd_graph, checkpoints, private_names
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -78,7 +78,9 @@ def test_batched_tensors_are_known_and_unwrapped():
     found = []
 
     def f(row):
-        found.append((internals.is_batched(row), internals.is_wrapped(row), *internals.unwrap_batched(row)))
+        found.append(
+            (internals.is_batched(row), internals.is_wrapped(row), internals.unwrapped(row), internals.batch_dim(row))
+        )
         return row
 
     torch.vmap(f, in_dims=1, out_dims=1)(x)
@@ -224,15 +226,15 @@ def test_a_view_becomes_a_tensor_of_its_own_without_a_copy():
 def test_the_graph_tells_its_nodes_and_the_shapes_of_their_gradients():
     w = torch.ones(50, 3, requires_grad=True)
     y = (torch.ones(2, 50) @ w).tanh()
-    names = [node.name() for node in internals.graph_nodes([y])]
+    names = [node.name() for node in autograd_graph.graph_nodes([y])]
     assert names == ["TanhBackward0", "MmBackward0", "torch::autograd::AccumulateGrad"]
-    assert internals.largest_gradient(internals.graph_nodes([y]), (w,)) == 6
+    assert autograd_graph.largest_gradient(autograd_graph.graph_nodes([y]), (w,)) == 6
 
 
 def test_scalars_are_told_apart_in_their_stack_unless_something_comes_between():
     a, b = (torch.tensor(x, requires_grad=True) for x in (1.0, 2.0))
     stacked = lambda: torch.stack([a * b, b])
-    pairs = internals.scalars_of_stack(stacked())
+    pairs = autograd_graph.scalars_of_stack(stacked())
     assert [value.item() for value, _ in pairs] == [2.0, 2.0]
     gradients = [torch.autograd.grad([y], [a, b], [torch.ones(())], allow_unused=True) for _, y in pairs]
     assert gradients == [(torch.tensor(2.0), torch.tensor(1.0)), (None, torch.tensor(1.0))]
@@ -240,7 +242,7 @@ def test_scalars_are_told_apart_in_their_stack_unless_something_comes_between():
     hooked.register_hook(lambda g: 2 * g)
     others = [hooked, stacked() + 1, torch.stack([a, torch.ones(())]), torch.stack([a, b.double()]), a]
     for y in [*others, torch.stack([a[None], b[None]]), stacked().detach()]:
-        ((value, source),) = internals.scalars_of_stack(y)
+        ((value, source),) = autograd_graph.scalars_of_stack(y)
         assert value is source is y
 
 
@@ -324,6 +326,15 @@ def test_the_forward_of_a_custom_function_is_recognised():
     class Wrapped(torch.autograd.Function):
         forward = staticmethod(wrapped(lambda ctx, x: (answers.append(internals.in_custom_function()), x.clone())[1]))
 
+    def engine():
+        return internals.in_custom_function(engine.__code__)
+
+    class Encloses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            answers.append(engine())
+            return x.clone()
+
     answers = [internals.in_custom_function()]
     Asks.apply(torch.ones(1, requires_grad=True))
     Wrapped.apply(torch.ones(1, requires_grad=True))
@@ -332,6 +343,9 @@ def test_the_forward_of_a_custom_function_is_recognised():
     torch.vmap(torch.func.grad(lambda x: Separate.apply(x).sum()))(torch.ones(2, 1))
     answers.append(internals.in_custom_function())
     assert answers == [False, True, True, True, True, True, False]
+    answers.clear()
+    Encloses.apply(torch.ones(1, requires_grad=True))
+    assert answers == [False]
 
 
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
@@ -425,7 +439,7 @@ def test_importing_and_asking_raises_no_warning():
         internals.under_transform()
 
 
-@pytest.mark.parametrize("file", [internals, checkpoints])
+@pytest.mark.parametrize("file", [internals, checkpoints, autograd_graph])
 def test_every_private_name_is_listed(file):
     """The strings that say what is missing name all private attributes that the file reads."""
     nodes = list(ast.walk(ast.parse(Path(file.__file__).read_text())))

@@ -39,29 +39,37 @@ def recorded(
     points = [x.detach().requires_grad_() for x in leaves]
     with torch.enable_grad():
         outputs, extra = f(points, LayerRecorder(points, constants, uses, examples=False))
-    edges = edges_of(uses)
+    edges = _edges_of(uses)
 
     def pullback(cotangent: Cotangent) -> list[Tensor | None]:
         pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
         if not pairs:
             return [None] * (len(edges) + len(points))
         outs, given = [y for y, _ in pairs], [c for _, c in pairs]
+        ends: Any = [*edges, *points]  # torch's annotation does not know of a mixture
         with autocast_disabled(leaves):
-            found = torch.autograd.grad(outs, ends(edges, points), given, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(outs, ends, given, retain_graph=True, allow_unused=True)
         refuse_inner_backward(options.where, (*points, *constants))
         return to_dense(found)
 
     return Vjp(outputs, detach_tree(extra), pullback), uses, edges
 
 
-def edges_of(uses: list[LayerUse]) -> list[Any]:
+def rows_of_examples(
+    losses: Tensor, scales: Tensor, uses: list[LayerUse], points: list[Tensor]
+) -> tuple[list[Any], Rows]:
+    """The edges of the uses, and the rows of scaled losses `[m]` by edge and, behind them, by point. No loss depends on
+    another example: one backward pass from all of them keeps the rows apart.
+    """
+    edges = _edges_of(uses)
+    ends: Any = [*edges, *points]
+    with autocast_disabled(points):
+        return edges, to_dense(torch.autograd.grad(losses, ends, scales, allow_unused=True))
+
+
+def _edges_of(uses: list[LayerUse]) -> list[Any]:
     """Where the gradients of the recorded layers are found, each once."""
     return list(dict.fromkeys([use.edge for use in uses]))
-
-
-def ends(edges: Sequence[Any], points: list[Tensor]) -> Any:
-    """What to differentiate with respect to; torch's annotation does not know of a mixture."""
-    return [*edges, *points]
 
 
 def gramian_of_uses(

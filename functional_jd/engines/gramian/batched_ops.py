@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_jd.torch_compat.torch_internals import (
     as_batch,
+    examples_first,
     is_batched,
     torch_function_disabled,
-    unwrap_batched,
     without_view,
 )
 
@@ -23,12 +23,6 @@ F = nn.functional
 
 Given: TypeAlias = dict[str, Any]
 """The arguments of an op by name. Those that differ from example to example have the examples first."""
-
-
-def examples_first(x: Tensor) -> Tensor:
-    """The tensor below `torch.vmap`, with the examples along its first dimension."""
-    inner, dim = unwrap_batched(x)
-    return inner.movedim(dim, 0) if dim else inner
 
 
 def on_batch(func: Any, args: Any, kwargs: Any, level: int | None) -> Any:

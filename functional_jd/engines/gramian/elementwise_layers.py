@@ -98,7 +98,8 @@ def _summed(rows: Tensor, shape: torch.Size, trailing: int = 0) -> Tensor:
     """`[m, *y]` as `[m, *shape]`: the sum over all along which that shape is broadcast, so many dimensions after it."""
     aligned = (*[1] * (rows.ndim - 1 - len(shape) - trailing), *shape, *[1] * trailing)
     dims = [d for d, size in enumerate(aligned, start=1) if size == 1]
-    total = rows.sum(dims, dtype=torch.promote_types(rows.dtype, torch.float32)) if dims else at_least_float32(rows)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.sum(dims, dtype=dtype) if dims else rows.to(dtype)
     return total.reshape(len(rows), *shape)
 
 

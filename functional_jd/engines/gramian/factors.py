@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combine
-from functional_jd.core.rows import at_least_float32, block_size
+from functional_jd.core.rows import block_size
 
 
 class Factors(NamedTuple):
@@ -20,6 +20,11 @@ class Factors(NamedTuple):
 
     left: Tensor
     right: Tensor
+
+
+def _in_float32(f: Factors) -> Factors:
+    """Both sides in at least float32; indices stay."""
+    return Factors(*[side.float() if side.dtype.itemsize < 4 else side for side in f])
 
 
 class Block(NamedTuple):
@@ -36,11 +41,10 @@ class Block(NamedTuple):
 
 def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
     """The weighted sum of the rows, in the shape and dtype of the leaf."""
-    left, right = f.left, at_least_float32(f.right)
+    left, right = _in_float32(f)
     if left.ndim == 2:
         scaled = _weighted(right, weights, alone=len(left) < m).flatten(0, 2)
         return scaled.new_zeros(leaf.shape).index_add(0, left.flatten(), scaled).to(leaf.dtype)
-    left = at_least_float32(left)
     dtype = torch.promote_types(left.dtype, right.dtype)
     if len(left) < m or (len(right) == m and right.shape[-1] < left.shape[-1]):  # the smaller side is multiplied
         right = _weighted(right, weights, alone=len(left) < m)
@@ -78,7 +82,7 @@ def weighted_parts(
 
 def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
     """The rows `[m, *p]`, multiplied out."""
-    left, right = f.left, at_least_float32(f.right)
+    left, right = _in_float32(f)
     if left.ndim == 2:
         length = leaf.shape[0]
         offsets = length * torch.arange(m, device=leaf.device)[:, None]
@@ -93,7 +97,7 @@ def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
 
 def products_of_sides(f: Factors) -> Tensor:
     """The products of both sides, summed over positions: `[m, groups, o, i]`, or 1 in the place of m."""
-    left, right = at_least_float32(f.left), at_least_float32(f.right)
+    left, right = _in_float32(f)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
 
@@ -115,7 +119,7 @@ def combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
 
 def column_groups(f: Factors, m: int) -> Iterator[Factors]:
     """Factors of groups of columns that fit the cache: fresh memory in large blocks costs more than the products."""
-    left, right = at_least_float32(f.left), at_least_float32(f.right)
+    left, right = _in_float32(f)
     longer, other = (left, right) if left.shape[-1] > right.shape[-1] else (right, left)
     pieces = -(-m * other.shape[2:].numel() * longer.shape[-1] // block_size(longer))
     for piece in longer.tensor_split(max(1, min(pieces, longer.shape[-1])), dim=-1):

@@ -17,6 +17,11 @@ which `Factors` can be mapped back. FLAT: a contiguous range in any shape, from 
 """
 
 
+def same(made: Any) -> Any:
+    """The way back from a tensor to itself."""
+    return made
+
+
 class ParameterView(NamedTuple):
     """A leaf, or a view of it.
 
@@ -30,23 +35,23 @@ class ParameterView(NamedTuple):
     leaf: int
     constant: Tensor
     distance: int = WHOLE
-    back: Back = lambda made: made
+    back: Back = same
 
 
 def view_of(part: ParameterView, view: Tensor) -> ParameterView | None:
     """What a view of a constant is a view of; None where its rows cannot be mapped back to the leaf."""
     base = part.constant
-    distance, step = _way(base, view)
+    distance, step = _distance_and_back(base, view)
     if step is None:
         return None
     return ParameterView(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made)))
 
 
-def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
+def _distance_and_back(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
     apart = view.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
     if view.dtype is not base.dtype:
         cast = apart and view.is_floating_point() and view.shape == base.shape and view.device == base.device
-        return WHOLE, _same if cast else None
+        return WHOLE, same if cast else None
     if apart or not view.numel():
         return FLAT, None
     strides = [stride for size, stride in zip(base.shape, base.stride(), strict=True) if size > 1]
@@ -54,7 +59,7 @@ def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
         return FLAT, None  # elements share memory: a transpose would look like the leaf itself
     ahead = int(view.storage_offset() - base.storage_offset())
     if view.shape == base.shape and view.stride() == base.stride():
-        return WHOLE, _same
+        return WHOLE, same
     if view.ndim == 2 and view.shape == base.shape[::-1] and view.stride() == base.stride()[::-1]:
         return MATRIX, transposed
     if view.ndim and view.shape[1:] == base.shape[1:] and view.stride() == base.stride() and base.stride(0):
@@ -63,10 +68,6 @@ def _way(base: Tensor, view: Tensor) -> tuple[int, Back | None]:
         pad = _padded(ahead, base.numel() - view.numel())
         return FLAT, lambda rows: pad(rows.reshape(len(rows), -1)).reshape(len(rows), *base.shape)
     return FLAT, None
-
-
-def _same(made: Any) -> Any:
-    return made
 
 
 def transposed(made: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import HALVE_FROM, as_matrix, at_least_float32, inner_products, squared_norms
+from functional_jd.core.rows import HALVE_FROM, as_matrix, inner_products, squared_norms
 from functional_jd.engines.choose import factors_are_cheaper, leaf_is_joined, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
@@ -38,8 +38,8 @@ def products_of_leaves(
     for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
         if rows and len(rows) == len(own) and leaf_is_joined(leaf, m):
-            total = at_least_float32(sum(rows[1:], start=rows[0]))
-            dtype = torch.promote_types(total.dtype, leaf.dtype)
+            total = sum(rows[1:], start=rows[0])
+            dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
         else:
             blocks[index] = of_parts(own, leaf, m)
@@ -95,7 +95,7 @@ def _inner_products(f: Factors, m: int) -> Tensor:
         return _pairs(Factors(f.left if f.left.ndim == 2 else f.left.double(), f.right.double()))
     common, own = (f.left, f.right) if len(f.left) < m else (f.right, f.left)
     own, common = own.double(), common if common.ndim == 2 else common.double()
-    alike = _alike(common, common)
+    alike = _products_of_positions(common, common)
     if len(alike) == 1:  # einsum would copy
         across = torch.bmm(alike.expand(len(own), *alike.shape[1:]), own.squeeze(2))
     else:
@@ -115,7 +115,7 @@ def _pairs(f: Factors) -> Tensor:
 
 def crossed(f: Factors, other: Factors) -> Tensor:
     """Inner products of the rows of one leaf, `[m, k]`, of which no side is shared."""
-    product = _alike(f.left, other.left) * _alike(f.right, other.right)
+    product = _products_of_positions(f.left, other.left) * _products_of_positions(f.right, other.right)
     total = product[0] if len(product) == 1 else product.sum(0)
     positions, others = f.right.shape[1], other.right.shape[1]
     if positions == others == 1:
@@ -123,7 +123,7 @@ def crossed(f: Factors, other: Factors) -> Tensor:
     return total.unflatten(1, (-1, others)).sum(2).unflatten(0, (-1, positions)).sum(1)
 
 
-def _alike(side: Tensor, other: Tensor) -> Tensor:
+def _products_of_positions(side: Tensor, other: Tensor) -> Tensor:
     """Inner products of all rows and positions: `[groups, m * positions, m * positions]`."""
     if side.ndim == 2:
         return (side.flatten()[:, None] == other.flatten()).double()[None]

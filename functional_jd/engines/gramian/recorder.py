@@ -13,24 +13,27 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import layer_is_recorded
-from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, examples_first, on_batch
+from functional_jd.engines.choose import recorded_reach
+from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, view_of
+from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     GRAPH_ATTRIBUTES,
+    batch_dim,
+    change_count,
+    examples_first,
     graph_attribute,
-    in_custom_function,
     is_batched,
+    is_batched_tensor,
+    on_path,
     torch_function_disabled,
     transform_level,
     transparent,
     untraced,
-    unwrap_batched,
-    version,
+    unwrapped,
     without_view,
 )
 
@@ -53,6 +56,22 @@ class UnrecordedDerivativeError(Exception):
     """The losses use a parameter in a way that the recorder does not see."""
 
 
+class Known(NamedTuple):
+    """A leaf or a view of it, as the losses receive it.
+
+    Attributes:
+        part: what it is.
+        seen: the tensor: without a reference, its id could be given to another.
+        base: the tensor below vmap, which counts changes in place.
+        changes: how many there were.
+    """
+
+    part: ParameterView
+    seen: Tensor
+    base: Tensor
+    changes: int
+
+
 class LayerRecorder(TorchFunctionMode):
     """Records every known layer that receives a leaf. The layer gets a constant in the place of the leaf, so that the
     gradient that still arrives at the leaf is that of all other uses, including those that no mode sees, such as
@@ -67,12 +86,17 @@ class LayerRecorder(TorchFunctionMode):
 
     def __init__(self, leaves: list[Tensor], constants: list[Tensor], uses: list[LayerUse], *, examples: bool):
         super().__init__()
-        # By id, with the tensor: without a reference, its id could be given to another.
-        self.known: dict[int, tuple[ParameterView, Tensor, int]] = {}
+        self.known: dict[int, Known] = {}
         for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
             self.remember(leaf, ParameterView(index, constant))
         self.uses, self.examples = uses, examples
+        self.reach = recorded_reach(examples)
         self.level = transform_level()
+
+    def run(self, f: Callable[..., Any], *args: Any) -> Any:
+        """Call a function and record its layers."""
+        with self:
+            return f(*args)
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +119,7 @@ class LayerRecorder(TorchFunctionMode):
             form = batched_form(func, args)
         if form is not None and any(self.view_of_leaf(x) for x in _with_lists((*args, *kwargs.values()))):
             return self.inline(func, form, args, kwargs)
-        layer, given = LAYERS.get(func), kwargs
+        layer, given, source = LAYERS.get(func), kwargs, None
         uses: dict[str, ParameterView] = {}
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
@@ -103,17 +127,23 @@ class LayerRecorder(TorchFunctionMode):
                 part = self.view_of_leaf(given.get(name))
                 if part is not None:
                     uses[name] = part
+            source = given.get("other" if "input" in uses else "input")
             if uses:
                 with torch_function_disabled():
-                    uses = uses if self.fits(layer, given, uses) else {}
-                args, kwargs = _with_constants(layer, uses, args, kwargs)
+                    uses = uses if self.fits(layer, given, source, uses) else {}
+                args, kwargs = list(args), dict(kwargs)
+                for name, part in uses.items():  # a constant in the place of each leaf
+                    if name in kwargs:
+                        kwargs[name] = part.constant
+                    else:
+                        args[layer.names.index(name)] = part.constant
         if self.examples and func in BATCHED_OPS:  # for all examples at once
             output = on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
         else:
             output = func(*args, **kwargs)
         if layer is not None and uses:
             with torch_function_disabled():
-                output = self.record(layer, given, uses, output)
+                output = self.record(layer, given, source, uses, output)
         elif func in VIEWS and args and (part := self.view_of_leaf(args[0])):
             self.follow(part, func, args, kwargs, output)
         return output
@@ -125,11 +155,16 @@ class LayerRecorder(TorchFunctionMode):
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
         """The view of a leaf that this tensor is, unless it was changed in place since."""
-        part, seen, before = self.known.get(id(x), (None, None, 0))
-        return part if seen is not None and version(seen) == before else None
+        known = self.known.get(id(x))
+        if known is None:
+            return None
+        with torch_function_disabled():
+            return known.part if change_count(known.base) == known.changes else None
 
     def remember(self, x: Tensor, part: ParameterView) -> None:
-        self.known[id(x)] = (part, x, version(x))
+        base = unwrapped(x) if is_batched_tensor(x) else x
+        with torch_function_disabled():
+            self.known[id(x)] = Known(part, x, base, change_count(base))
 
     def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Remember the views of a leaf that an op returned."""
@@ -170,29 +205,28 @@ class LayerRecorder(TorchFunctionMode):
         self.follow(part, Tensor.to, (x, cast.dtype), {}, cast)
         return cast
 
-    def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
-        source = input_name(uses)
-        # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
+    def fits(self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView]) -> bool:
         return (
-            transform_level() == self.level
-            and layer_is_recorded(layer.reach, self.examples)
-            and source not in uses
+            layer.reach <= self.reach
+            and not uses.keys() >= {"input", "other"}
             and given.keys() <= set(layer.names)
-            and (not self.examples or is_batched(given.get(source)))
             and not (layer.keeps and any(is_batched(given.get(name)) for name in layer.keeps))
             and ("weight" not in uses or uses["weight"].distance <= layer.reach)
             and layer.fits(given)
-            # Its backward may differentiate a graph that its forward keeps, which must reach the leaf.
-            and not in_custom_function()
+            and (not self.examples or is_batched(source))
+            # Not inside a transform of the losses' own, nor in a custom function, whose backward may differentiate a
+            # graph that its forward keeps: that graph must reach the leaf.
+            and on_path(self.level, _RUN)
         )
 
-    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> Tensor:
+    def record(
+        self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView], output: Tensor
+    ) -> Tensor:
         """Remember the uses of leaves by a layer, and return its output as the losses get it."""
         output = without_view(output)
-        source, inner, axis = given[input_name(uses)], output, 0
+        inner, axis = output, 0
         if self.examples:
-            source = examples_first(source).detach()
-            inner, axis = unwrap_batched(output)
+            source, (inner, axis) = examples_first(source).detach(), (unwrapped(output), batch_dim(output))
         else:
             source = source.detach()[None]
         if not inner.requires_grad:
@@ -201,14 +235,17 @@ class LayerRecorder(TorchFunctionMode):
         for name, value in given.items():
             if name in layer.keeps or not isinstance(value, Tensor):
                 options[name] = value
-        before, edge = version(source), get_gradient_edge(inner)
+        before, edge = change_count(source), get_gradient_edge(inner)
         for name, part in uses.items():
 
             def form(gradient: Tensor, rule: Form = layer.forms[name], part: ParameterView = part) -> Factors | Tensor:
-                if version(source) != before:
+                with torch_function_disabled():
+                    changed = change_count(source) != before
+                if changed:
                     raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
                 shape = {"shape": part.constant.shape}
-                return part.back(rule(source, gradient.movedim(axis, 0), options | shape))
+                made = rule(source, gradient.movedim(axis, 0), options | shape)
+                return made if part.back is same else part.back(made)
 
             self.uses.append(LayerUse(part.leaf, edge, form))
         return output
@@ -219,21 +256,7 @@ def _with_lists(values: Sequence[Any]) -> list[Any]:
     return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
 
-def _with_constants(layer: Layer, uses: dict[str, ParameterView], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a layer, with a constant in the place of each leaf."""
-    args, kwargs = list(args), dict(kwargs)
-    for name, part in uses.items():
-        if name in kwargs:
-            kwargs[name] = part.constant
-        else:
-            args[layer.names.index(name)] = part.constant
-    return args, kwargs
-
-
-def input_name(uses: dict[str, ParameterView]) -> str:
-    """The name of the layer's input, which is not a leaf."""
-    return "other" if "input" in uses else "input"
-
+_RUN = LayerRecorder.run.__code__
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 

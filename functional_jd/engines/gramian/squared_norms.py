@@ -81,10 +81,10 @@ def _crossed(f: Factors, other: Factors) -> Tensor:
 
 
 def _crossed_at_once(f: Factors, other: Factors) -> Tensor:
-    return (_alike(f.left, other.left) * _alike(f.right, other.right)).sum((1, 2, 3))
+    return (_products_within_rows(f.left, other.left) * _products_within_rows(f.right, other.right)).sum((1, 2, 3))
 
 
-def _alike(side: Tensor, other: Tensor) -> Tensor:
+def _products_within_rows(side: Tensor, other: Tensor) -> Tensor:
     """Inner products of the positions of each row: `[m or 1, groups, positions, positions of the other]`."""
     if side.ndim == 2 and other.ndim == 2:
         return (side[:, :, None] == other[:, None, :]).double()[:, None]

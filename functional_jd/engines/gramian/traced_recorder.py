@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_jd.engines.gramian.layers import Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE, ParameterView, transposed
-from functional_jd.engines.gramian.recorder import KNOWN, LayerRecorder, LayerUse, input_name
+from functional_jd.engines.gramian.recorder import KNOWN, Known, LayerRecorder, LayerUse
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
@@ -90,13 +90,13 @@ class TracedRecorder(LayerRecorder):
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
         found = self.known.get(id(x)) if _may_be_view(x) else None
-        return None if found is None else found[0]
+        return None if found is None else found.part
 
     def remember(self, x: Tensor, part: ParameterView) -> None:
-        self.known[id(x)] = (part, x, 0)
+        self.known[id(x)] = Known(part, x, x, 0)
 
     def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        way = _way(func, args, part.constant, output)
+        way = _distance_and_back(func, args, part.constant, output)
         if way is None or transform_level() != self.level or not output.requires_grad or output is args[0]:
             return
         view = func(part.constant, *args[1:], **kwargs)
@@ -106,17 +106,19 @@ class TracedRecorder(LayerRecorder):
             output, ParameterView(part.leaf, view, max(part.distance, distance), lambda made: part.back(step(made)))
         )
 
-    def fits(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView]) -> bool:
-        return not layer.keeps and super().fits(layer, given, uses)
+    def fits(self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView]) -> bool:
+        return not layer.keeps and super().fits(layer, given, source, uses)
 
-    def record(self, layer: Layer, given: dict[str, Any], uses: dict[str, ParameterView], output: Tensor) -> Tensor:
+    def record(
+        self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView], output: Tensor
+    ) -> Tensor:
         if not output.requires_grad:
             return output  # torch.no_grad inside the losses
         options = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         for name, part in uses.items():
             shape = {"shape": tuple(part.constant.shape)}
             self.seen.append(TracedUse(len(self.ends), part, layer.forms[name], options | shape))
-        self.ends.append((given[input_name(uses)].clone(), output))
+        self.ends.append((source.clone(), output))
         return output
 
 
@@ -129,7 +131,7 @@ def _is_in_place(func: Any, kwargs: Any) -> bool:
     return function_name(func) in IN_PLACE_NAMES or "out" in (kwargs or {})
 
 
-def _way(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
+def _distance_and_back(func: Any, args: Any, base: Tensor, output: Any) -> tuple[int, Callable[[Any], Any]] | None:
     """The distance that an op adds to a view of a leaf, and the way back of its rows."""
     if not isinstance(output, Tensor) or output.device != base.device:
         return None

@@ -50,7 +50,8 @@ from functional_jd.engines.weighted_cotangent import common_scale, flags, unscal
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
-from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform
+from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.torch_internals import under_transform
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -80,9 +81,10 @@ def jacobian(losses: Multitask, args: Args, argnums: int | Sequence[int], option
     below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = point
     factors, sums, feature_rows = _parted(point, options)
     trunk_rows = vjp_rows(below, feature_rows, options)
-    gradient = [g.to(x.dtype) for g, x in zip(dense_gradients(sums, heads_leaves), heads_leaves, strict=True)]
+    own, rows = dense_gradients(sums, heads_leaves), dense_rows(trunk_rows, shared_leaves, len(factors))
+    gradient = [g.to(x.dtype) for g, x in zip(own, heads_leaves, strict=True)]
     found = MultitaskJacobian(
-        tree_unflatten(shared_structure, dense_rows(trunk_rows, shared_leaves, len(factors))),
+        tree_unflatten(shared_structure, rows),
         tree_unflatten(heads_structure, gradient),
     )
     return found, *above.extra
@@ -98,12 +100,8 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         inside[:] = [*points, *(part.constant for part, *_ in recorder.known.values())]
-
-        def recorded_features(shared: Tree) -> Any:
-            with recorder:
-                return losses.features(shared, *batch)
-
-        features = with_op_tables(recorded_features, options.journal, options.where)(tree_unflatten(structure, points))
+        run = lambda *given: recorder.run(losses.features, *given)
+        features = with_op_tables(run, options.journal, options.where)(tree_unflatten(structure, points), *batch)
         return _differentiable(features), features
 
     point, uses, edges = recorded(trunk, leaves, options)
@@ -193,8 +191,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     )
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        features = with_op_tables(losses.features, options.journal, options.where)
-        found = features(tree_unflatten(shared_structure, inputs), *batch)
+        params = tree_unflatten(shared_structure, inputs)
+        found = with_op_tables(losses.features, options.journal, options.where)(params, *batch)
         return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)

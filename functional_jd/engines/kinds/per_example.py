@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,17 +19,16 @@ from functional_jd.engines.evaluate import (
     evaluate_losses,
     row_scales,
 )
-from functional_jd.engines.gramian.assemble import edges_of, ends, gramian_of_uses, shaped
+from functional_jd.engines.gramian.assemble import gramian_of_uses, rows_of_examples, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.row_vjps import by_mode
-from functional_jd.engines.vjp import Vjp, to_dense, vjp
+from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
-from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
@@ -78,31 +78,24 @@ def gramian(losses: PerExample, args: Args, argnums: int | Sequence[int], option
 
 def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
     leaves, structure = floating_leaves(params, options.where)
-    m = losses.count(batch)
+    m, dims = losses.count(batch), losses.dims(batch)
     uses: list[LayerUse] = []
     constants = [x.detach().requires_grad_() for x in leaves]
     # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
     points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
 
     def one(*example: Any) -> tuple[list[Tensor], Any]:
-        level = transform_level()[0]
-        copies = [as_batch(x, level) for x in points]
-
-        def recorded_loss(*given: Any) -> Any:
-            with LayerRecorder(copies, constants, uses, examples=True):
-                return losses.loss(*given)
-
-        return evaluate_losses(recorded_loss, (tree_unflatten(structure, copies), *example), options)
+        copies = list(map(as_batch, points, repeat(transform_level()[0])))
+        recorder = LayerRecorder(copies, constants, uses, examples=True)
+        run = partial(recorder.run, losses.loss)
+        return evaluate_losses(run, (tree_unflatten(structure, copies), *example), options)
 
     with torch.enable_grad():
-        outputs, extra = torch.vmap(one, losses.dims(batch), randomness="different")(*batch)
+        outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
     check_example_losses(outputs, (m,))
-    edges = edges_of(uses)
-    factors = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
-    with autocast_disabled(leaves):
-        # No loss depends on another example: one backward pass from all of them keeps the rows apart.
-        gradients = torch.autograd.grad(outputs, ends(edges, points), [factors], allow_unused=True)
-    products, pullback = gramian_of_uses(uses, edges, to_dense(gradients), leaves, m, options)
+    scales = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
+    edges, rows = rows_of_examples(outputs[0], scales, uses, points)
+    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
     return products, *detach_tree(extra), shaped(pullback, structure), ()
 
 
@@ -114,11 +107,8 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
 
     def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-            def recorded_loss(*given: Any) -> Any:
-                with recorder:
-                    return losses.loss(*given)
-
-            return evaluate_losses(recorded_loss, (tree_unflatten(structure, points), *example), options)
+            run = lambda *given: recorder.run(losses.loss, *given)
+            return evaluate_losses(run, (tree_unflatten(structure, points), *example), options)
 
         recorded = recorded_vjp(f, leaves)
         check_example_losses(recorded.point.outputs, ())

@@ -26,7 +26,8 @@ from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.torch_internals import graph_nodes, under_transform, untraced
+from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.torch_internals import under_transform, untraced
 
 
 def jacobian(losses: Any, args: Args, argnums: int | Sequence[int], options: Options) -> FoundJacobian:
@@ -54,11 +55,8 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     leaves, structure = floating_leaves(chosen, options.where)
 
     def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-        def recorded_losses(*given: Any) -> Any:
-            with recorder:
-                return losses(*given)
-
-        return evaluate_losses(recorded_losses, rebuild(tree_unflatten(structure, points)), options)
+        run = lambda *given: recorder.run(losses, *given)
+        return evaluate_losses(run, rebuild(tree_unflatten(structure, points)), options)
 
     point, uses, edges = recorded(f, leaves, options)
     m = element_count(point.outputs)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
 from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind, PulledBack
 from functional_jd.engines.kinds.multitask import MULTITASK
-from functional_jd.engines.kinds.multitask import weighted as weighted_trunk
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.engines.kinds.plain import weighted as weighted_plain
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.over_shards import Sharded
@@ -53,7 +51,8 @@ def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
     params = args[0]
     leaves, _ = floating_leaves(params, options.where)
     inner, args, options = _opened(losses, args, 0, options)
-    values, aux, pull = _weighted_of(losses)(inner, args, options)
+    in_one_pass = cast("Callable[..., FoundWeighted]", _inner(losses).weighted)  # both kinds have it
+    values, aux, pull = in_one_pass(inner, args, options)
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         direction, heads, finite = pull(weights, last=last)
@@ -69,10 +68,6 @@ def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
 def _inner(losses: Sharded) -> Kind:
     """The kind of the losses of whole parameters: those of `of_shards`."""
     return MULTITASK if issubclass(type(losses.losses), Multitask) else PLAIN
-
-
-def _weighted_of(losses: Sharded) -> Callable[..., FoundWeighted]:
-    return weighted_trunk if _inner(losses) is MULTITASK else weighted_plain
 
 
 def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> tuple[Any, Args, Options]:
