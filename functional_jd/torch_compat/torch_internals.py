@@ -43,6 +43,10 @@ _unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
 torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
 
+# Without it, the layer recorder asks of every layer whether a custom function calls it.
+set_grad_enabled: Any = private("_C._set_grad_enabled", _RECORDER, otherwise=False)
+"""What `torch.enable_grad` and its like call, as a `TorchFunctionMode` sees it."""
+
 traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
 
@@ -159,21 +163,11 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def on_path(level: tuple[Any, int], around: CodeType) -> bool:
-    """Whether gradients that are taken outside of the function with this code, at this level of transforms, go through
-    what the caller computes inside it. They do not go through the forward of a `torch.autograd.Function`.
-    """
-    if transform_level() != level:
-        return False
-    # torch.compile traces no frames.
-    return torch.compiler.is_compiling() or not in_custom_function(around)
-
-
 def in_custom_function(around: CodeType | None = None) -> bool:
     """Whether the caller runs inside the forward of a `torch.autograd.Function` that was called inside the function
     with this code, or anywhere.
     """
-    frame = inspect.currentframe()
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()  # torch.compile traces no frames
     while frame is not None and frame.f_code is not around:
         code = frame.f_code
         if code is _APPLY:

@@ -348,6 +348,22 @@ def test_the_forward_of_a_custom_function_is_recognised():
     assert answers == [False]
 
 
+def test_modes_see_that_autograd_is_switched_on():
+    class Switches(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is internals.set_grad_enabled:
+                switched.append(args)
+            return func(*args, **(kwargs or {}))
+
+    switched = []
+    with Switches():
+        with torch.enable_grad():
+            torch.set_grad_enabled(True)
+        with torch.no_grad():
+            pass
+    assert switched == [(True,), (True,), (True,), (False,), (True,)]
+
+
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
     def inner(x):
         hook = checkpoints.saved_tensors_hook()
