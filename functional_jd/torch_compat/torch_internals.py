@@ -163,12 +163,10 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def in_custom_function(around: CodeType | None = None) -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function` that was called inside the function
-    with this code, or anywhere.
-    """
+def in_custom_function() -> bool:
+    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()  # torch.compile traces no frames
-    while frame is not None and frame.f_code is not around:
+    while frame is not None:
         code = frame.f_code
         if code is _APPLY:
             return True

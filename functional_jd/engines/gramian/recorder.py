@@ -113,7 +113,7 @@ class LayerRecorder(TorchFunctionMode):
                 self.refuse_layer_node(found)
             return found
         if func is set_grad_enabled:
-            self.graph_inside = self.graph_inside or (args[0] and in_custom_function(_RUN))
+            self.graph_inside = self.graph_inside or (args[0] and in_custom_function())
         if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
             raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
         if func in _BACKWARD:
@@ -222,7 +222,7 @@ class LayerRecorder(TorchFunctionMode):
             # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
             and transform_level() == self.level
             # A graph that the forward of a custom function keeps for its backward pass must reach the leaf.
-            and not (self.graph_inside and in_custom_function(_RUN))
+            and not (self.graph_inside and in_custom_function())
         )
 
     def record(
@@ -261,8 +261,6 @@ def _with_lists(values: Sequence[Any]) -> list[Any]:
     """The values, and those in lists among them."""
     return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
-
-_RUN = LayerRecorder.run.__code__
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
