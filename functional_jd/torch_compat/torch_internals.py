@@ -7,7 +7,7 @@ what takes its place: the same numbers, in more time.
 
 import inspect
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -96,7 +96,7 @@ class _UnknownContainers:
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
-# From torch 2.14 on it is written in C and has no frame: the frames of the functions' own forwards tell.
+# From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
@@ -165,19 +165,14 @@ def traceable(func: Any) -> Any:
 
 def in_custom_function() -> bool:
     """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
-    frame = None if torch.compiler.is_compiling() else inspect.currentframe()  # torch.compile traces no frames
-    while frame is not None:
-        code = frame.f_code
-        if code is _APPLY:
-            return True
-        if _APPLY is None and code.co_argcount:  # a context, or by its code
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, FunctionCtx):
-                return True
-            if code.co_name == "forward" and not isinstance(first, nn.Module) and _is_forward(code):
-                return True
+    if torch.compiler.is_compiling():  # torch.compile traces no frames
+        return False
+    if _APPLY is not None:
+        return runs_inside(_APPLY)
+    frame = inspect.currentframe()
+    while frame is not None and not _is_forward(frame):
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def runs_inside(code: Any) -> bool:
@@ -188,8 +183,12 @@ def runs_inside(code: Any) -> bool:
     return frame is not None
 
 
-def _is_forward(code: CodeType) -> bool:
-    """Whether a code is that of the forward of a custom function."""
+def _is_forward(frame: FrameType) -> bool:
+    """Whether a frame is that of the forward of a custom function: by its context, or by its code."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
+        return isinstance(first, FunctionCtx)
     classes: list[Any] = [torch.autograd.Function]
     for cls in classes:
         classes += cls.__subclasses__()
