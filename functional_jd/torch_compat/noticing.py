@@ -1,5 +1,5 @@
 """What losses do that must be noticed when they do it, without a mode that sees each of their ops: they switch autocast
-on, begin a checkpoint, or enter vmap.
+or inference mode on, begin a checkpoint, or enter vmap.
 """
 
 from threading import Lock, local
@@ -150,6 +150,15 @@ def _vmap(*args: Any, **kwargs: Any) -> Any:
         return _OWN[4](*args, **kwargs)
 
 
+@untraced
+def _enter_inference_mode(context: torch.inference_mode) -> Any:
+    found = _OWN[5](context)
+    if _listening() is not None:
+        # `inference_mode(False)` switches autograd on, which modes see of all else that does.
+        torch.set_grad_enabled(torch.is_grad_enabled())
+    return found
+
+
 # Torch looks each of them up in its place whenever it calls it.
 _REPLACED: list[tuple[Any, str, Any]] = [
     (torch.autocast, "__enter__", _enter),
@@ -157,6 +166,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (CheckpointFrame, "save_inputs", _save_inputs),
     (ReentrantCheckpoint, "forward", staticmethod(_forward)),
     (vmap_home, "vmap_impl", _vmap),
+    (torch.inference_mode, "__enter__", _enter_inference_mode),
 ]
 _PLACES = _REPLACED if can_notice else []
 _OWN: list[Any] = [getattr(home, name) for home, name, _ in _PLACES]

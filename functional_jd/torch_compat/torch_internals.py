@@ -7,7 +7,7 @@ what takes its place: the same numbers, in more time.
 
 import inspect
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +42,10 @@ _unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
 
 torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
+
+# Without it, the layer recorder asks of every layer whether a custom function calls it.
+set_grad_enabled: Any = private("_C._set_grad_enabled", _RECORDER, otherwise=False)
+"""What `torch.enable_grad` and its like call, as a `TorchFunctionMode` sees it."""
 
 traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
@@ -110,7 +114,7 @@ class _UnknownContainers:
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
-# From torch 2.14 on it is written in C and has no frame: the frames of the functions' own forwards tell.
+# From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
@@ -177,33 +181,16 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def on_path(level: tuple[Any, int], around: CodeType) -> bool:
-    """Whether gradients that are taken outside of the function with this code, at this level of transforms, go through
-    what the caller computes inside it. They do not go through the forward of a `torch.autograd.Function`.
-    """
-    if transform_level() != level:
+def in_custom_function() -> bool:
+    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
+    if torch.compiler.is_compiling():  # torch.compile traces no frames
         return False
-    # torch.compile traces no frames.
-    return torch.compiler.is_compiling() or not in_custom_function(around)
-
-
-def in_custom_function(around: CodeType | None = None) -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function` that was called inside the function
-    with this code, or anywhere.
-    """
+    if _APPLY is not None:
+        return runs_inside(_APPLY)
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not around:
-        code = frame.f_code
-        if code is _APPLY:
-            return True
-        if _APPLY is None and code.co_argcount:  # a context, or by its code
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, FunctionCtx):
-                return True
-            if code.co_name == "forward" and not isinstance(first, nn.Module) and _is_forward(code):
-                return True
+    while frame is not None and not _is_forward(frame):
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def runs_inside(code: Any) -> bool:
@@ -214,8 +201,12 @@ def runs_inside(code: Any) -> bool:
     return frame is not None
 
 
-def _is_forward(code: CodeType) -> bool:
-    """Whether a code is that of the forward of a custom function."""
+def _is_forward(frame: FrameType) -> bool:
+    """Whether a frame is that of the forward of a custom function: by its context, or by its code."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
+        return isinstance(first, FunctionCtx)
     classes: list[Any] = [torch.autograd.Function]
     for cls in classes:
         classes += cls.__subclasses__()

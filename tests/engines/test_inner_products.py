@@ -511,8 +511,8 @@ class KeepsAGraph(torch.autograd.Function):
     """As reversible and implicit layers do."""
 
     @staticmethod
-    def forward(ctx, x, w):
-        with torch.enable_grad():
+    def forward(ctx, x, w, recording):
+        with recording():
             own = x.detach().requires_grad_()
             y = torch.tanh(F.linear(own, w))
         ctx.graph = (y, own, w)
@@ -521,13 +521,14 @@ class KeepsAGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         y, *inputs = ctx.graph
-        return torch.autograd.grad(y, inputs, g, retain_graph=True, allow_unused=True)
+        return *torch.autograd.grad(y, inputs, g, retain_graph=True, allow_unused=True), None
 
 
+@pytest.mark.parametrize("recording", [torch.enable_grad, lambda: torch.inference_mode(False)])
 @pytest.mark.parametrize("differentiable", [False, True])
-def test_a_graph_inside_a_custom_function_reaches_the_parameters(differentiable):
+def test_a_graph_inside_a_custom_function_reaches_the_parameters(differentiable, recording):
     params, x = {"w": numbers(4, 3), "v": numbers(2, 4, seed=2)}, numbers(5, 3, seed=1).requires_grad_(differentiable)
-    losses = lambda p, x: F.linear(KeepsAGraph.apply(x, p["w"]), p["v"]).square().sum(1)
+    losses = lambda p, x: F.linear(KeepsAGraph.apply(x, p["w"], recording), p["v"]).square().sum(1)
     gramian, _, pullback = gramian_fn(losses)(params, x)
     expected = rows_of(losses, params, x)
     rows = torch.cat([leaf.flatten(1) for leaf in expected], 1)

@@ -226,6 +226,7 @@ FEATURES = {
 REPLACED = {
     "autograd.graph._engine_run_backward": step,
     "_fused_adamw_": step,
+    "_C._set_grad_enabled": layers,
     "Tensor._backward_hooks": step,
     "Node._input_metadata": many_losses,
     "_C._len_torch_dispatch_stack": draws,
@@ -246,6 +247,7 @@ REPLACED = {
 
 TORCH_NEEDS = {
     "_weight_norm",
+    "_C._set_grad_enabled",
     "utils.checkpoint._CheckpointFrame.save_inputs",
     "nn.Module._call_impl",
     "utils.checkpoint._checkpoint_hook",

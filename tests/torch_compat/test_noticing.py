@@ -179,17 +179,19 @@ def test_torch_looks_up_what_is_replaced_while_losses_run(monkeypatch):
 
     places = [(torch.autocast, "__enter__"), (torch.autocast, "__exit__"), (noticing.CheckpointFrame, "save_inputs")]
     places += [(noticing.ReentrantCheckpoint, "forward"), (noticing.vmap_home, "vmap_impl")]
+    places += [(torch.inference_mode, "__enter__")]
     for home, name in places:
         seen(home, name)
     x = torch.ones(2, requires_grad=True)
     runs = [lambda: torch.autocast("cpu").__enter__().__exit__(None, None, None), lambda: torch.vmap(torch.sin)(x)]
     runs += [lambda reentrant=reentrant: checkpoint(torch.sin, x, use_reentrant=reentrant) for reentrant in (0, 1)]
+    runs += [torch.inference_mode(False)(lambda: None)]
     found = []
     for run in runs:
         called.clear()
         run()
         found.append([name for name in called if name[0] != "_"] or called[:])
-    assert found == [["__enter__", "__exit__"], ["vmap_impl"], ["save_inputs"], ["forward"]]
+    assert found == [["__enter__", "__exit__"], ["vmap_impl"], ["save_inputs"], ["forward"], ["__enter__"]]
 
 
 def test_modes_and_compiled_functions_are_recognised():

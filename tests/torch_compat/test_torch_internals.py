@@ -326,15 +326,6 @@ def test_the_forward_of_a_custom_function_is_recognised():
     class Wrapped(torch.autograd.Function):
         forward = staticmethod(wrapped(lambda ctx, x: (answers.append(internals.in_custom_function()), x.clone())[1]))
 
-    def engine():
-        return internals.in_custom_function(engine.__code__)
-
-    class Encloses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            answers.append(engine())
-            return x.clone()
-
     answers = [internals.in_custom_function()]
     Asks.apply(torch.ones(1, requires_grad=True))
     Wrapped.apply(torch.ones(1, requires_grad=True))
@@ -343,9 +334,22 @@ def test_the_forward_of_a_custom_function_is_recognised():
     torch.vmap(torch.func.grad(lambda x: Separate.apply(x).sum()))(torch.ones(2, 1))
     answers.append(internals.in_custom_function())
     assert answers == [False, True, True, True, True, True, False]
-    answers.clear()
-    Encloses.apply(torch.ones(1, requires_grad=True))
-    assert answers == [False]
+
+
+def test_modes_see_that_autograd_is_switched_on():
+    class Switches(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is internals.set_grad_enabled:
+                switched.append(args)
+            return func(*args, **(kwargs or {}))
+
+    switched = []
+    with Switches():
+        with torch.enable_grad():
+            torch.set_grad_enabled(True)
+        with torch.no_grad():
+            pass
+    assert switched == [(True,), (True,), (True,), (False,), (True,)]
 
 
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():

@@ -26,9 +26,10 @@ from functional_jd.torch_compat.torch_internals import (
     change_count,
     examples_first,
     graph_attribute,
+    in_custom_function,
     is_batched,
     is_batched_tensor,
-    on_path,
+    set_grad_enabled,
     torch_function_disabled,
     transform_level,
     transparent,
@@ -91,6 +92,8 @@ class LayerRecorder(TorchFunctionMode):
             self.remember(leaf, ParameterView(index, constant))
         self.uses, self.examples = uses, examples
         self.reach = recorded_reach(examples)
+        # Whether a custom function has switched autograd on, which is off when its forward begins.
+        self.graph_inside = not set_grad_enabled
         self.level = transform_level()
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
@@ -109,6 +112,8 @@ class LayerRecorder(TorchFunctionMode):
             if func == GRAD_FN and found is not None:
                 self.refuse_layer_node(found)
             return found
+        if func is set_grad_enabled:
+            self.graph_inside = self.graph_inside or (args[0] and in_custom_function())
         if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
             raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
         if func in _BACKWARD:
@@ -214,9 +219,10 @@ class LayerRecorder(TorchFunctionMode):
             and ("weight" not in uses or uses["weight"].distance <= layer.reach)
             and layer.fits(given)
             and (not self.examples or is_batched(source))
-            # Not inside a transform of the losses' own, nor in a custom function, whose backward may differentiate a
-            # graph that its forward keeps: that graph must reach the leaf.
-            and on_path(self.level, _RUN)
+            # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
+            and transform_level() == self.level
+            # A graph that the forward of a custom function keeps for its backward pass must reach the leaf.
+            and not (self.graph_inside and in_custom_function())
         )
 
     def record(
@@ -256,11 +262,9 @@ def _with_lists(values: Sequence[Any]) -> list[Any]:
     return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
 
-_RUN = LayerRecorder.run.__code__
-
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
 
-_WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook}
+_WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook, set_grad_enabled}
