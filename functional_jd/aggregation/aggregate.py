@@ -161,10 +161,12 @@ def weigh(
         return weights, new
 
 
-def goes_to_host(aggregator: Aggregator, given: Tree) -> bool:
+def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
     """Whether the rule is to run on the host, though what it is given stands on an accelerator: because it asks for
     that, or because the device has no float64.
     """
+    if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
+        return False
     leaves = tree_leaves(given)
     return not (
         leaves[0].is_cpu
