@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.solvers.active_sets import solve_by_active_sets
+from functional_jd.solvers.by_numbers import Solved, factors, multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import may_be_differentiated, on_host, opaque, solve, solve_upper
 
@@ -18,9 +20,11 @@ _ROUNDING = 4 * torch.finfo(torch.float64).eps
 _TOLERANCE = 1e-13
 # Exchanges converge within 1 to 9 rounds or not at all.
 _EXCHANGES = 10
-# From so many entries in all factors on, guessing the active set costs less than the exchanges that it saves, and
-# products cost less than factors.
-_GUESSED_FROM, _PRODUCTS_FROM = 12_000, 400_000
+# From so many entries in all factors on, operations on tensors cost less than those on numbers, guessing the active set
+# costs less than the exchanges that it saves, and products cost less than factors.
+_TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
+# Off the CPU, all 2^m active sets of up to so many rows take less time than a search for one.
+_ALL_SETS_TO = 6
 
 
 class _Solutions(NamedTuple):
@@ -53,7 +57,8 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
 
     Laws:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
-        convergence; on other devices it takes a fixed number of steps, without synchronization. The error e, measured
+        convergence; on other devices it takes a fixed number of steps, or for few rows tries all sets, without
+        synchronization. The error e, measured
         as `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition
         number of the active part of M, however singular M itself, and that only where s is as large as its root. On
         the cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8,
@@ -74,6 +79,9 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
 
 def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
     """The multipliers."""
+    few = _by_numbers(matrix, offset, allowed)
+    if few is not None:
+        return multipliers(few, offset)
     M, q, free = _batch(matrix, offset, allowed)
     if q.numel() * q.shape[-1] < _PRODUCTS_FROM:
         s = _chord_steps(M, q, *_factored(M, q, free))
@@ -85,6 +93,9 @@ def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
 def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multipliers, active set, upper Cholesky factors `[*, k, m, m]` of its part of M; whether refined, `[*, 1, 1]`."""
     m = offset.shape[-1]
+    few = _by_numbers(matrix, offset, allowed)
+    if few is not None:
+        return multipliers(few, offset), *factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
     M, q, free = _batch(matrix, offset, allowed)
     if q.numel() * m < _PRODUCTS_FROM:
         (s, active, factor, _), refined = _factored(M, q, free)
@@ -121,6 +132,12 @@ def _batch(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Ten
     return matrix.contiguous().view(-1, m, m), offset.contiguous().view(-1, k, m), allowed.reshape(-1, k, m)
 
 
+def _by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> list[Solved] | None:
+    if not on_host(offset) or offset.numel() * offset.shape[-1] >= min(_TENSORS_FROM, _PRODUCTS_FROM):
+        return None
+    return solve_by_numbers(matrix, offset, allowed, _TOLERANCE)
+
+
 def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
     """s, but NaN where `M s + q` is not finite."""
     return torch.add(s, torch.baddbmm(q, s, M).sum(-1, keepdim=True), alpha=0)
@@ -128,6 +145,10 @@ def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
 
 def _factored(M: Tensor, q: Tensor, free: Tensor) -> tuple[_Solutions, bool]:
     """Solutions with one factor each, and whether they are refined."""
+    if not on_host(M) and q.shape[-1] <= _ALL_SETS_TO:
+        s, active = solve_by_active_sets(M, q, free)
+        factor, failed = _cholesky(M, active, q.shape[-1] * _ROUNDING)
+        return _Solutions(s, active, factor, failed), True
     if q.numel() * q.shape[-1] < _GUESSED_FROM:
         return _finished(M, q, free, _exchange(M, q, free, (q < 0) & free, _EXCHANGES))
     # A guess, which the exchange checks: half of the digits are enough.

@@ -154,10 +154,12 @@ def by_all_active_sets(N):
     return torch.stack([y[y.norm(dim=-1).argmin()] for y in Y.unbind(1)])
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_small_integers_by_all_active_sets(on_host, monkeypatch):
-    if not on_host:
-        monkeypatch.setattr(lcp, "on_host", lambda _: False)
+@pytest.mark.parametrize(
+    "by", [{}, {"_TENSORS_FROM": 0}, {"on_host": lambda _: False}, {"on_host": lambda _: False, "_ALL_SETS_TO": 0}]
+)
+def test_small_integers_by_all_active_sets(by, monkeypatch):
+    for name, value in by.items():
+        monkeypatch.setattr(lcp, name, value)
     for J in small_integers():
         J = torch.from_numpy(J.astype(np.float64))
         N, limit = unit_rows(J), cone_bound(J)
