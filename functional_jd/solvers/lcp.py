@@ -58,12 +58,11 @@ def linear_complementarity(matrix: Tensor, offset: Tensor, allowed: Tensor | Non
     Laws:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. On a CPU the search stops at
         convergence; on other devices it takes a fixed number of steps, or for few rows tries all sets, without
-        synchronization. The error e, measured
-        as `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition
-        number of the active part of M, however singular M itself, and that only where s is as large as its root. On
-        the cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8,
-        2e-7 at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12, 4e-10
-        at 1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
+        synchronization. The error e, measured as `(e'M e)^1/2`, is what rounding the entries of M and q explains: at
+        most about 1e-16 times the condition number of the active part of M, however singular M itself, and that only
+        where s is as large as its root. On the cosines of three rows of which two are opposite but for an angle, it is
+        2e-12 at a condition number of 1e8, 2e-7 at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8,
+        1e-13 at 1e10, 2e-11 at 1e12, 4e-10 at 1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
