@@ -8,7 +8,7 @@ from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.solvers.spectral import pseudo_inverse
+from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Attainable cosines below this fraction of the preference are rounding.
 _VANISHING = 1e-10
@@ -38,7 +38,8 @@ def config(preference: Numbers | None = None) -> Aggregator:
         conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict. Scaling
         one row changes the length only; homogeneous in the Jacobian. Rows of zeros get weight 0. All weights are 0
         where the preference is orthogonal to all attainable cosines (opposite rows with equal preference; zeros). A
-        non-finite Gramian gives NaN weights. The eigenvalue decomposition synchronizes with the device.
+        non-finite Gramian gives NaN weights. The eigenvalue decomposition, which a Cholesky factor replaces on a CPU
+        where the rows are well-conditioned, synchronizes with the device.
 
     Source:
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,
@@ -53,6 +54,9 @@ def config(preference: Numbers | None = None) -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         u = preference_of(G)
+        a = solve_well_conditioned(C, u)
+        if a is not None:
+            return a / norms * ((norms @ u) / (a @ u))
         inverse, projection = pseudo_inverse(C)
         a, attained = inverse @ u, projection @ u
         vanishing = attained.abs().amax() <= _VANISHING * u.amax()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bounds import check_within
+from bounds import check_stable
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -73,11 +73,11 @@ def test_fake_tensors_have_no_values_to_search_with(build):
 
 
 @each_search
-@pytest.mark.parametrize(("m", "condition"), [(2, 10.0), (5, 1e7), (32, 1e4)])
+@pytest.mark.parametrize(("m", "condition"), [(2, 10.0), (5, 1e7), (32, 1e7)])
 def test_a_fixed_number_of_steps_finds_what_the_host_finds(build, m, condition):
     J = rows(9 if m == 32 and build is SEARCHES["cagrad"] else m, condition)  # which searches 25 times
-    expected, fixed = (aggregate(build(solver=solver), J).direction for solver in ("host", "device"))
-    check_within(fixed, expected, 1e-9 * expected.norm())
+    fixed, looking = (lambda J, how=how: aggregate(build(solver=how), J).direction for how in ("device", "host"))
+    check_stable(fixed(J), looking, J, roundings=2**10)
 
 
 @pytest.mark.parametrize("build", [jd.mgda, jd.upgrad])
