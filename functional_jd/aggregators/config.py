@@ -3,18 +3,20 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Attainable cosines below this fraction of the preference are rounding.
 _VANISHING = 1e-10
 
 
-def config(preference: Numbers | None = None) -> Aggregator:
+def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
     """The direction with cosines proportional to the preference, as long as the sum of the rows' projections on it.
 
     `direction = (sum_i <g_i, b>) b` with `b = N^+ u / |N^+ u|`, N the unit rows n_i. In terms of their cosines C:
@@ -23,6 +25,8 @@ def config(preference: Numbers | None = None) -> Aggregator:
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; only ratios matter; `None`
             means all equal. Copied: later changes to the tensor have no effect.
+        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
+            which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
@@ -63,4 +67,4 @@ def config(preference: Numbers | None = None) -> Aggregator:
         length = (norms @ attained) / torch.where(vanishing, 1, a @ attained)
         return torch.where(vanishing, 0, length * a / norms)
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "config"))

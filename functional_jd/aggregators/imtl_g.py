@@ -4,21 +4,27 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Projections and sums of weights below these fractions of their terms are rounding.
 _VANISHING, _CANCELLED = 1e-10, 1e-13
 
 
-def imtl_g() -> Aggregator:
+def imtl_g(*, solver: Solver = "host") -> Aggregator:
     """Weights that sum to one, for a direction with equal projections on all rows.
 
     `weights = v / sum(v)` with `v = G^+ norms`. For independent rows that is `v = C^-1 1 / norms`, C the cosines, which
     is accurate however different the norms are.
+
+    Args:
+        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
+            which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the Gramian
@@ -49,7 +55,7 @@ def imtl_g() -> Aggregator:
         exists = (total.abs() > _CANCELLED * v.abs().sum()) & attainable
         return torch.where(exists, v / torch.where(exists, total, 1), 0 * v)
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "imtl_g"))
 
 
 def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,18 +4,20 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
+from functional_jd.solvers.search import Solver
 
 # So many projections first change products with one another only: else each would change `m^2` of them.
 _BLOCK = 64
 
 
-def pcgrad(key: Tensor) -> Aggregator:
+def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
     """Project every row on the normal plane of each row that it conflicts with, then sum the projections.
 
     `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i,
@@ -23,6 +25,8 @@ def pcgrad(key: Tensor) -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
+        solver: off the CPU, `"host"` projects there, with one copy to it and one back; `"device"` on the device,
+            without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
@@ -48,7 +52,7 @@ def pcgrad(key: Tensor) -> Aggregator:
         weights = 1 + _coefficients(G, random_visit_orders(subkey, len(G))).sum(0)
         return with_nan_of(weights, G.sum()), next_key
 
-    return Aggregator(gramian, lambda G: key.to(G.device), update)
+    return Aggregator(gramian, lambda G: key.to(G.device), update, runs_on_host(solver, "pcgrad"))
 
 
 def _coefficients(G: Gramian, orders: Tensor) -> Tensor:
