@@ -3,18 +3,20 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.solvers.spectral import pseudo_inverse
+from functional_jd.solvers.search import Solver
+from functional_jd.solvers.spectral import pseudo_inverse, solve_well_conditioned
 
 # Attainable cosines below this fraction of the preference are rounding.
 _VANISHING = 1e-10
 
 
-def config(preference: Numbers | None = None) -> Aggregator:
+def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Aggregator:
     """The direction with cosines proportional to the preference, as long as the sum of the rows' projections on it.
 
     `direction = (sum_i <g_i, b>) b` with `b = N^+ u / |N^+ u|`, N the unit rows n_i. In terms of their cosines C:
@@ -23,6 +25,8 @@ def config(preference: Numbers | None = None) -> Aggregator:
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; only ratios matter; `None`
             means all equal. Copied: later changes to the tensor have no effect.
+        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
+            which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
@@ -38,7 +42,8 @@ def config(preference: Numbers | None = None) -> Aggregator:
         conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict. Scaling
         one row changes the length only; homogeneous in the Jacobian. Rows of zeros get weight 0. All weights are 0
         where the preference is orthogonal to all attainable cosines (opposite rows with equal preference; zeros). A
-        non-finite Gramian gives NaN weights. The eigenvalue decomposition synchronizes with the device.
+        non-finite Gramian gives NaN weights. The eigenvalue decomposition, which a Cholesky factor replaces on a CPU
+        where the rows are well-conditioned, synchronizes with the device.
 
     Source:
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,
@@ -53,10 +58,13 @@ def config(preference: Numbers | None = None) -> Aggregator:
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         u = preference_of(G)
+        a = solve_well_conditioned(C, u)
+        if a is not None:
+            return a / norms * ((norms @ u) / (a @ u))
         inverse, projection = pseudo_inverse(C)
         a, attained = inverse @ u, projection @ u
         vanishing = attained.abs().amax() <= _VANISHING * u.amax()
         length = (norms @ attained) / torch.where(vanishing, 1, a @ attained)
         return torch.where(vanishing, 0, length * a / norms)
 
-    return stateless(gramian, weigh)
+    return stateless(gramian, weigh, on_host=runs_on_host(solver, "config"))

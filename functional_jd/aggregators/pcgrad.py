@@ -4,15 +4,20 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
+from functional_jd.solvers.search import Solver
+
+# So many projections first change products with one another only: else each would change `m^2` of them.
+_BLOCK = 64
 
 
-def pcgrad(key: Tensor) -> Aggregator:
+def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
     """Project every row on the normal plane of each row that it conflicts with, then sum the projections.
 
     `direction = sum_i p_i`: p_i starts as row g_i; for every other row g_j, in a random order drawn for i,
@@ -20,6 +25,8 @@ def pcgrad(key: Tensor) -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
+        solver: off the CPU, `"host"` projects there, with one copy to it and one back; `"device"` on the device,
+            without a synchronization.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
@@ -42,15 +49,37 @@ def pcgrad(key: Tensor) -> Aggregator:
 
     def update(G: Gramian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)
-        eye = torch.eye(len(G), dtype=G.dtype, device=G.device)
-        squares = nonzero(G.diagonal())
-        coefficients, products = eye, G  # of each p_i in terms of the rows, and with the rows
-        for j in random_visit_orders(subkey, len(G)).unbind(1):
-            one_hot = eye[j]
-            conflict = (one_hot * products).sum(1).clamp(max=0)
-            steps = (-conflict / squares[j]).unsqueeze(1)
-            coefficients = coefficients + steps * one_hot
-            products = products + steps * G[j]
-        return with_nan_of(coefficients.sum(0), G.sum()), next_key
+        weights = 1 + _coefficients(G, random_visit_orders(subkey, len(G))).sum(0)
+        return with_nan_of(weights, G.sum()), next_key
 
-    return Aggregator(gramian, lambda G: key.to(G.device), update)
+    return Aggregator(gramian, lambda G: key.to(G.device), update, runs_on_host(solver, "pcgrad"))
+
+
+def _coefficients(G: Gramian, orders: Tensor) -> Tensor:
+    """The multiples of all rows that are added to each p_i, `[m, m]`, by orders `[m, m - 1]`.
+
+    A projection changes the products of p_i with the rows that follow in the same block of its order. Then all
+    projections of the block, at once, change its products with all rows.
+    """
+    if len(G) == 1:
+        return torch.zeros_like(G)
+    squares = nonzero(G.diagonal())
+    scaled = G / squares.unsqueeze(1)
+    products, removed = G, torch.zeros_like(G)
+    for block in orders.split(_BLOCK, dim=1):
+        conflicts = _conflicts(scaled, products.gather(1, block).mT, block.mT)
+        change = torch.zeros_like(G).scatter(1, block, conflicts)
+        products = products - change @ scaled
+        removed = removed + change
+    return -removed / squares
+
+
+def _conflicts(scaled: Tensor, products: Tensor, block: Tensor) -> Tensor:
+    """The products, if negative, of each p_i with the rows of its block, when their turn comes."""
+    first, second = torch.triu_indices(len(block), len(block), 1, device=block.device)
+    steps = scaled[block[first], block[second]].split(list(range(len(block) - 1, -1, -1)))
+    conflicts: list[Tensor] = []
+    for step in steps:  # by a row, on those that follow
+        conflicts.append(products[:1].clamp(max=0))
+        products = torch.addcmul(products[1:], conflicts[-1], step, value=-1)
+    return torch.cat(conflicts).mT

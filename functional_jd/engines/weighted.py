@@ -14,7 +14,7 @@ from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count
+from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count, row_scales
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundWeighted, Kind, PulledBack
 from functional_jd.engines.plan import Engine, Plan, require
@@ -86,7 +86,10 @@ def weighted_fn(
 
 def _weighted(kind: Kind, losses: LossFunction, args: tuple[Any, ...], options: Options) -> FoundWeighted:
     if kind.weighted is not None:
-        return kind.weighted(losses, args, options)
+        found = kind.weighted(losses, args, options)
+        if options.scale is not None and options.scale.ndim:  # a scale that does not fit is refused at once
+            row_scales(options.scale, objective_count(found[0]), options.scale, options.where)
+        return found
     jacobian, values, aux = kind.jacobian(losses, args, 0, options)
     one = tree_leaves(jacobian)[0].new_ones((), dtype=torch.float32)  # on the device of the rows
     rows, flags = unscale(one if options.scale is None else options.scale, jacobian)

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import divide, nan_unless
+from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
 # Eigenvalues below this fraction of the largest, times m, are rounding.
 _CUT = 8 * torch.finfo(torch.float64).eps
+# Traces of inverses, which bound the largest eigenvalue, up to which solving by Cholesky factors is as good as exact.
+_WELL_CONDITIONED = 1e6
 
 
 def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +47,25 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     projection = eye - V @ (eye - left @ T.mT) @ V.mT
     return nan_unless(finite, inverse), nan_unless(finite, projection)
+
+
+def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
+    """`A^-1 b` by a Cholesky factor, in a tenth of the time of `pseudo_inverse`, if that is as good.
+
+    Args:
+        matrix: A, float64 `[m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
+        right: b, float64 `[m]`.
+
+    Returns:
+        float64 `[m]`, differentiable, if A is well-conditioned, else `None`; `None` too where values cannot be looked
+        at for nothing: under transforms, on other devices than a CPU.
+    """
+    if not matrix.is_cpu or type(matrix) is not Tensor or under_transform() or dispatch_modes():
+        return None
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed.item() or not torch.cholesky_inverse(factor.detach()).trace().item() < _WELL_CONDITIONED:
+        return None
+    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
-from functional_jd.solvers.lcp import multipliers
+from functional_jd.solvers.lcp import solution
 from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve_upper
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
@@ -84,7 +84,7 @@ def _search(
 
     allowed = torch.ones_like(rho, dtype=torch.bool).unsqueeze(-2)
     products = rho.unsqueeze(-1) * rho.unsqueeze(-2)
-    nearest = multipliers(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
+    nearest = solution(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
     one_row = ((beta + c * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
     tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
@@ -94,7 +94,7 @@ def _search(
     while True:
         # Rows with a gain far above tau stay inactive within the radius: a large offset would only cost digits.
         offset = (beta - tau * rho).clamp(max=farthest) / one_more
-        v = one_more * multipliers(C, offset.unsqueeze(-2), allowed, fixed).squeeze(-2)
+        v = one_more * solution(C, offset.unsqueeze(-2), allowed, fixed).squeeze(-2)
         active = v > matvec(C, v) + beta - tau * rho
         pairs = active.unsqueeze(-1) & active.unsqueeze(-2)
         upper = torch.linalg.cholesky_ex(torch.where(pairs, ridged, eye), upper=True)[0]

@@ -152,6 +152,8 @@ def _row(cells: list[str]) -> str:
 def _signature(build: Builder) -> str:
     parameters: list[str] = []
     for p in inspect.signature(build).parameters.values():
+        if p.name == "solver":  # of many rules, and of none the mathematics
+            continue
         parameters.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace("'", '"'))
     return f"({', '.join(parameters)})"
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.aggregators.pcgrad import pcgrad
 from functional_jd.random import key, split
 
@@ -75,6 +76,16 @@ def test_equal_to_the_peer_on_two_rows():
     """From PCGrad of torchjd 0.18."""
     J = torch.tensor([[1.0, 0.0, 2.0], [0.0, 2.0, -2.0]])
     torch.testing.assert_close(aggregate(pcgrad(key(7)), J).direction, torch.tensor([1.8, 3.0, 0.6]))
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 4), (66, 40), (150, 30)])
+def test_many_rows_are_projected_as_the_paper_does(m, n):
+    J = torch.randn(m, n, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    J = J - J.mean(0)
+    orders = random_visit_orders(split(key(3))[0], m)
+    rows = torch.stack([projected(J, i, order) for i, order in enumerate(orders.tolist())])
+    found = aggregate(pcgrad(key(3)), J)
+    check_within(found.direction, rows.sum(0), m * n * eps() * found.weights @ J.abs())
 
 
 def test_the_key_decides_and_advances():

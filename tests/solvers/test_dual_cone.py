@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
+from functional_jd.solvers import lcp
 from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers, row_multipliers
 
 jacobians = st.tuples(st.integers(1, 7), st.integers(1, 7)).flatmap(
@@ -153,8 +154,12 @@ def by_all_active_sets(N):
     return torch.stack([y[y.norm(dim=-1).argmin()] for y in Y.unbind(1)])
 
 
-@pytest.mark.parametrize("solver", ["host", "device"])
-def test_small_integers_by_all_active_sets(solver):
+@pytest.mark.parametrize(
+    ("solver", "by"), [("host", {}), ("host", {"_TENSORS_FROM": 0}), ("device", {}), ("device", {"_ALL_SETS_TO": 0})]
+)
+def test_small_integers_by_all_active_sets(solver, by, monkeypatch):
+    for name, value in by.items():
+        monkeypatch.setattr(lcp, name, value)
     for J in small_integers():
         J = torch.from_numpy(J.astype(np.float64))
         N, limit = unit_rows(J), cone_bound(J)

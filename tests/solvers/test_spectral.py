@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.linalg import fractional_matrix_power
 from torch.func import grad, hessian, jacfwd, jacrev
 
-from functional_jd.solvers.spectral import inverse_root, pseudo_inverse
+from functional_jd.solvers.spectral import inverse_root, pseudo_inverse, solve_well_conditioned
 
 
 def rows():
@@ -101,3 +101,34 @@ def test_a_batch_is_the_loop_and_compiles_with_its_derivatives():
     both = torch.vmap(grad(lambda G: (pseudo_inverse(G)[0] @ inverse_root(G)[0]).sum()))
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), both(batch))
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 40])
+def test_the_well_conditioned_are_solved_with_derivatives(m):
+    J = normal(m, m + 4, seed=m)
+    J, b = J / J.norm(dim=1, keepdim=True), normal(m, seed=1)
+    C = J @ J.T
+    check_within(solve_well_conditioned(C, b), pseudo_inverse(C)[0] @ b, 64 * m * eps() * torch.linalg.cond(C) ** 1.5)
+    if m <= 5:
+        f = lambda J, b: solve_well_conditioned(J @ J.T, b)
+        inputs = J.requires_grad_(), b.requires_grad_()
+        assert torch.autograd.gradcheck(f, inputs)
+        assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_what_is_not_well_conditioned_is_left():
+    b, one = normal(3), torch.eye(3, dtype=torch.float64)
+    dependent = torch.tensor([[1.0, 0], [1, 0], [0, 1]], dtype=torch.float64)
+    nearly = torch.cat([dependent, torch.tensor([[1e-4], [0], [0]], dtype=torch.float64)], dim=1)
+    for C in (
+        dependent @ dependent.T,
+        nearly @ nearly.T,
+        0 * one,
+        one * torch.nan,
+        one.index_fill(0, torch.tensor(2), torch.inf),
+    ):
+        assert solve_well_conditioned(C, b) is None
+    refused = []
+    torch.vmap(lambda C: refused.append(solve_well_conditioned(C, b)) or C)(one.unsqueeze(0))
+    grad(lambda C: refused.append(solve_well_conditioned(C, b)) or C.sum())(one)
+    assert refused == [None, None]

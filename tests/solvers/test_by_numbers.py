@@ -1,0 +1,36 @@
+"""Problems solved by Python's numbers: what the search with tensors finds, or nothing. Exact tests: all active sets."""
+
+import pytest
+import torch
+
+from functional_jd.solvers import lcp
+from functional_jd.solvers.by_numbers import factors, multipliers, solve_by_numbers
+
+
+def problem(m):
+    A = torch.randn(m, m + 3, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
+    A = torch.nn.functional.normalize(A - 1.2 * A.mean(0))
+    return A @ A.T, ~torch.eye(m, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("m", [1, 3, 5, 8])
+def test_numbers_find_what_tensors_find(m, monkeypatch):
+    M, allowed = problem(m)
+    solved = solve_by_numbers(M, M, allowed, 1e-13)
+    assert solved is not None
+    (active, upper), s = factors(solved, M), multipliers(solved, M)
+    monkeypatch.setattr(lcp, "_TENSORS_FROM", 0)
+    expected, chosen, factor, _ = lcp._search(M, M, allowed, fixed=False)
+    assert torch.equal(active, chosen)
+    torch.testing.assert_close((s, upper), (expected, factor), rtol=1e-9, atol=1e-11)
+
+
+def test_numbers_leave_to_the_search_what_is_ill_conditioned():
+    N = torch.nn.functional.normalize(torch.tensor([[1, 1e-3, 0], [-1, 1e-3, 0], [0, -1, 0.5]], dtype=torch.float64))
+    assert solve_by_numbers(N @ N.T, (N[2] @ N.T).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool), 1e-13) is None
+
+
+def test_nothing_is_read_where_something_may_record_what_is_computed():
+    M, allowed = problem(3)
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert solve_by_numbers(M, M, allowed, 1e-13) is None
