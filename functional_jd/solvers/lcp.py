@@ -82,7 +82,9 @@ def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
     if few is not None:
         return multipliers(few, offset)
     M, q, free = _batch(matrix, offset, allowed)
-    if q.numel() * q.shape[-1] < _PRODUCTS_FROM:
+    if _all_sets(q):
+        s, _ = solve_by_active_sets(M, q, free)
+    elif q.numel() * q.shape[-1] < _PRODUCTS_FROM:
         s = _chord_steps(M, q, *_factored(M, q, free))
     else:
         s, _ = _by_products(M, q, free)
@@ -137,6 +139,10 @@ def _by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor) -> list[Solved]
     return solve_by_numbers(matrix, offset, allowed, _TOLERANCE)
 
 
+def _all_sets(q: Tensor) -> bool:
+    return not on_host(q) and q.shape[-1] <= _ALL_SETS_TO
+
+
 def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
     """s, but NaN where `M s + q` is not finite."""
     return torch.add(s, torch.baddbmm(q, s, M).sum(-1, keepdim=True), alpha=0)
@@ -144,7 +150,7 @@ def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
 
 def _factored(M: Tensor, q: Tensor, free: Tensor) -> tuple[_Solutions, bool]:
     """Solutions with one factor each, and whether they are refined."""
-    if not on_host(M) and q.shape[-1] <= _ALL_SETS_TO:
+    if _all_sets(q):
         s, active = solve_by_active_sets(M, q, free)
         factor, failed = _cholesky(M, active, q.shape[-1] * _ROUNDING)
         return _Solutions(s, active, factor, failed), True

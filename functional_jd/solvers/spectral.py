@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import divide, nan_unless
-from functional_jd.solvers.search import on_host
+from functional_jd.solvers.search import may_be_differentiated, on_host
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
 # Eigenvalues below this fraction of the largest, times m, are rounding.
@@ -34,6 +34,8 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
         also at repeated eigenvalues. The decomposition synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
+    if not on_host(matrix) and not may_be_differentiated(matrix):
+        return _without_derivatives(finite_matrix, finite)
     spectrum, V, kept, change = _eigenbasis(finite_matrix)
     one = torch.diag_embed(kept.to(spectrum.dtype))
     block = torch.diag_embed(spectrum) + change
@@ -48,6 +50,16 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     projection = eye - V @ (eye - left @ T.mT) @ V.mT
     return nan_unless(finite, inverse), nan_unless(finite, projection)
+
+
+def _without_derivatives(matrix: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+    """The pseudo-inverse and the projection in a few launches."""
+    spectrum, V = torch.linalg.eigh(matrix)
+    dropped = spectrum <= _CUT * matrix.shape[-1] * spectrum[..., -1:]
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    inverse = (V / spectrum.masked_fill(dropped, torch.inf).unsqueeze(-2)) @ V.mT
+    projection = eye - (V * dropped.unsqueeze(-2)) @ V.mT
+    return inverse.masked_fill(~finite, torch.nan), projection.masked_fill(~finite, torch.nan)
 
 
 def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
