@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.solvers.active_sets import solve_by_active_sets
-from functional_jd.solvers.by_numbers import Solved, factors, multipliers, solve_by_numbers
+from functional_jd.solvers.by_numbers import Solved, as_factors, as_multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import may_be_differentiated, on_host, opaque, solve, solve_upper
 
@@ -80,7 +80,7 @@ def _solution(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:
     """The multipliers."""
     few = _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset)
+        return as_multipliers(few, offset)
     M, q, free = _batch(matrix, offset, allowed)
     if _all_sets(q):
         s, _ = solve_by_active_sets(M, q, free)
@@ -96,7 +96,7 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Te
     m = offset.shape[-1]
     few = _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset), *factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
+        return as_multipliers(few, offset), *as_factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
     M, q, free = _batch(matrix, offset, allowed)
     if q.numel() * m < _PRODUCTS_FROM:
         (s, active, factor, _), refined = _factored(M, q, free)

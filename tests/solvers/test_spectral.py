@@ -141,7 +141,7 @@ def test_the_same_off_the_cpu_where_no_derivative_is_asked_for(J):
     several = torch.stack([C, C * torch.nan])
     expected = pseudo_inverse(several)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectral, "on_host", lambda _: False)
+        patch.setattr(spectral, "_on_host", lambda _: False)
         found = pseudo_inverse(several)
     for x, y in zip(found, expected, strict=True):
         check_within(x[0], y[0], 64 * len(J) * eps() * max(1, expected[0][0].abs().max()) ** 2)
