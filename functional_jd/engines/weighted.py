@@ -14,7 +14,14 @@ from functional_jd.core.arguments import check_flag
 from functional_jd.core.heads import direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable, objective_count, row_scales
+from functional_jd.engines.evaluate import (
+    Options,
+    check_losses,
+    check_weights,
+    is_differentiable,
+    objective_count,
+    row_scales,
+)
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.kind import FoundWeighted, Kind, PulledBack
 from functional_jd.engines.plan import Engine, Plan, require

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.solvers.active_sets import solve_by_active_sets
-from functional_jd.solvers.by_numbers import Solved, factors, multipliers, solve_by_numbers
+from functional_jd.solvers.by_numbers import Solved, as_factors, as_multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve, solve_upper
 
@@ -23,8 +22,6 @@ _EXCHANGES = 10
 # From so many entries in all factors on, operations on tensors cost less than those on numbers, guessing the active set
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
-# All 2^m active sets of up to so many rows take less time than a fixed number of steps in search of one.
-_ALL_SETS_TO = 6
 
 
 class _Solutions(NamedTuple):
@@ -53,8 +50,8 @@ def linear_complementarity(
             `M`.
         allowed: bool `[*, k, m]`; `None` allows all.
         solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
-            stand, without a synchronization: all sets of up to 6 rows at once, or else `4 m + 44` rounds, where each
-            problem has its own factor, which takes about `70 k m^2` bytes, 10 GB for `k = m = 512`.
+            stand, without a synchronization, `4 m + 44` rounds for every problem; each has its own factor, which takes
+            about `70 k m^2` bytes, 10 GB for `k = m = 512`.
 
     Returns:
         float64 `[*, k, m]`, non-negative up to rounding. Where several s solve the problem, `M s` is the same for all
@@ -84,7 +81,7 @@ def solution(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> Te
     """`linear_complementarity` without derivatives; `fixed` takes a fixed number of steps, and looks at no value."""
     few = None if fixed else _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset)
+        return as_multipliers(few, offset)
     M, q, free = _batch(matrix, offset, allowed)
     if fixed:
         s = _fixed_search(M, q, free).s
@@ -100,7 +97,7 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> tup
     m = offset.shape[-1]
     few = None if fixed else _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset), *factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
+        return as_multipliers(few, offset), *as_factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
     M, q, free = _batch(matrix, offset, allowed)
     if fixed:
         (s, active, factor, _), refined = _fixed_search(M, q, free), True
@@ -171,11 +168,7 @@ def _finished(M: Tensor, q: Tensor, free: Tensor, found: _Solutions) -> tuple[_S
 
 
 def _fixed_search(M: Tensor, q: Tensor, free: Tensor) -> _Solutions:
-    """The same by all active sets at once; of more rows, by the steps that the search for the hardest one may take."""
-    if q.shape[-1] <= _ALL_SETS_TO:
-        s, active = solve_by_active_sets(M, q, free)
-        factor, failed = _cholesky(M, active, q.shape[-1] * _ROUNDING)
-        return _Solutions(s, active, factor, failed)
+    """The same by the steps that the search for the hardest problem may take."""
     found = _exchange(M, q, free, (q < 0) & free, _EXCHANGES, looks=False)
     found = _refined(M, q, free, found.s, found.active, looks=False)
     new = _descended(M, q, free, found, looks=False)
