@@ -61,10 +61,10 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
 def _by_eigenvalues(G: Gramian, C: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     """Weights before they are scaled to sum to one, and whether equal projections exist."""
     is_zero = G.diagonal() == 0
-    inverse, projection = pseudo_inverse(C + torch.diag(is_zero.to(C.dtype)))
-    independent = projection.diagonal().sum() > len(G) - 0.5  # the trace is the rank
-    lengths = torch.where(is_zero, 0, norms)
-    inverse_gramian, projection = pseudo_inverse(G)
-    least_squares, attained = inverse_gramian @ lengths, projection @ lengths
+    inverses, projections = pseudo_inverse(torch.stack([C + torch.diag(is_zero.to(C.dtype)), G]))
+    independent = projections[0].diagonal().sum() > len(G) - 0.5  # the trace is the rank
+    lengths = norms.masked_fill(is_zero, 0)
+    least_squares, attained = inverses[1] @ lengths, projections[1] @ lengths
     attainable = independent | (attained.abs().amax() > _VANISHING * lengths.amax())
-    return torch.where(independent, torch.where(is_zero, 0, inverse.sum(-1)) / norms, least_squares), attainable
+    equal = inverses[0].sum(-1).masked_fill(is_zero, 0) / norms
+    return torch.where(independent, equal, least_squares), attainable

@@ -10,8 +10,8 @@ _DEPENDENT = 1e-14
 def solve_by_active_sets(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity` by the active set that violates their conditions least.
 
-    For a set F, let B have the columns of M in F, and those of `-1` elsewhere. Then `B z = q` gives `z = -s` on F and
-    `z = -w` off it, with `w = M s + q`: the largest entry of z is the violation. Sets of dependent rows, whose B has a
+    For a set F, let B have the columns of `-M` in F, and those of 1 elsewhere. Then `B z = q` gives `z = s` on F and
+    `z = w` off it, with `w = M s + q`: the least entry of z is the violation. Sets of dependent rows, whose B has a
     pivot of zero, are left out, as some set of independent rows solves every problem.
 
     Args:
@@ -28,14 +28,12 @@ def solve_by_active_sets(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Te
     m = M.shape[-1]
     numbers, bits = torch.arange(2**m, device=M.device), torch.arange(m, device=M.device)
     sets = (numbers.unsqueeze(-1) >> bits) & 1 > 0
-    opposite = torch.eye(m, dtype=M.dtype, device=M.device).neg_()
-    columns = torch.where(sets.unsqueeze(-2), M.unsqueeze(1), opposite)
-    factors, pivots, _ = torch.linalg.lu_factor_ex(columns)
+    eye = torch.eye(m, dtype=M.dtype, device=M.device)
+    factors, pivots, _ = torch.linalg.lu_factor_ex(torch.where(sets.unsqueeze(-2), -M.unsqueeze(1), eye))
     z = torch.linalg.lu_solve(factors, pivots, q.mT.unsqueeze(1))
     # An entry that may not be active counts where it is, and only there.
-    violation = torch.where(free.mT.unsqueeze(1), z, sets.unsqueeze(-1).to(z.dtype)).amax(2).clamp(min=0)
-    least = factors.diagonal(dim1=-2, dim2=-1).abs().amin(-1, keepdim=True)
-    which = violation.masked_fill(least <= _DEPENDENT, torch.inf).argmin(1)
+    least = torch.where(free.mT.unsqueeze(1), z, -sets.unsqueeze(-1).to(z.dtype)).amin(2).clamp(max=0)
+    pivot = factors.diagonal(dim1=-2, dim2=-1).abs().amin(-1, keepdim=True)
+    which = least.masked_fill(pivot <= _DEPENDENT, -torch.inf).argmax(1)
     active = sets[which]
-    z = z.gather(1, which[:, None, None].expand(-1, 1, m, -1)).squeeze(1).mT
-    return torch.where(active, z, 0).neg_(), active
+    return z.gather(1, which[:, None, None].expand(-1, 1, m, -1)).squeeze(1).mT * active, active

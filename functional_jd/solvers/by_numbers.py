@@ -54,7 +54,7 @@ def solve_by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor, tolerance:
     return solved
 
 
-def multipliers(solved: list[Solved], like: Tensor) -> Tensor:
+def as_multipliers(solved: list[Solved], like: Tensor) -> Tensor:
     """The multipliers of all problems, with the shape of the offsets."""
     rows = [[0.0] * like.shape[-1] for _ in solved]
     for row, one in zip(rows, solved, strict=True):
@@ -63,7 +63,7 @@ def multipliers(solved: list[Solved], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=like.dtype).view(like.shape)
 
 
-def factors(solved: list[Solved], like: Tensor) -> tuple[Tensor, Tensor]:
+def as_factors(solved: list[Solved], like: Tensor) -> tuple[Tensor, Tensor]:
     """The active sets, with the shape of the offsets `[*, m]`; upper Cholesky factors `[*, m, m]`, else identity."""
     m = like.shape[-1]
     active = [[False] * m for _ in solved]

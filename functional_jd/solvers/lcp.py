@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.solvers.active_sets import solve_by_active_sets
-from functional_jd.solvers.by_numbers import Solved, factors, multipliers, solve_by_numbers
+from functional_jd.solvers.by_numbers import Solved, as_factors, as_multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve, solve_upper
 
@@ -84,9 +84,11 @@ def solution(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> Te
     """`linear_complementarity` without derivatives; `fixed` takes a fixed number of steps, and looks at no value."""
     few = None if fixed else _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset)
+        return as_multipliers(few, offset)
     M, q, free = _batch(matrix, offset, allowed)
-    if fixed:
+    if fixed and q.shape[-1] <= _ALL_SETS_TO:
+        s, _ = solve_by_active_sets(M, q, free)
+    elif fixed:
         s = _fixed_search(M, q, free).s
     elif q.numel() * q.shape[-1] < _PRODUCTS_FROM:
         s = _chord_steps(M, q, *_factored(M, q, free))
@@ -100,7 +102,7 @@ def _search(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> tup
     m = offset.shape[-1]
     few = None if fixed else _by_numbers(matrix, offset, allowed)
     if few is not None:
-        return multipliers(few, offset), *factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
+        return as_multipliers(few, offset), *as_factors(few, offset), offset.new_zeros(*offset.shape[:-2], 1, 1)
     M, q, free = _batch(matrix, offset, allowed)
     if fixed:
         (s, active, factor, _), refined = _fixed_search(M, q, free), True

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from functional_jd.solvers import lcp
-from functional_jd.solvers.by_numbers import factors, multipliers, solve_by_numbers
+from functional_jd.solvers.by_numbers import as_factors, as_multipliers, solve_by_numbers
 
 
 def problem(m):
@@ -18,7 +18,7 @@ def test_numbers_find_what_tensors_find(m, monkeypatch):
     M, allowed = problem(m)
     solved = solve_by_numbers(M, M, allowed, 1e-13)
     assert solved is not None
-    (active, upper), s = factors(solved, M), multipliers(solved, M)
+    (active, upper), s = as_factors(solved, M), as_multipliers(solved, M)
     monkeypatch.setattr(lcp, "_TENSORS_FROM", 0)
     expected, chosen, factor, _ = lcp._search(M, M, allowed, fixed=False)
     assert torch.equal(active, chosen)

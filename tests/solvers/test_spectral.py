@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.linalg import fractional_matrix_power
 from torch.func import grad, hessian, jacfwd, jacrev
 
+from functional_jd.solvers import spectral
 from functional_jd.solvers.spectral import inverse_root, pseudo_inverse, solve_well_conditioned
 
 
@@ -132,3 +133,16 @@ def test_what_is_not_well_conditioned_is_left():
     torch.vmap(lambda C: refused.append(solve_well_conditioned(C, b)) or C)(one.unsqueeze(0))
     grad(lambda C: refused.append(solve_well_conditioned(C, b)) or C.sum())(one)
     assert refused == [None, None]
+
+
+@given(rows())
+def test_the_same_off_the_cpu_where_no_derivative_is_asked_for(J):
+    C = torch.nn.functional.normalize(J, dim=1) @ torch.nn.functional.normalize(J, dim=1).T
+    several = torch.stack([C, C * torch.nan])
+    expected = pseudo_inverse(several)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spectral, "_on_host", lambda _: False)
+        found = pseudo_inverse(several)
+    for x, y in zip(found, expected, strict=True):
+        check_within(x[0], y[0], 64 * len(J) * eps() * max(1, expected[0][0].abs().max()) ** 2)
+        assert x[1].isnan().all()
