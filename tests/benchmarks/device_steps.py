@@ -133,7 +133,8 @@ def _counted(device: Device, call: Callable[[], None]) -> Count:
     try:
         device.reset()
         before = device.bytes
-        call()
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own frees memory a moment later
+            call()
     finally:
         gc.enable()
     return Count(

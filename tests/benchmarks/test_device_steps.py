@@ -72,3 +72,8 @@ def test_the_peer_and_plain_training_are_counted_on_the_same_device():
     assert ordinary.waits == 0
     assert peer.waits >= 2  # the Gramian goes to the host, and weights come back
     assert plain(case, FORMS[2]).launches > ordinary.launches
+
+
+def test_a_count_is_exact():
+    assert ours(CASES[0], "mean") == ours(CASES[0], "mean")
+    assert plain(CASES[0]) == plain(CASES[0])
