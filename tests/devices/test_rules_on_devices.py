@@ -6,7 +6,7 @@ The bound of an error is what roundings of the Jacobian do to the same rule on t
 import pytest
 import torch
 from bounds import check_stable
-from simulated import TooManyLaunches, simulated
+from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 from functional_jd import aggregate, constant, cosmos, pbi
@@ -22,7 +22,7 @@ SIZED = {
     "cosmos": lambda m: cosmos(1.0, [0.5] * m),
     "pbi": lambda m: pbi(5.0, [1.0] * m),
 }
-ROW_BY_ROW = pytest.mark.xfail(strict=True, raises=TooManyLaunches, reason="launches grow with the number of rows")
+ROW_BY_ROW = pytest.mark.xfail(strict=True, raises=TooManyLaunchesError, reason="launches grow with the number of rows")
 # A search for each row: on ill-conditioned ones half a minute for 128.
 MANY = ("upgrad", "cr_mogm", "grouped")
 PROBLEMS = ((2, 1e1), (5, 1e7), (32, 1e4), (32, 1e7), (128, 1e7))
@@ -93,3 +93,21 @@ def test_derivatives_and_batches_are_those_of_the_cpu(name):
         assert all(x.device.type == "sim" for x in tree_leaves(found))
         found = device.get(found)
     check_stable(found, lambda J, K: differentiated(name, m)(J, K, losses), *batches, roundings=2**12)
+
+
+def captured():
+    copied = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a number is copied from the host")
+    inexact = pytest.mark.xfail(strict=True, raises=AssertionError, reason="the search stops too early off the CPU")
+    yield from (pytest.param(name, 5, 1e4) for name in ("upgrad", "dualproj", "mgda"))
+    yield from (pytest.param(name, 5, 10.0, marks=copied) for name in ("cagrad", "fairgrad", "nash_mtl"))
+    yield pytest.param("upgrad", 32, 1e7, marks=inexact)
+
+
+@pytest.mark.parametrize(("name", "m", "condition"), list(captured()))
+def test_a_search_is_captured_in_a_graph_of_launches(name, m, condition):
+    jacobian, losses = problem(name, m, condition)
+    with simulated() as device:
+        inputs = device.put((jacobian, losses))
+        device.capturing = True
+        found = device.get(direction(name, m, inputs[0], inputs[0], inputs[1]).direction)
+    check_stable(found, lambda J: direction(name, m, J, J, losses).direction, jacobian)

@@ -1,0 +1,193 @@
+"""What an accelerator asks of a step: no waiting, few launches, no float64 where there is none, one place for all.
+
+What fails is a finding, and says which; whoever mends it takes the mark away.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from simulated import simulated
+from torch.utils._pytree import tree_leaves
+from zoo import MODELS, by_example, plain, tasks
+
+import functional_jd as jd
+from functional_jd import views
+
+KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
+
+
+def finding(reason, raises=RuntimeError):
+    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
+
+
+def on_device(device, kind, dtype=torch.float32):
+    case = KINDS[kind](MODELS["mlp"]())
+    lower = lambda x: x.to(dtype) if x.is_floating_point() else x
+    params, batch = torch.utils._pytree.tree_map(lower, (case.params, case.args))
+    return case.losses, device.put(params), device.put(batch)
+
+
+def warm_step(device, losses, params, *batch, aggregator=None, optimizer=None, engine="auto", scale=None, buffers=()):
+    """A step whose predecessors have set up what there is to set up."""
+    how = {"losses": losses, "aggregator": aggregator or jd.mean(), "optimizer": optimizer or jd.adamw(0.01)}
+    state = jd.train_state(params, *batch, engine=engine, scale=scale, buffers=buffers, **how)
+    take = partial(jd.step, engine=engine, **how)
+    state, _ = take(state, *batch)
+    device.reset()
+    return take(state, *batch)
+
+
+# Where things stand
+
+
+@finding("train_state leaves a scale where it was made", (RuntimeError, AssertionError))
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_scale_follows_the_parameters(shape):
+    with simulated() as device:
+        losses, params, batch = on_device(device, "tasks")
+        state, info = warm_step(device, losses, params, *batch, scale=jd.scale_state(2.0**8, shape=shape))
+        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
+
+
+@finding("train_state leaves buffers where they were made")
+def test_a_key_follows_the_parameters():
+    def losses(params, key, x):
+        key, now = jd.random.split(key)
+        return (params * x + jd.random.normal(now, (3,), dtype=x.dtype)).square(), key
+
+    with simulated() as device:
+        params, x = device.put((torch.ones(3), torch.ones(3)))
+        state, info = warm_step(device, losses, params, x, buffers=jd.random.key(0))
+        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
+
+
+HOST_NUMBERS = {
+    "constant": lambda: jd.constant(torch.tensor([1.0, 2.0, 3.0])),
+    "pbi": lambda: jd.pbi(5.0, torch.tensor([1.0, 1.0, 2.0])),
+    "clipped": lambda: jd.clipped(torch.tensor(1.0)),
+    "random_weights": lambda: jd.random_weights(jd.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("name", HOST_NUMBERS)
+def test_preferences_and_keys_of_rules_follow_the_parameters(name):
+    with simulated() as device:
+        losses, params, batch = on_device(device, "tasks")
+        state, info = warm_step(device, losses, params, *batch, aggregator=HOST_NUMBERS[name]())
+        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
+
+
+@pytest.mark.parametrize(
+    "current", [0, pytest.param(1, marks=finding("generators of the current device", AssertionError))]
+)
+def test_generators_are_put_back_as_on_the_cpu(current):
+    def losses(params, x):
+        return torch.nn.functional.dropout(params * x, 0.5).square()
+
+    how = {"losses": losses, "aggregator": jd.config(), "optimizer": jd.sgd(0.1)}
+    torch.manual_seed(0)
+    jd.train_state(torch.ones(8), torch.ones(8), **how)
+    expected = torch.get_rng_state()
+    with simulated() as device:
+        params, x = device.put((torch.ones(8), torch.ones(8)))
+        device.current = current
+        torch.manual_seed(0)
+        jd.train_state(params, x, **how)
+        assert torch.equal(torch.sim.get_rng_state(0), expected)
+
+
+# Waiting
+
+
+EIGH = finding("eigh waits for the device, to see whether it converged", AssertionError)
+COPIED = finding("numbers are copied from the host in every step", AssertionError)
+
+
+def rules_without_search():
+    yield "mean", jd.mean
+    yield "stch", jd.stch
+    yield "dwa", jd.dwa
+    yield "db_mtl", jd.db_mtl
+    yield "pcgrad", lambda: jd.pcgrad(jd.random.key(0))
+    yield "random_weights", lambda: jd.random_weights(jd.random.key(0))
+    for name, rule in (("config", jd.config), ("imtl_g", jd.imtl_g), ("aligned_mtl", jd.aligned_mtl)):
+        yield pytest.param(name, rule, marks=EIGH)
+    yield pytest.param("constant", lambda: jd.constant([1.0, 2.0, 3.0]), marks=COPIED)
+    yield pytest.param("pbi", lambda: jd.pbi(5.0, [1.0, 1.0, 2.0]), marks=COPIED)
+
+
+@pytest.mark.parametrize(("name", "rule"), list(rules_without_search()))
+def test_a_rule_without_a_search_does_not_wait(name, rule):
+    with simulated() as device:
+        losses, params, batch = on_device(device, "tasks")
+        warm_step(device, losses, params, *batch, aggregator=rule())
+        assert not device.waits
+
+
+@finding("from_torch builds optimizers that are not capturable", AssertionError)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam])
+def test_an_optimizer_of_torch_does_not_wait(optimizer):
+    with simulated() as device:
+        losses, params, batch = on_device(device, "tasks")
+        warm_step(device, losses, params, *batch, optimizer=jd.from_torch(optimizer, lr=0.01))
+        assert not device.waits
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [None, "each"])
+def test_a_step_is_captured(kind, engine, scale):
+    m = (3 if kind == "tasks" else 4,)
+    with simulated() as device:
+        losses, params, batch = on_device(device, kind)
+        scale = jd.scale_state(2.0**8, shape=m, device="sim") if scale else None
+        how = {"losses": losses, "aggregator": jd.clipped(1.0), "optimizer": jd.adamw(0.01)}
+        state = jd.train_state(params, *batch, engine=engine, scale=scale, **how)
+        state, _ = jd.step(state, *batch, engine=engine, **how)
+        device.capturing = True
+        jd.step(state, *batch, engine=engine, **how)
+
+
+# Launches
+
+
+@finding("rows are multiplied in blocks made for a CPU's cache", AssertionError)
+def test_a_gramian_takes_four_launches_a_leaf():
+    with simulated() as device:
+        jacobian = {name: torch.ones(8, 2**17 * k, device="sim") for name, k in (("a", 16), ("b", 4), ("c", 1))}
+        device.reset()
+        views.gramian(jacobian)
+        assert device.launches <= 4 * len(jacobian)
+
+
+def test_a_scale_for_each_objective_costs_a_fifth_more_at_most():
+    with simulated() as device:
+        losses, params, batch = on_device(device, "tasks")
+        launches = []
+        for shape in ((), (3,)):
+            scale = jd.scale_state(2.0**8, shape=shape, device="sim")
+            warm_step(device, losses, params, *batch, scale=scale)
+            launches.append(device.launches)
+        assert launches[1] <= 1.2 * launches[0]
+
+
+# A device without float64
+
+
+@finding("scales, losses, weights and random numbers are computed in float64 on the device", TypeError)
+@pytest.mark.parametrize("name", ["mean", "stch", "config", "upgrad", "clipped", "db_mtl", "random_weights"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_float64(kind, name):
+    rules = {"clipped": lambda: jd.clipped(1.0), "random_weights": lambda: jd.random_weights(jd.random.key(0))}
+    with simulated(float64=False) as device:
+        losses, params, batch = on_device(device, kind)
+        warm_step(device, losses, params, *batch, aggregator=rules.get(name, getattr(jd, name))())
+
+
+@finding("scales are float64", TypeError)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_scaled_step_without_float64(shape):
+    with simulated(float64=False) as device:
+        losses, params, batch = on_device(device, "tasks")
+        warm_step(device, losses, params, *batch, scale=jd.scale_state(2.0**8, shape=shape, device="sim"))

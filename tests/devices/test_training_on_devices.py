@@ -1,0 +1,268 @@
+"""Training on the simulated accelerator: every kind of losses, engine, scale, precision and optimizer as on the CPU.
+
+The kernels of the simulated device are those of the CPU, called in another way: results are a few hundred roundings of
+the largest entry apart, in the coarsest dtype that computes them.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_within
+from simulated import simulated
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from zoo import MODELS, by_example, numbers, plain, tasks
+
+import functional_jd as jd
+from functional_jd.optimizers import clip_by_norm
+
+KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
+ROUNDINGS = 2**8
+LIMIT = 4000
+
+
+def same_on_both(run, *inputs, dtype=torch.float64, limit=LIMIT):
+    """`run(device, *inputs)` gives the same numbers there as on the CPU, and leaves them there."""
+    torch.manual_seed(0)
+    expected = run("cpu", *inputs)
+    with simulated() as device:
+        there = device.put(inputs)
+        device.reset()
+        device.limit = limit
+        torch.manual_seed(0)
+        found = run("sim", *there)
+        assert all(x.device.type == "sim" for x in tree_leaves(found) if isinstance(x, torch.Tensor))
+        found = device.get(found)
+    check_same(found, expected, dtype)
+
+
+def check_same(found, expected, dtype):
+    eps = torch.finfo(dtype).eps
+    for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if not isinstance(y, torch.Tensor):
+            assert x == y
+            continue
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if y.is_floating_point() and y.numel():
+            assert torch.equal(x.isfinite(), y.isfinite())
+            bound = ROUNDINGS * max(eps, torch.finfo(y.dtype).eps) * y.nan_to_num(0, 0, 0).abs().max()
+            check_within(x.nan_to_num(0, 0, 0), y.nan_to_num(0, 0, 0), bound)
+        else:
+            assert torch.equal(x, y)
+
+
+def trained(device, params, *batch, losses, aggregator=None, optimizer=None, engine="auto", steps=2, **start):
+    """The state after some steps, and what the last one tells."""
+    how = {"losses": losses, "aggregator": aggregator or jd.config(), "optimizer": optimizer or jd.sgd(0.1, 0.9)}
+    state = jd.train_state(params, *batch, engine=engine, **start, **how)
+    for _ in range(steps):
+        state, info = jd.step(state, *batch, engine=engine, **how)
+    return state, info.losses, info.weights, info.finite, info.moved, info.gramian
+
+
+def of_case(case, device, *values, scale=None, **how):
+    start = {} if scale is None else {"scale": jd.scale_state(2.0**8, shape=scale, device=device)}
+    return trained(device, *values, losses=case.losses, **start, **how)
+
+
+@pytest.mark.parametrize("scale", [None, (), "each"])
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_engine_and_scale(kind, engine, scale):
+    case = KINDS[kind](MODELS["mlp"]())
+    m = (3 if kind == "tasks" else 4,)
+    run = partial(of_case, case, engine=engine, scale=m if scale == "each" else scale)
+    # Rows unscaled in float32.
+    same_on_both(run, case.params, *case.args, dtype=torch.float64 if scale is None else torch.float32)
+
+
+@pytest.mark.parametrize("engine", ["auto", "weighted", "jacobian"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_that_need_no_rows(kind, engine):
+    case = KINDS[kind](MODELS["mlp"]())
+    for rule in (jd.mean(), jd.stch(), jd.random_weights(jd.random.key(0))):
+        same_on_both(partial(of_case, case, engine=engine, aggregator=rule), case.params, *case.args)
+
+
+# They hold tensors in a closure, leave torch, are sparse; torch has fused cells on devices, and none on the CPU.
+ON_THE_HOST = ("frozen", "numpy_backward", "sparse_embedding", "lstm", "gru")
+
+
+@pytest.mark.filterwarnings("ignore:train_state. no loss reaches")
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ON_THE_HOST])
+def test_every_model(name):
+    def run(device, *inputs):
+        model = MODELS[name]()
+        if model.module is not None:
+            model.module.to(device)
+        return of_case(tasks(model), device, *inputs, steps=1)
+
+    case = tasks(MODELS[name]())
+    same_on_both(run, case.params, *case.args, dtype=torch.float32 if name == "mixed" else torch.float64)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: jd.sgd(0.1),
+    "nesterov": lambda: jd.sgd(lambda steps: 0.1 / (steps + 1), momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda: jd.adamw(0.01),
+    "schedule": lambda: jd.adamw(lambda steps: 0.01 * torch.clamp((steps + 1) / 10, max=1.0)),
+    "rate on the host": lambda: jd.adamw(torch.tensor(0.01)),
+    "torch": lambda: jd.from_torch(torch.optim.Adam, lr=0.01),
+    "torch, without memory": lambda: jd.from_torch(torch.optim.Adagrad, lr=0.01),
+    "by label": lambda: jd.by_label(
+        {"a": jd.adamw(0.01), "b": jd.sgd(0.1)}, lambda name, leaf: "a" if leaf.ndim < 2 else "b"
+    ),
+    "line search": lambda: jd.line_search(jd.sgd(1.0), [1.0, 0.5, 0.25, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name):
+    case = plain(MODELS["mlp"]())
+    # A rate in float32 is multiplied in float32.
+    dtype = torch.float32 if name == "rate on the host" else torch.float64
+    same_on_both(partial(of_case, case, optimizer=OPTIMIZERS[name]()), case.params, *case.args, dtype=dtype)
+
+
+def test_clipping_and_private_noise():
+    case = by_example(MODELS["mlp"]())
+    base = jd.sgd(0.1)
+    clipped = jd.Optimizer(base.init, lambda d, s, p: base.update(clip_by_norm(d, 0.5), s, p))
+    same_on_both(partial(of_case, case, optimizer=clipped), case.params, *case.args)
+    noised = jd.noised(base, jd.random.key(3), 1.1, max_norm=1.0, batch_size=4)
+    same_on_both(partial(of_case, case, aggregator=jd.clipped(1.0), optimizer=noised), case.params, *case.args)
+
+
+@pytest.mark.parametrize("around", ["jd", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_autocast(dtype, shape, around):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    apply = jd.functional(net)
+
+    def losses(params, x, y):
+        return (apply(params, {}, x)[0].float() - y).square().mean(0)
+
+    def run(device, params, *batch):
+        if around == "jd":
+            low = jd.autocast(losses, dtype)
+        else:
+
+            def low(*args):
+                with torch.autocast(device, dtype):
+                    return losses(*args)
+
+        scale = jd.scale_state(2.0**8, shape=shape, device=device)
+        return trained(device, params, *batch, losses=low, scale=scale, optimizer=jd.adamw(0.01))
+
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    same_on_both(run, params, numbers(4, 5).float(), numbers(4, 2, seed=1).float(), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_skipped_step(shape):
+    def losses(params, x):
+        return torch.stack([(params * x).sum(), (params * 2).sum()])
+
+    def run(device, *inputs):
+        scale = jd.scale_state(shape=shape, device=device)
+        return trained(device, *inputs, losses=losses, scale=scale, optimizer=jd.adamw(0.1))
+
+    same_on_both(run, torch.ones(3), torch.full((), 1e37), dtype=torch.float32)
+
+
+def test_buffers():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    apply = jd.functional(net)
+
+    def losses(params, buffers, x):
+        y, buffers = apply(params, buffers, x)
+        return y.square().mean(0), buffers
+
+    def run(device, params, buffers, x):
+        return trained(device, params, x, losses=losses, buffers=buffers)
+
+    values = [{name: x.detach() for name, x in found} for found in (net.named_parameters(), net.named_buffers())]
+    same_on_both(run, *values, numbers(6, 5))
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_keys_and_torchs_own_draws(engine):
+    dropout = jd.random.keyed(nn.Dropout(0.5))
+
+    def losses(params, key, x):
+        key, now = jd.random.split(key)
+        y = dropout(now, x @ params["w"]) + jd.random.normal(now, (3,), dtype=x.dtype)
+        return nn.functional.dropout(y, 0.5).square().mean(0), key
+
+    def run(device, params, key, x):
+        return trained(device, params, x, losses=losses, buffers=key, engine=engine)
+
+    same_on_both(run, {"w": numbers(5, 3)}, jd.random.key(0), numbers(4, 5))
+
+
+def test_fit_and_checkpoints():
+    case = plain(MODELS["mlp"]())
+    how = {"losses": case.losses, "aggregator": jd.db_mtl(), "optimizer": jd.adamw(0.01)}
+
+    def run(device, params, *batch):
+        state = jd.train_state(params, *batch, scale=jd.scale_state(2.0**8, device=device), **how)
+        take = partial(jd.step, **how)
+        state = jd.fit(take, state, [batch] * 2)
+        stored = {name: x.cpu() for name, x in jd.to_checkpoint(state).items()}
+        return jd.fit(take, jd.from_checkpoint(stored, like=state), [batch] * 2, patience=3)
+
+    same_on_both(run, case.params, *case.args, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_losses(kind):
+    case = KINDS[kind](MODELS["mlp"]())
+
+    def run(device, *inputs):
+        jacobian, losses = jd.jacobian_fn(case.losses)(*inputs)
+        gramian, _, pullback = jd.gramian_fn(case.losses)(*inputs)
+        weights = torch.linspace(0, 1, len(gramian), device=device, dtype=torch.float64)
+        _, weighted = jd.weighted_fn(case.losses)(*inputs)
+        found = jd.weights_fn(case.losses, jd.config())(*inputs)
+        return jacobian, losses, gramian, pullback(weights), weighted(weights), tuple(found)
+
+    same_on_both(run, case.params, *case.args)
+
+
+def test_products_of_two_batches_and_norms():
+    case = by_example(MODELS["mlp"]())
+
+    def run(device, params, *batch):
+        other = tuple(x.flip(0) for x in batch)
+        products = jd.cross_gramian_fn(case.losses)(params, batch, other)
+        return products[0], jd.squared_norms_fn(case.losses)(params, *batch)[0]
+
+    same_on_both(run, case.params, *case.args)
+
+
+def test_steps_of_several_models_at_once_and_their_derivatives():
+    case = plain(MODELS["mlp"]())
+    params = torch.utils._pytree.tree_map(lambda p: torch.stack([p, p.flip(-1)]), case.params)
+
+    def run(device, params, *batch):
+        one = lambda p: of_case(case, device, p, *batch, steps=1)[0].params
+        length = lambda p: sum(x.square().sum() for x in tree_leaves(one(p)))
+        return torch.vmap(one)(params), torch.vmap(torch.func.grad(length))(params)
+
+    same_on_both(run, params, *case.args)
+
+
+def test_diagnoses():
+    from functional_jd import diagnostics
+
+    def run(device, jacobian):
+        found = diagnostics.diagnose(jacobian)
+        return tuple(found), diagnostics.advise(torch.stack([jacobian @ jacobian.mT] * 3)).verdict
+
+    same_on_both(run, numbers(3, 7))
