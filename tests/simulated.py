@@ -34,6 +34,7 @@ class Device:
     float64: bool = True
     capturing: bool = False
     limit: int | None = None
+    current: int = 0
     launches: int = 0
     synchronisations: int = 0
     copies_to_host: int = 0
@@ -100,7 +101,7 @@ def simulated(float64: bool = True, capturing: bool = False, limit: int | None =
     Args:
         float64: whether the device has it. MPS has not, and refuses such tensors.
         capturing: whether a graph of launches is being captured: whatever waits for the device is an error. May be set
-            later: `device.capturing = True`.
+            later: `device.capturing = True`. So may be `device.current`: the current device is 1, tensors stay on 0.
         limit: of launches since `reset`, beyond which there is an error.
     """
     backend = _backend()

@@ -44,7 +44,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.device = self.idle = Device()
-        self.generator = torch.Generator()
+        self.generators = [torch.Generator(), torch.Generator()]  # of the device, and of another without tensors
         # By address: the storage on the device, the same on the CPU, and whoever owns the memory.
         self.memory: dict[int, tuple[Any, Any, torch.UntypedStorage]] = {}
         self.strict: set[Any] = set()  # take no number in the place of a tensor
@@ -104,10 +104,11 @@ class Backend:
         facts = _facts(op)
         pairs: list[tuple[Tensor, Tensor]] = []
         if facts.draws and kwargs.get("generator") is None:
-            kwargs = kwargs | {"generator": self.generator}
+            kwargs = kwargs | {"generator": self.generators[0]}
         args = [self.enter(x, facts, pairs) for x in args]
         kwargs = {name: self.enter(x, facts, pairs) for name, x in kwargs.items()}
-        found = self.leave(self.call(op, facts, args, kwargs), pairs if facts.writes else [])
+        call = self.call_drawing if facts.seeded and not facts.draws else self.call
+        found = self.leave(call(op, facts, args, kwargs), pairs if facts.writes else [])
         for mine, other in pairs if facts.writes else ():
             if mine.shape != other.shape:  # an `out` that grew
                 _placed(mine, self.adopt(other).untyped_storage(), other)
@@ -145,6 +146,16 @@ class Backend:
             torch.tensor(x) if i in facts.tensors and not isinstance(x, Tensor) else x for i, x in enumerate(args)
         )
         return op(*tensors, **kwargs)
+
+    def call_drawing(self, *call: Any) -> Any:
+        """The same for what draws from the generator of its device, and takes none."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.generators[0].get_state())
+        try:
+            return self.call(*call)
+        finally:
+            self.generators[0].set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
     def any_kernel(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """One launch, whatever it computes."""
@@ -319,6 +330,7 @@ class _Facts:
         arguments = op._schema.arguments
         self.mixing = torch.Tag.pointwise in op.tags or self.name in _MIXING or self.name.startswith("_foreach_")
         self.draws = any(a.name == "generator" for a in arguments)
+        self.seeded = torch.Tag.nondeterministic_seeded in op.tags
         self.writes = op._schema.is_mutable
         self.tensors = {i for i, a in enumerate(arguments) if str(a.type) == "Tensor"}
 
@@ -341,14 +353,25 @@ def _module(backend: Backend) -> Any:
         def is_available(self) -> bool:
             return backend.device is not backend.idle
 
+        def device_count(self) -> int:
+            return 1 + backend.device.current
+
+        def current_device(self) -> int:
+            return backend.device.current
+
         def get_rng_state(self, device: Any = None) -> Tensor:
-            return backend.generator.get_state()
+            return backend.generators[self._index(device)].get_state()
 
         def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-            backend.generator.set_state(state)
+            backend.generators[self._index(device)].set_state(state)
+
+        def _index(self, device: Any) -> int:
+            index = device if isinstance(device, int) else device and torch.device(device).index
+            return backend.device.current if index is None else index
 
         def manual_seed_all(self, seed: int) -> None:
-            backend.generator.manual_seed(seed)
+            for generator in backend.generators:
+                generator.manual_seed(seed)
 
         manual_seed = manual_seed_all
 

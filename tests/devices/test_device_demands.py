@@ -78,6 +78,25 @@ def test_preferences_and_keys_of_rules_follow_the_parameters(name):
         assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
 
 
+@pytest.mark.parametrize(
+    "current", [0, pytest.param(1, marks=finding("generators of the current device", AssertionError))]
+)
+def test_generators_are_put_back_as_on_the_cpu(current):
+    def losses(params, x):
+        return torch.nn.functional.dropout(params * x, 0.5).square()
+
+    how = {"losses": losses, "aggregator": jd.config(), "optimizer": jd.sgd(0.1)}
+    torch.manual_seed(0)
+    jd.train_state(torch.ones(8), torch.ones(8), **how)
+    expected = torch.get_rng_state()
+    with simulated() as device:
+        params, x = device.put((torch.ones(8), torch.ones(8)))
+        device.current = current
+        torch.manual_seed(0)
+        jd.train_state(params, x, **how)
+        assert torch.equal(torch.sim.get_rng_state(0), expected)
+
+
 # Waiting
 
 

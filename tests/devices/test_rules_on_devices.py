@@ -93,3 +93,21 @@ def test_derivatives_and_batches_are_those_of_the_cpu(name):
         assert all(x.device.type == "sim" for x in tree_leaves(found))
         found = device.get(found)
     check_stable(found, lambda J, K: differentiated(name, m)(J, K, losses), *batches, roundings=2**12)
+
+
+def captured():
+    copied = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a number is copied from the host")
+    inexact = pytest.mark.xfail(strict=True, raises=AssertionError, reason="the search stops too early off the CPU")
+    yield from (pytest.param(name, 5, 1e4) for name in ("upgrad", "dualproj", "mgda"))
+    yield from (pytest.param(name, 5, 10.0, marks=copied) for name in ("cagrad", "fairgrad", "nash_mtl"))
+    yield pytest.param("upgrad", 32, 1e7, marks=inexact)
+
+
+@pytest.mark.parametrize(("name", "m", "condition"), list(captured()))
+def test_a_search_is_captured_in_a_graph_of_launches(name, m, condition):
+    jacobian, losses = problem(name, m, condition)
+    with simulated() as device:
+        inputs = device.put((jacobian, losses))
+        device.capturing = True
+        found = device.get(direction(name, m, inputs[0], inputs[0], inputs[1]).direction)
+    check_stable(found, lambda J: direction(name, m, J, J, losses).direction, jacobian)

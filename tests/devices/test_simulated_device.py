@@ -135,3 +135,16 @@ def test_no_accelerator_is_left():
     with simulated():
         assert torch.accelerator.is_available()
     assert not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 0.5), torch.rand_like, lambda x: x.bernoulli(0.5)])
+def test_the_device_draws_from_a_generator_of_its_own(draw):
+    torch.manual_seed(0)
+    expected, before = draw(ROWS), torch.get_rng_state()
+    with simulated() as device:
+        x = device.put(ROWS)
+        torch.sim.manual_seed(0)
+        state = torch.sim.get_rng_state()
+        assert torch.equal(device.get(draw(x)), expected)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not torch.equal(torch.sim.get_rng_state(), state)

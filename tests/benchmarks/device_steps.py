@@ -1,0 +1,142 @@
+"""Whole steps on the simulated accelerator, counted: ours, the peer's loop, and plain training.
+
+A step of small and middle models costs a GPU what it launches and where it waits, whatever the kernels compute. Both
+are counted here exactly, on any machine, after a step that sets up what there is to set up.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from models import Tasks, tasks, trunk_and_batch, values
+
+import functional_jd as jd
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
+from simulated import Device, announce, simulated
+
+announce()
+
+CASES = (("tiny MLP", 2), ("MLP", 2), ("MLP", 8), ("conv", 4), ("transformer", 3))
+RULES: dict[str, Callable[[], Any]] = {
+    "mean": jd.mean,
+    "upgrad": jd.upgrad,
+    "config": jd.config,
+    "mgda": jd.mgda,
+    "cagrad": partial(jd.cagrad, 0.5),
+    "nash_mtl": jd.nash_mtl,
+}
+FORMS = ("one scale", "a scale per objective", "autocast float16")
+_RATE, _SCALE = 1e-3, 2.0**10
+
+
+class Count(NamedTuple):
+    """What one warm step does.
+
+    Attributes:
+        launches: operations on the device, without views and allocations.
+        waits: synchronisations of the host with the device, blocking copies included.
+        to_host: copies to the host.
+        from_host: copies from the host.
+        peak: bytes above those that were alive before the step, at most.
+    """
+
+    launches: int
+    waits: int
+    to_host: int
+    from_host: int
+    peak: int
+
+
+def ours(case: tuple[str, int], rule: str, form: str = FORMS[0], limit: int | None = None) -> Count:
+    """`step` with default arguments; an error after so many launches."""
+    with simulated() as device:
+        model = _model(case)
+        low = {"low": partial(jd.autocast, dtype=torch.float16)} if form == FORMS[2] else {}
+        how: dict[str, Any] = {
+            "losses": model.losses(**low),
+            "aggregator": RULES[rule](),
+            "optimizer": jd.adamw(lr=_RATE),
+        }
+        scale = None if form == FORMS[0] else jd.scale_state(_SCALE, shape=(case[1],), device="sim")
+        state = [jd.train_state(model.tree(values), *model.batch, scale=scale, **how)]
+
+        def call() -> None:
+            state[0], _ = jd.step(state[0], *model.batch, **how)
+
+        device.limit = limit
+        return _counted(device, call)
+
+
+def peers(case: tuple[str, int], rule: str, form: str = FORMS[0]) -> Count | None:
+    """TorchJD's loop, with torch's fused AdamW and its GradScaler; it has no scale for each objective."""
+    from torchjd.aggregation import MGDA, CAGrad, ConFIG, Mean, NashMTL, UPGrad
+    from torchjd.autojac import jac_to_grad, mtl_backward
+
+    rules = {"mean": Mean, "upgrad": UPGrad, "config": ConFIG, "mgda": MGDA, "cagrad": partial(CAGrad, c=0.5)}
+    rules |= {"nash_mtl": partial(NashMTL, n_tasks=case[1])}
+
+    def to_grad(model: Tasks, aggregator: Any, scale: Callable[[Any], Any]) -> None:
+        with _autocast(form):
+            losses, h = model.forward()
+        mtl_backward([scale(loss) for loss in losses], features=h)
+        jac_to_grad(model.trunk.parameters(), aggregator)
+
+    return None if form == FORMS[1] else _loop(case, form, partial(to_grad, aggregator=rules[rule]()))
+
+
+def plain(case: tuple[str, int], form: str = FORMS[0]) -> Count | None:
+    """Training of the mean loss as everybody writes it."""
+
+    def to_grad(model: Tasks, scale: Callable[[Any], Any]) -> None:
+        with _autocast(form):
+            loss = model.mean()
+        scale(loss).backward()
+
+    return None if form == FORMS[1] else _loop(case, form, to_grad)
+
+
+def _loop(case: tuple[str, int], form: str, to_grad: Callable[..., None]) -> Count:
+    with simulated() as device:
+        model = _model(case)
+        weights = [p for module in model.modules for p in module.parameters()]
+        optimizer = torch.optim.AdamW(weights, lr=_RATE, fused=True)
+        scaler = torch.amp.GradScaler("sim", init_scale=_SCALE, enabled=form == FORMS[2])
+
+        def call() -> None:
+            optimizer.zero_grad()
+            to_grad(model, scale=scaler.scale)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return _counted(device, call)
+
+
+def _model(case: tuple[str, int]) -> Tasks:
+    trunk, batch = trunk_and_batch(case[0])
+    return tasks(trunk, case[1], batch, "sim")
+
+
+def _autocast(form: str) -> Any:
+    return torch.autocast("sim", torch.float16, enabled=form == FORMS[2])
+
+
+def _counted(device: Device, call: Callable[[], None]) -> Count:
+    device.reset()
+    call()
+    gc.collect()
+    gc.disable()  # memory in reference cycles counts, whenever it would have been collected
+    try:
+        device.reset()
+        before = device.bytes
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own frees memory a moment later
+            call()
+    finally:
+        gc.enable()
+    return Count(
+        device.launches, device.synchronisations, device.copies_to_host, device.copies_from_host, device.peak - before
+    )
