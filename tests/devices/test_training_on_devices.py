@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torchopt
 from bounds import check_within
 from simulated import simulated
 from torch import nn
@@ -110,6 +111,7 @@ OPTIMIZERS = {
     "rate on the host": lambda: jd.adamw(torch.tensor(0.01)),
     "torch": lambda: jd.from_torch(torch.optim.Adam, lr=0.01),
     "torch, without memory": lambda: jd.from_torch(torch.optim.Adagrad, lr=0.01),
+    "torchopt": lambda: jd.from_transformation(torchopt.adam(lr=0.01)),
     "by label": lambda: jd.by_label(
         {"a": jd.adamw(0.01), "b": jd.sgd(0.1)}, lambda name, leaf: "a" if leaf.ndim < 2 else "b"
     ),
