@@ -169,7 +169,7 @@ def _fused(
                     copies[average] = copy_with_strides(copies[average], copies[index])
         params, first, second = copies[:n], copies[n : 2 * n], copies[2 * n :]
         count = [(steps + 1.0).to(device, torch.float32)] * n
-        lr = rate.to(device, torch.float32) if isinstance(rate, Tensor) and rate.is_cuda else rate
+        lr = rate if not isinstance(rate, Tensor) or device.type == "cpu" else _rate_on(rate, device)
         kept = None if moving is None else torch.logical_not(moving, out=steps.new_empty((), dtype=torch.float32))
         kept = kept if kept is None else kept.to(device)
         how = {"lr": lr, "amsgrad": False, "maximize": False, "found_inf": kept}
@@ -180,6 +180,11 @@ def _fused(
         steps + (1 if moving is None else moving), tree_unflatten(structure, first), tree_unflatten(structure, second)
     )
     return tree_unflatten(structure, params), state
+
+
+def _rate_on(rate: Tensor, device: torch.device) -> Any:
+    """The learning rate as the kernel of an accelerator takes it: a number, if no device has to be waited for."""
+    return rate.item() if rate.is_cpu else rate.to(device, torch.float32)
 
 
 def _undisturbed(values: list[Tensor]) -> bool:

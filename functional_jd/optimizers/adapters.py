@@ -20,7 +20,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.torch_internals import under_functorch
+from functional_jd.torch_compat.torch_internals import capturable_devices, under_functorch
 
 _ENTRYWISE = {
     getattr(torch.optim, name): None
@@ -200,6 +200,8 @@ def _instance(
             "jvp, ...). Use sgd, adamw or from_transformation, which compose with all of them."
         )
     copies = [leaf.detach().clone() for leaf in params]
+    if params[0].device.type in capturable_devices() and "capturable" in inspect.signature(cls).parameters:
+        hyper = {"capturable": True} | hyper  # else its count of steps is a number of the host, which waits for it
     optimizer = cls(copies, **hyper)
     if rate is not None:
         optimizer.param_groups[0]["lr"] = rate  # as a scheduler of torch does

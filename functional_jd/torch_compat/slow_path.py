@@ -140,17 +140,24 @@ def attempt(
 
 
 def random_state() -> list[Tensor]:
-    """The state of torch's default generators: of the CPU, and of the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    """The state of torch's default generators: of the CPU, and of all devices of the accelerator if there is one. While
+    a graph of launches is captured only that of the CPU, as nothing may be read from a device.
+    """
     states = [torch.get_rng_state()]
-    return states if accelerator is None else [*states, torch.get_device_module(accelerator).get_rng_state()]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return states
+    module = torch.get_device_module(accelerator)
+    if getattr(module, "is_current_stream_capturing", bool)():
+        return states
+    return states + [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
 
 
 def set_random_state(states: Any) -> None:
     """Put the generators back to what `random_state` returned."""
     torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(states[1])
+    for index, state in enumerate(states[1:]):
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state, index)
 
 
 def _reason(error: BaseException) -> str:

@@ -64,6 +64,11 @@ fused_devices: Any = private(
 )
 """The types of the devices that have such kernels; one that is registered later is among them."""
 
+capturable_devices: Any = private(
+    "optim.optimizer._get_capturable_supported_devices", "from_torch", otherwise=lambda: ["cuda"]
+)
+"""The types of the devices on which optimizers of torch need not wait for their count of steps."""
+
 each_times: Any = private(
     "_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [leaf * factor for leaf in leaves]
 )

@@ -41,7 +41,8 @@ def train_state(
         losses: as for `step`.
         aggregator: the rule.
         optimizer: a pair `(init, update)`.
-        scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling.
+        scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It
+            goes where the parameters are, and so do buffers and keys.
         buffers: pytree of tensors that the losses take after the parameters and return beside the losses, such as
             `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet. `()`
             for losses without buffers.
@@ -91,9 +92,14 @@ def train_state(
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = engine.replicate if isinstance(engine, Engine) else lambda tree: tree
     params = replicate(detach_parameters(params))
-    scale = no_scale(device=leaves[0].device) if scale is None else scale
     _refuse_no_tensors(buffers)
-    buffers = tree_map(lambda x: x.detach().clone(), buffers)
+    places = {leaf.device for leaf in leaves}
+
+    def beside_parameters(x: Tensor) -> Tensor:
+        return x if x.device in places else x.to(leaves[0].device)
+
+    scale = tree_map(beside_parameters, no_scale() if scale is None else scale)
+    buffers = tree_map(lambda x: beside_parameters(x.detach().clone()), buffers)
     plan, chosen = prepare(
         "train_state",
         losses,
