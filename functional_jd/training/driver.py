@@ -102,7 +102,7 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
         return Decided(weights, rule_state, weights_for(weights, factor), rows_finite, products)
 
     if goes_to_host(plan.rule, (seen.products, factor, rule_state)):
-        losses = seen.losses if plan.view.losses else ()
+        losses = seen.losses if plan.view.losses or plan.view.products == "none" else ()
         return seen, run_on_host(decide, seen.products, factor, losses, rule_state)
     return seen, decide(seen.products, factor, seen.losses, rule_state)
 

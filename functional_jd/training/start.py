@@ -98,7 +98,7 @@ def train_state(
     def beside_parameters(x: Tensor) -> Tensor:
         return x if x.device in places else x.to(leaves[0].device)
 
-    scale = tree_map(beside_parameters, no_scale() if scale is None else scale)
+    placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
     buffers = tree_map(lambda x: beside_parameters(x.detach().clone()), buffers)
     plan, chosen = prepare(
         "train_state",
@@ -106,14 +106,14 @@ def train_state(
         params,
         batch,
         aggregator,
-        scale=scale,
+        scale=placed,
         buffers=buffers,
         has_aux=has_aux,
         engine=engine,
     )
     if not under_transform():
         check_learning(plan)
-    state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), scale)
+    state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
