@@ -4,22 +4,18 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import no_gradients
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key
-from functional_jd.solvers.search import Solver
 
 
-def random_weights(key: Tensor, *, solver: Solver = "host") -> Aggregator:
+def random_weights(key: Tensor) -> Aggregator:
     """The sum of the rows with random weights that sum to one.
 
     `weights = softmax(z)`, with z standard normal, drawn in every call.
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        solver: off the CPU, `"host"` draws there, with one copy to it and one back; `"device"` on the device,
-            without a synchronization.
 
     Returns:
         A rule that needs no gradients: a step costs one weighted backward pass. Its state is the key of the next call,
@@ -41,4 +37,4 @@ def random_weights(key: Tensor, *, solver: Solver = "host") -> Aggregator:
         subkey, next_key = split(state)
         return torch.softmax(normal(subkey, zeros.shape, dtype=zeros.dtype), dim=0), next_key
 
-    return Aggregator(no_gradients, lambda zeros: key.to(zeros.device), update, runs_on_host(solver, "random_weights"))
+    return Aggregator(no_gradients, lambda zeros: key.to(zeros.device), update)

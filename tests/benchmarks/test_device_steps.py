@@ -18,27 +18,27 @@ CEILINGS: dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]] = {
         ("transformer", 3): (805, 0),
     },
     ("one scale", "upgrad"): {
-        ("tiny MLP", 2): (265, 0),
-        ("MLP", 2): (280, 0),
-        ("MLP", 8): (1984, 0),
-        ("conv", 4): (1697, 0),
-        ("transformer", 3): (2239, 0),
+        ("tiny MLP", 2): (252, 2),
+        ("MLP", 2): (267, 2),
+        ("MLP", 8): (547, 2),
+        ("conv", 4): (452, 2),
+        ("transformer", 3): (1042, 2),
     },
     ("one scale", "config"): {
-        ("tiny MLP", 2): (329, 1),
-        ("MLP", 2): (344, 1),
-        ("MLP", 8): (624, 1),
-        ("conv", 4): (529, 1),
-        ("transformer", 3): (1119, 1),
+        ("tiny MLP", 2): (252, 2),
+        ("MLP", 2): (267, 2),
+        ("MLP", 8): (547, 2),
+        ("conv", 4): (452, 2),
+        ("transformer", 3): (1042, 2),
     },
     ("a scale per objective", "mean"): {("tiny MLP", 2): (345, 0), ("conv", 4): (599, 0)},
-    ("a scale per objective", "upgrad"): {("tiny MLP", 2): (344, 0), ("conv", 4): (1804, 0)},
+    ("a scale per objective", "upgrad"): {("tiny MLP", 2): (331, 2), ("conv", 4): (559, 2)},
     ("autocast float16", "mean"): {("tiny MLP", 2): (371, 0), ("conv", 4): (646, 0)},
-    ("autocast float16", "upgrad"): {("tiny MLP", 2): (370, 0), ("conv", 4): (1851, 0)},
-    ("one scale", "mgda"): {("tiny MLP", 2): (1412, 0)},
-    ("one scale", "nash_mtl"): {("tiny MLP", 2): (289, 0)},
+    ("autocast float16", "upgrad"): {("tiny MLP", 2): (357, 2), ("conv", 4): (606, 2)},
+    ("one scale", "mgda"): {("tiny MLP", 2): (252, 2)},
+    ("one scale", "nash_mtl"): {("tiny MLP", 2): (255, 2)},
 }
-"""By form and rule: by case the launches and the waits."""
+"""By form and rule: by case the launches and the waits: for a copy to the host and one back, where a rule searches."""
 
 
 @pytest.mark.parametrize(("form", "rule", "case"), [(*key, case) for key, cases in CEILINGS.items() for case in cases])
@@ -51,12 +51,18 @@ def test_a_step_stays_below_its_ceiling(form, rule, case):
 
 # The price of a step to that of plain training, or of TorchJD's loop, where it shall be.
 GOALS = {"mean": 1.2, "upgrad": 1.2, "mgda": 1.2, "config": 1.4, "cagrad": 1.4, "nash_mtl": 1.4}
+LEAF_BY_LEAF = pytest.mark.xfail(strict=True, raises=AssertionError, reason="works leaf by leaf")
 
 
 @pytest.mark.filterwarnings("ignore:You are solving a parameterized problem")  # CVXPY's, for the peer
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="works leaf by leaf, and searches on the device")
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]])
-@pytest.mark.parametrize("rule", GOALS)
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [
+        pytest.param(rule, case, marks=[] if (rule, case) == ("mgda", CASES[2]) else LEAF_BY_LEAF)
+        for rule in GOALS
+        for case in (CASES[0], CASES[2], CASES[4])
+    ],
+)
 def test_a_step_launches_hardly_more_than_the_others(rule, case):
     if rule != "mean" and find_spec("torchjd") is None:
         pytest.fail("to be compared with TorchJD, which is not installed")

@@ -21,12 +21,11 @@ SEARCHES = {
     "nash_mtl": jd.nash_mtl,
     "pcd": jd.pcd,
 }
-DRAWS = {
+OTHERS = {
     "config": jd.config,
     "imtl_g": jd.imtl_g,
     "pcgrad": lambda **how: jd.pcgrad(jd.random.key(0), **how),
     "gradvac": lambda **how: jd.gradvac(jd.random.key(0), **how),
-    "random_weights": lambda **how: jd.random_weights(jd.random.key(0), **how),
     "aligned_mtl": jd.aligned_mtl,
     "sdmgrad": jd.sdmgrad,
 }
@@ -94,7 +93,7 @@ def test_on_the_device_nothing_waits_and_in_a_graph_there_is_no_host(build):
             assert torch.equal(device.get(found.weights), aggregate(build(solver="device"), J).weights)
 
 
-@pytest.mark.parametrize("build", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
 def test_rules_without_a_search_are_on_the_device_what_they_are_on_the_host(build):
     J = rows(5)
     state = aggregate(build(), J, None, J.flip(1)).state
