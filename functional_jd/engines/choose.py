@@ -124,8 +124,8 @@ _FEW_ROWS = 3
 _CACHED = 1 << 19
 # A group of fewer rows does not pay for the price of vmap.
 _SMALLEST_GROUP = 8
-# Below so many elements, one torch.stack is faster than writing row by row.
-_STACKED = 1 << 14
+# Below so many elements, one torch.stack is faster than writing row by row: on an accelerator it saves m - 1 launches.
+_STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
 
 
 def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
@@ -145,9 +145,10 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     if mode != "auto":
         return mode, chunk_size
     traced = not point.inputs and under_transform()
-    if m == 1 or (m <= _FEW_ROWS and not traced):
+    on_cpu = all(x.is_cpu for x in point.inputs)
+    if m == 1 or (m <= _FEW_ROWS and on_cpu and not traced):
         return "loop", chunk_size
-    if not point.inputs or not all(x.is_cpu for x in point.inputs):
+    if not point.inputs or not on_cpu:
         return "auto", chunk_size
     between = largest_gradient(graph_nodes(point.outputs), point.inputs)
     if between <= max(x.numel() for x in point.inputs):
@@ -186,11 +187,12 @@ def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
 
     Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better.
     """
-    total = largest = 0
+    total, largest, limit = 0, 0, _STACKED
     for g in gradients:
         if g is not None:
             total, largest = total + g.numel(), max(largest, g.numel())
-    return total < _STACKED or m * largest <= total or under_transform()
+            limit = _STACKED if g.is_cpu else _STACKED_ELSEWHERE
+    return total < limit or m * largest <= total or under_transform()
 
 
 # Layers of the Gramian engine

@@ -200,8 +200,10 @@ def _instance(
             "jvp, ...). Use sgd, adamw or from_transformation, which compose with all of them."
         )
     copies = [leaf.detach().clone() for leaf in params]
-    if params[0].device.type in capturable_devices() and "capturable" in inspect.signature(cls).parameters:
-        hyper = {"capturable": True} | hyper  # else its count of steps is a number of the host, which waits for it
+    # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.
+    may = params[0].device.type in capturable_devices() and params[0].dtype != torch.float64
+    if may and "capturable" in inspect.signature(cls).parameters:
+        hyper = {"capturable": True} | hyper
     optimizer = cls(copies, **hyper)
     if rate is not None:
         optimizer.param_groups[0]["lr"] = rate  # as a scheduler of torch does

@@ -11,32 +11,48 @@ from device_steps import CASES, FORMS, ours, peers, plain
 
 CEILINGS: dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]] = {
     ("one scale", "mean"): {
-        ("tiny MLP", 2): (240, 0),
-        ("MLP", 2): (242, 0),
-        ("MLP", 8): (548, 0),
-        ("conv", 4): (431, 0),
-        ("transformer", 3): (805, 0),
+        ("tiny MLP", 2): (40, 0),
+        ("MLP", 2): (40, 0),
+        ("MLP", 8): (88, 0),
+        ("conv", 4): (64, 0),
+        ("transformer", 3): (154, 0),
     },
     ("one scale", "upgrad"): {
-        ("tiny MLP", 2): (252, 2),
-        ("MLP", 2): (267, 2),
-        ("MLP", 8): (547, 2),
-        ("conv", 4): (452, 2),
-        ("transformer", 3): (1042, 2),
+        ("tiny MLP", 2): (45, 2),
+        ("MLP", 2): (45, 2),
+        ("MLP", 8): (81, 2),
+        ("conv", 4): (84, 2),
+        ("transformer", 3): (210, 2),
     },
     ("one scale", "config"): {
-        ("tiny MLP", 2): (252, 2),
-        ("MLP", 2): (267, 2),
-        ("MLP", 8): (547, 2),
-        ("conv", 4): (452, 2),
-        ("transformer", 3): (1042, 2),
+        ("tiny MLP", 2): (45, 2),
+        ("MLP", 2): (45, 2),
+        ("MLP", 8): (81, 2),
+        ("conv", 4): (84, 2),
+        ("transformer", 3): (210, 2),
     },
-    ("a scale per objective", "mean"): {("tiny MLP", 2): (345, 0), ("conv", 4): (599, 0)},
-    ("a scale per objective", "upgrad"): {("tiny MLP", 2): (331, 2), ("conv", 4): (559, 2)},
-    ("autocast float16", "mean"): {("tiny MLP", 2): (371, 0), ("conv", 4): (646, 0)},
-    ("autocast float16", "upgrad"): {("tiny MLP", 2): (357, 2), ("conv", 4): (606, 2)},
-    ("one scale", "mgda"): {("tiny MLP", 2): (252, 2)},
-    ("one scale", "nash_mtl"): {("tiny MLP", 2): (255, 2)},
+    ("a scale per objective", "mean"): {
+        ("tiny MLP", 2): (135, 0),
+        ("conv", 4): (196, 0),
+    },
+    ("a scale per objective", "upgrad"): {
+        ("tiny MLP", 2): (108, 2),
+        ("conv", 4): (169, 2),
+    },
+    ("autocast float16", "mean"): {
+        ("tiny MLP", 2): (157, 0),
+        ("conv", 4): (243, 0),
+    },
+    ("autocast float16", "upgrad"): {
+        ("tiny MLP", 2): (130, 2),
+        ("conv", 4): (216, 2),
+    },
+    ("one scale", "mgda"): {
+        ("tiny MLP", 2): (45, 2),
+    },
+    ("one scale", "nash_mtl"): {
+        ("tiny MLP", 2): (48, 2),
+    },
 }
 """By form and rule: by case the launches and the waits: for a copy to the host and one back, where a rule searches."""
 
@@ -51,14 +67,14 @@ def test_a_step_stays_below_its_ceiling(form, rule, case):
 
 # The price of a step to that of plain training, or of TorchJD's loop, where it shall be.
 GOALS = {"mean": 1.2, "upgrad": 1.2, "mgda": 1.2, "config": 1.4, "cagrad": 1.4, "nash_mtl": 1.4}
-LEAF_BY_LEAF = pytest.mark.xfail(strict=True, raises=AssertionError, reason="works leaf by leaf")
+CHECKED = pytest.mark.xfail(strict=True, raises=AssertionError, reason="checks what it found, and copies what it keeps")
 
 
 @pytest.mark.filterwarnings("ignore:You are solving a parameterized problem")  # CVXPY's, for the peer
 @pytest.mark.parametrize(
     ("rule", "case"),
     [
-        pytest.param(rule, case, marks=[] if (rule, case) == ("mgda", CASES[2]) else LEAF_BY_LEAF)
+        pytest.param(rule, case, marks=CHECKED if (rule, case) == ("mean", CASES[0]) else [])
         for rule in GOALS
         for case in (CASES[0], CASES[2], CASES[4])
     ],

@@ -103,6 +103,7 @@ WITHOUT_SEARCH = {
     "db_mtl": jd.db_mtl,
     "constant": lambda: jd.constant([1.0, 2.0, 3.0]),
     "pbi": lambda: jd.pbi(5.0, [1.0, 1.0, 2.0]),
+    "random_weights": lambda: jd.random_weights(jd.random.key(0)),
 }
 ON_THE_HOST = {
     "upgrad": jd.upgrad,
@@ -111,7 +112,6 @@ ON_THE_HOST = {
     "aligned_mtl": jd.aligned_mtl,
     "nash_mtl": jd.nash_mtl,
     "pcgrad": lambda: jd.pcgrad(jd.random.key(0)),
-    "random_weights": lambda: jd.random_weights(jd.random.key(0)),
 }
 
 
