@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
-from functional_jd.core.arguments import check_function
+from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.types import Weights
 
 
@@ -26,7 +26,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
         An `Aggregator` whose state is `()`.
 
     Raises:
-        TypeError: `view` or `weigh` is not callable.
+        TypeError: `view` or `weigh` is not callable, `on_host` is no flag.
 
     Example:
         >>> def shy(temperature=1.0):
@@ -34,6 +34,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
     """
     check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
     check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")
+    check_flag("stateless", "on_host", on_host)
     return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()), on_host)
 
 

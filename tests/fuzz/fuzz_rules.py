@@ -1,5 +1,6 @@
 """Valid calls of rules, and of what gives rules their input."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from functional_jd import random
 
 def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] = (), **hyper: Any) -> Call:
     """A rule is built, started, and takes two steps."""
+    if "solver" in inspect.signature(getattr(jd, name)).parameters:
+        hyper["solver"] = lambda: "host"
 
     def use(**hyper: Any) -> None:
         rule, J = getattr(jd, name)(**hyper), three_rows()
@@ -107,9 +110,13 @@ RULES = {
         pull=_number(0.1),
         preference=_EACH,
     ),
-    "stateless": _rule("stateless", view=lambda: jd.views.losses, weigh=lambda: torch.ones_like)._replace(
-        functions=kinds({"view", "weigh"}), names=("aggregate",)
-    ),
+    "stateless": _rule(
+        "stateless",
+        {"on_host": SWITCH},
+        view=lambda: jd.views.losses,
+        weigh=lambda: torch.ones_like,
+        on_host=lambda: False,
+    )._replace(functions=kinds({"view", "weigh"}), names=("aggregate",)),
     "stch": _rule(
         "stch",
         {"mu": POSITIVE, "weights": OPTION, "reference": OPTION},

@@ -57,6 +57,13 @@ def examples():
     return fj.gramian_fn(fj.per_example(loss))(params, torch.arange(24.0).reshape(4, 2, 3))[0].flatten().tolist()
 
 
+def optimizer_of_torch():
+    import functional_jd as fj
+
+    optimizer, params = fj.from_torch(torch.optim.Adam, lr=0.1), torch.ones(2)
+    return optimizer.update(torch.ones(2), optimizer.init(params), params)[0].tolist()
+
+
 def draws():
     from functional_jd.random import key, uniform
 
@@ -225,7 +232,9 @@ FEATURES = {
 
 REPLACED = {
     "autograd.graph._engine_run_backward": step,
-    "_fused_adamw_": step,
+    **dict.fromkeys(("_fused_adamw_", "_foreach_clone", "_foreach_mul", "_foreach_norm"), step),
+    "utils._foreach_utils._get_fused_kernels_supported_devices": step,
+    "optim.optimizer._get_capturable_supported_devices": optimizer_of_torch,
     "_C._set_grad_enabled": layers,
     "Tensor._backward_hooks": step,
     "Node._input_metadata": many_losses,
@@ -251,6 +260,8 @@ TORCH_NEEDS = {
     "utils.checkpoint._CheckpointFrame.save_inputs",
     "nn.Module._call_impl",
     "utils.checkpoint._checkpoint_hook",
+    "optim.optimizer._get_capturable_supported_devices",
+    "utils._foreach_utils._get_fused_kernels_supported_devices",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
 }
 """Names that torch itself uses in the feature: they are back when this package was imported without them."""
@@ -275,7 +286,10 @@ def without(name):
         with mock.patch.object(type(space), "__getattr__", hide):
             yield
     else:
-        owners = [reduce(getattr, path.split("."), torch) if path else torch]
+        if path == "optim.optimizer":  # torch.optim takes its own attribute of that name away
+            owners = [import_module(f"torch.{path}")]
+        else:
+            owners = [reduce(getattr, path.split("."), torch) if path else torch]
         if path in ("Tensor", "Node"):  # written in C
             kinds = object.__subclasses__()
             owners = [torch._C.TensorBase] if path == "Tensor" else [kind for kind in kinds if last in vars(kind)]
