@@ -1,5 +1,6 @@
 """The same steps on a GPU: skipped where there is none."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -30,8 +31,8 @@ def on_gpu(tree):
 def test_mixed_precision_trains_without_waiting_for_the_device(norm, dtype, engine):
     params, features, top, batch = two_tasks(norm)
     params, batch = on_gpu(params), on_gpu(batch)
-    how = method(params, fj.autocast(features, dtype), fj.autocast(top, dtype))
-    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,), device="cuda"), **how)
+    how = method(params, fj.autocast(features, dtype), fj.autocast(top, dtype), aggregator=fj.upgrad(solver="device"))
+    state = fj.train_state(params, *batch, scale=fj.scale_state(shape=(2,)), **how)  # which goes to the GPU
     state, _ = fj.step(state, *batch, engine=engine, **how)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -44,6 +45,52 @@ def test_mixed_precision_trains_without_waiting_for_the_device(norm, dtype, engi
     before = top(params["heads"], features(params["shared"], *batch), *batch)
     assert info.losses["one"] < before["one"]
     assert info.losses["two"] < before["two"]
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.config, fj.nash_mtl])
+def test_a_rule_on_the_host_waits_once_in_a_step(rule):
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    params, batch = on_gpu(params), on_gpu(batch)
+    how = method(params, features, top, aggregator=rule())
+    state = fj.train_state(params, *batch, **how)
+    state, _ = fj.step(state, *batch, **how)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fj.step(state, *batch, **how)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchroniz" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.parametrize("rule", [fj.mean, partial(fj.upgrad, solver="device")])
+def test_a_step_is_captured_in_a_graph(rule):
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    params, batch = on_gpu(params), on_gpu(batch)
+    how = method(params, features, top, aggregator=rule())
+    state = fj.train_state(params, *batch, **how)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected, _ = fj.step(state, *batch, **how)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = fj.step(state, *batch, **how)
+    graph.replay()
+    torch.cuda.synchronize()
+    close(captured.params, expected.params)
+
+
+@pytest.mark.parametrize("m", [2, 5, 32, 128])
+@pytest.mark.parametrize("solver", ["host", "device"])
+def test_rules_find_on_a_gpu_what_they_find_on_a_cpu(m, solver):
+    J = torch.randn(m, 2 * m, dtype=torch.float64, generator=torch.Generator().manual_seed(m))
+    for rule in (fj.upgrad, fj.mgda, fj.config):
+        found = fj.aggregate(rule(solver=solver), J.cuda()).direction
+        assert found.is_cuda
+        close(found.cpu(), fj.aggregate(rule(), J).direction, rtol=1e-9, atol=1e-11)
 
 
 def test_a_step_is_that_of_the_cpu():
