@@ -172,6 +172,7 @@ def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
         leaves[0].is_cpu
         or torch.compiler.is_compiling()
         or not (aggregator.on_host or leaves[0].dtype == torch.float32)
+        or type(leaves[0]) is not Tensor  # a fake one, which has no values to bring
         or leaves[0].is_meta
         or is_capturing(leaves[0])
         or may_be_differentiated(*leaves)

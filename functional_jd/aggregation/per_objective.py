@@ -77,7 +77,8 @@ def per_objective(
     elif domain is not None and not domain.holds(numbers):
         raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
 
-    values = numbers.tolist() if _values_are_known(numbers) and not numbers.requires_grad else None
+    concrete = _values_are_known(numbers) and not numbers.requires_grad and is_concrete(numbers)
+    values = numbers.tolist() if concrete else None
     copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def numbers_for(rows: Tensor) -> Tensor:
