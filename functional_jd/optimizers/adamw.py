@@ -168,9 +168,11 @@ def _fused(
                 if copies[average].stride() != strides:
                     copies[average] = copy_with_strides(copies[average], copies[index])
         params, first, second = copies[:n], copies[n : 2 * n], copies[2 * n :]
-        count = [(steps + 1.0).to(device, torch.float32)] * n
+        # Exact, whatever the default dtype is, and in one launch.
+        taken = torch.add(steps, 1, out=steps.new_empty((), dtype=torch.float32))
+        count = [taken.to(device)] * n
         lr = rate if not isinstance(rate, Tensor) or device.type == "cpu" else _rate_on(rate, device)
-        kept = None if moving is None else torch.logical_not(moving, out=steps.new_empty((), dtype=torch.float32))
+        kept = None if moving is None else torch.logical_not(moving, out=moving.new_empty((), dtype=torch.float32))
         kept = kept if kept is None else kept.to(device)
         how = {"lr": lr, "amsgrad": False, "maximize": False, "found_inf": kept}
         fused_adamw(params, given, first, second, [], count, **how, **settings)

@@ -588,3 +588,22 @@ def test_params_must_be_floating(optimizer):
 def test_from_transformation_needs_a_pair():
     with pytest.raises(TypeError, match="from_transformation: expected an object with functions init and update"):
         from_transformation(torch.optim.Adam)
+
+
+def test_adamw_counts_its_steps_exactly_whatever_the_default_dtype_is():
+    params, direction = torch.ones(3), torch.full((3,), 0.5)
+    optimizer, ordinary = adamw(0.1), torch.nn.Parameter(torch.ones(3))
+    state = optimizer.init(params)._replace(steps=torch.tensor(300))  # 301 is no number of bfloat16
+    reference = torch.optim.AdamW([ordinary], lr=0.1)
+    zeros = torch.zeros(3)
+    reference.state[ordinary] = {"step": torch.tensor(300.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    ordinary.grad = direction.clone()
+    reference.step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, after = optimizer.update(direction, state, params)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, ordinary.detach(), rtol=RTOL[torch.float32], atol=0)
+    assert after.steps == 301
