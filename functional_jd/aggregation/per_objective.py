@@ -97,7 +97,7 @@ def per_objective(
         if place in copies:
             return copies[place]
         copy = numbers.to(*place)
-        if is_concrete(copy) and not copy.requires_grad:
+        if is_concrete(copy) and not (copy.requires_grad or copy.is_inference()):
             copies[place] = copy  # which the next call need not make again
         return copy
 
