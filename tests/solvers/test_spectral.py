@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from bounds import check_within, eps
+from bounds import check_within, eps, gramian_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.linalg import fractional_matrix_power
 from torch.func import grad, hessian, jacfwd, jacrev
 
+from functional_jd import aggregate, config, imtl_g
 from functional_jd.solvers.spectral import inverse_root, pseudo_inverse, solve_well_conditioned
 
 
@@ -132,3 +133,16 @@ def test_what_is_not_well_conditioned_is_left():
     torch.vmap(lambda C: refused.append(solve_well_conditioned(C, b)) or C)(one.unsqueeze(0))
     grad(lambda C: refused.append(solve_well_conditioned(C, b)) or C.sum())(one)
     assert refused == [None, None]
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("spread", [0, 6])
+@pytest.mark.parametrize("rule", [config, imtl_g])
+def test_rules_by_the_factor_find_what_they_find_by_eigenvalues(rule, m, spread):
+    direction = lambda J: aggregate(rule(), J).direction
+    J = normal(m, m + 9, seed=m) * 10.0 ** (spread * torch.linspace(-1, 1, m, dtype=torch.float64).unsqueeze(1))
+    expected = torch.vmap(direction)(J.unsqueeze(0))[0]  # under vmap no value can be looked at
+    check_within(direction(J), expected, gramian_bound(J, expected.abs().max()))
+    if m <= 4 and not spread:
+        slopes = torch.autograd.functional.jacobian(direction, J)
+        torch.testing.assert_close(slopes, jacrev(direction)(J), rtol=1e-9, atol=1e-11)
