@@ -68,7 +68,8 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
     rows_finite = decided.rows_finite if rows_finite is None else rows_finite
     if direction_finite is None or rows_finite is None:
-        everything = all_finite((direction, seen.losses))
+        with autocast_disabled((direction, seen.losses)):  # which refuses to join one half precision and the other
+            everything = all_finite((direction, seen.losses))
         direction_finite = losses_finite = everything
         rows_finite = everything if rows_finite is None else rows_finite
     else:

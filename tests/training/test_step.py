@@ -764,3 +764,14 @@ def test_batches_of_other_sizes_take_two_graphs(kind, rule, sizes):
         larger[0] = larger[0] * factors[:n, None]
         close(compiled(state, *larger), fj.step(state, *larger, **how), rtol=1e-5, atol=1e-6)
     assert counter.frame_count <= 2
+
+
+def test_losses_in_one_half_precision_inside_autocast_of_the_other():
+    losses = lambda p: {"a": p.square().sum().to(torch.bfloat16), "b": p.sum()}
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
+    params = torch.tensor([1.0, 2.0])
+    with torch.autocast("cpu", torch.float16):
+        state, info = fj.step(fj.train_state(params, **how), **how)
+    assert info.moved
+    # Gradients (2, 4) and (1, 1) do not conflict: half the step along their mean.
+    assert torch.equal(state.params, params - 0.5 * torch.tensor([1.5, 2.5]))
