@@ -115,7 +115,7 @@ def aggregate(
             "with the Jacobian."
         )
     seen = Observation(losses, rows=jacobian, others=others)
-    weights, state = weigh(aggregator, as_view(aggregator.view), seen, state)
+    weights, state = weigh(aggregator, as_view(aggregator.view), seen, state, apart=True)
     return Aggregation(combined("aggregate", jacobian, weights), weights, state)
 
 
@@ -132,9 +132,15 @@ class CannotStartError(ValueError):
 
 
 def weigh(
-    aggregator: Aggregator, view: View, seen: Observation, state: Tree = None, where: str = "aggregate"
+    aggregator: Aggregator,
+    view: View,
+    seen: Observation,
+    state: Tree = None,
+    where: str = "aggregate",
+    *,
+    apart: bool = False,
 ) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule with this view.
+    """The weights and the next state of a rule with this view; `apart`: each with memory of its own, as for users.
 
     A state of another rule, or for another number of objectives, is refused: if `update` raises, and in a step also if
     the state does not keep its structure.
@@ -142,7 +148,7 @@ def weigh(
     with autocast_disabled(seen[:3]):
         received = view.receive(seen)
         if (aggregator.on_host or view.inner_products_suffice) and goes_to_host(aggregator, (received, state)):
-            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update))
+            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
         if state is None or torch.compiler.is_compiling():
             return aggregator.update(received, aggregator.init(received) if state is None else state)
         remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)

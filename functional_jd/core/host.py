@@ -20,7 +20,8 @@ def run_on_host(function: Callable[..., Any], *inputs: Any, apart: bool = False)
         function: a function of pytrees of tensors that returns one. Not differentiated, but results may require a
             gradient, of tensors that it encloses.
         inputs: pytrees of tensors, of which some stand on an accelerator.
-        apart: whether every result has memory of its own, which takes a launch each; else they may share it.
+        apart: whether every result has memory of its own, which takes a launch each; else they may share it, and
+            `torch.save` refuses what shares memory in several dtypes.
     """
     leaves, structure = tree_flatten(inputs)
     away = [x for x in leaves if not x.is_cpu]

@@ -92,7 +92,7 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
     """What the engine observes, and what the rule makes of it: products of rows on the host, if the rule runs there."""
     seen = observed(plan, engine)
     if seen.scaling is None:
-        weights, rule_state = weigh(plan.rule, plan.view, seen, rule_state, plan.where)
+        weights, rule_state = weigh(plan.rule, plan.view, seen, rule_state, plan.where, apart=not plan.guarded)
         return seen, Decided(weights, rule_state, weights, None, seen.products)
     factor, flags = seen.scaling
 
@@ -104,7 +104,8 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
 
     if goes_to_host(plan.rule, (seen.products, factor, rule_state)):
         losses = seen.losses if plan.view.losses or plan.view.products == "none" else ()
-        return seen, run_on_host(decide, seen.products, factor, losses, rule_state)
+        # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
+        return seen, run_on_host(decide, seen.products, factor, losses, rule_state, apart=not plan.guarded)
     return seen, decide(seen.products, factor, seen.losses, rule_state)
 
 

@@ -135,6 +135,15 @@ def test_a_rule_on_the_host_costs_a_launch_and_a_copy_each_way(name, m):
         assert equal(device.get(found), rule.update(device.get(received), state))
 
 
+def test_what_aggregate_returns_from_the_host_can_be_saved():
+    with simulated() as device:
+        found = aggregate(jd.nash_mtl(), device.put(ill_conditioned(3)))
+        again = aggregate(jd.nash_mtl(), device.put(ill_conditioned(3)), found.state)
+        own = [x.untyped_storage() for x in (again.weights, *tree_leaves(again.state))]
+        # Several dtypes in one storage are refused by torch.save.
+        assert len({x.data_ptr() for x in own}) == len(own)
+
+
 def test_groups_go_to_the_host_together():
     rule = jd.grouped({"a": jd.upgrad(), "b": jd.cagrad(0.5), "c": jd.mean(), "d": jd.mean()})
     rows = {key: ill_conditioned(4) for key in "abcd"}
