@@ -13,17 +13,9 @@ from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, squared_norms
+from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, row_count, squared_norms
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import (
-    leaves_like,
-    row_count,
-    tree_difference,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated

@@ -11,10 +11,10 @@ from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described
 from functional_jd.core.heads import rows_of
-from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
+from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined, row_count
 from functional_jd.core.safe import sqrt_or_zero
-from functional_jd.core.sharding import any_sharded, shard_of, sum_over_shards
-from functional_jd.core.tree import row_count, tree_leaves, tree_names
+from functional_jd.core.sharding import shard_of, sum_over_shards
+from functional_jd.core.tree import any_sharded, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.precision.autocast import autocast_disabled
 

@@ -11,8 +11,8 @@ from functional_jd.aggregation.per_objective import Domain, Numbers, per_objecti
 from functional_jd.aggregation.views import jacobian_entries
 from functional_jd.core.rows import per_row
 from functional_jd.core.safe import nonzero
-from functional_jd.core.sharding import any_sharded, positions, shard_of, sharded_as
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
+from functional_jd.core.sharding import positions, shard_of, sharded_as
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
 from functional_jd.random.keys import check_key

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import times, tree_flatten, tree_unflatten
+from functional_jd.core.tree import (
+    any_sharded,
+    check_layouts,
+    times,
+    tree_flatten,
+    tree_leaves,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -23,6 +31,48 @@ _JOINED_ELSEWHERE = 1 << 22
 # putting together and adding up those of narrow blocks costs more than the products. At m = 1500 and n = 2273, blocks
 # of 1024 columns take twice as long.
 LEAST_WIDTH = 1 << 10
+
+
+def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) -> int:
+    """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, where they are known.
+
+    Raises:
+        TypeError: a leaf is not a floating-point tensor.
+        ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
+    """
+    rows: list[int] = []
+    uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
+    leaves = tree_leaves(jacobian) if leaves is None else leaves
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
+                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
+                "tensors."
+            )
+        if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
+            kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
+            raise TypeError(
+                f"{where}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
+                f"of shape {list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
+                "Stack one gradient per objective along the first dimension."
+            )
+        rows.append(leaf.shape[0])
+        uneven = uneven or leaf.shape[0] != rows[0]
+    if any_sharded(leaves):
+        check_layouts(leaves, jacobian, where)
+    if uneven:
+        names = tree_names(jacobian)
+        found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
+        raise ValueError(
+            f"{where}: every leaf must have the same number of rows, found {found}. "
+            "Did you mix Jacobians of different losses?"
+        )
+    if not rows or rows[0] == 0:
+        raise ValueError(
+            f"{where}: needs at least one row (one objective), found none. Is the pytree of losses or parameters empty?"
+        )
+    return rows[0]
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -15,9 +15,6 @@ from torch import Tensor
 from functional_jd.core.collectives import collective
 from functional_jd.torch_compat.torch_internals import sharded_like
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-"""Classes of leaves that are not sharded: a step asks so often that it counts."""
-
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a leaf is a `DTensor`, on whatever placements."""
@@ -25,13 +22,6 @@ def is_sharded(leaf: Any) -> bool:
         return False
     tensor = sys.modules.get("torch.distributed.tensor")  # without it there are none, and it takes a second to import
     return tensor is not None and isinstance(leaf, tensor.DTensor)
-
-
-def any_sharded(leaves: Sequence[Any]) -> bool:
-    """Whether some leaf is a `DTensor`."""
-    if torch.compiler.is_compiling() or _PLAIN.issuperset(map(type, leaves)):
-        return False
-    return any(is_sharded(leaf) for leaf in leaves)
 
 
 def shard_of(leaf: Any) -> Any:
@@ -109,7 +99,7 @@ def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
 
 def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Flags that hold on all ranks that hold shards of some leaf."""
-    return over_all_ranks("least", flags.int(), leaves).bool() if any_sharded(leaves) else flags
+    return over_all_ranks("least", flags.int(), leaves).bool() if any(map(is_sharded, leaves)) else flags
 
 
 def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.record_display import children
-from functional_jd.core.sharding import agreed, any_sharded, layout_error, shard_of, sharded_as
+from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
 from functional_jd.torch_compat.torch_internals import each_norm, each_times, pytree_nodes, under_transform
@@ -23,6 +23,7 @@ from functional_jd.torch_compat.torch_internals import each_norm, each_times, py
 NAMESPACE = "functional_jd"
 
 _TENSORS = {Tensor}
+_WHOLE = {Tensor, torch.nn.Parameter}
 # Leaves of up to so many elements are looked at together.
 _SMALL = 1 << 10
 
@@ -201,6 +202,13 @@ def tree_sharded_as(shards: Tree, like: Tree, rows: int = 0) -> Tree:
     return tree_map(lambda leaf, shard: sharded_as(shard, leaf, rows), like, shards)
 
 
+def any_sharded(leaves: list[Any]) -> bool:
+    """Whether some leaf is a `DTensor`."""
+    if torch.compiler.is_compiling() or _WHOLE.issuperset(map(type, leaves)):  # a step asks so often that it counts
+        return False
+    return any(map(is_sharded, leaves))
+
+
 def check_layouts(leaves: list[Tensor], tree: Tree, where: str) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
     for index, leaf in enumerate(leaves):
@@ -209,48 +217,6 @@ def check_layouts(leaves: list[Tensor], tree: Tree, where: str) -> None:
                 f"{where}: {error} in {tree_names(tree)[index]!r}. Redistribute it: "
                 "leaf.redistribute(placements=[Replicate()])."
             )
-
-
-def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) -> int:
-    """Return m, the number of rows of all leaves `[m, *p]`; `leaves` are those of the Jacobian, where they are known.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: there are no leaves or no rows, or the leaves have different numbers of rows.
-    """
-    rows: list[int] = []
-    uneven = False  # not from a set or dict of sizes: torch.compile would compile anew for each
-    leaves = tree_leaves(jacobian) if leaves is None else leaves
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
-                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
-                "tensors."
-            )
-        if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
-            kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
-            raise TypeError(
-                f"{where}: every leaf must be a dense floating-point tensor of rows [m, *p], found {leaf.dtype}{kind} "
-                f"of shape {list(leaf.shape)} in {tree_names(jacobian)[index]!r}. "
-                "Stack one gradient per objective along the first dimension."
-            )
-        rows.append(leaf.shape[0])
-        uneven = uneven or leaf.shape[0] != rows[0]
-    if any_sharded(leaves):
-        check_layouts(leaves, jacobian, where)
-    if uneven:
-        names = tree_names(jacobian)
-        found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))
-        raise ValueError(
-            f"{where}: every leaf must have the same number of rows, found {found}. "
-            "Did you mix Jacobians of different losses?"
-        )
-    if not rows or rows[0] == 0:
-        raise ValueError(
-            f"{where}: needs at least one row (one objective), found none. Is the pytree of losses or parameters empty?"
-        )
-    return rows[0]
 
 
 def tree_difference(expected: Tree, found: Tree) -> str:

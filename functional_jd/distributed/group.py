@@ -10,8 +10,8 @@ from torch import Tensor
 from functional_jd.core.arguments import refuse
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
-from functional_jd.core.sharding import any_sharded, is_sharded
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.sharding import is_sharded
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import under_transform

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import Options, is_differentiable, objective_count

@@ -19,8 +19,7 @@ from functional_jd.core.heads import (
     split_heads,
 )
 from functional_jd.core.rows import InRange, at_least_float32, in_range, of_groups, pulled_in_range
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import all_finite, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.tree import all_finite, any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.loss_scale import unscale

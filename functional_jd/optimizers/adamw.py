@@ -9,8 +9,7 @@ from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
+from functional_jd.core.tree import Structure, any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,

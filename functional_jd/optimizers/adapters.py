@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.sharding import any_sharded, shard_of, sharded_as
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.sharding import shard_of, sharded_as
+from functional_jd.core.tree import any_sharded, floating_leaves, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     Optimizer,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_number, check_scalar
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import any_sharded, over_all_ranks, shard_of, sharded_as, sum_over_shards
-from functional_jd.core.tree import floating_leaves, tree_map, tree_unflatten
+from functional_jd.core.sharding import over_all_ranks, shard_of, sharded_as, sum_over_shards
+from functional_jd.core.tree import any_sharded, floating_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction
 
 

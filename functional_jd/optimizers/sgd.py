@@ -8,8 +8,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves, tree_map
+from functional_jd.core.tree import any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import (
     LearningRate,

@@ -16,7 +16,8 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.arguments import check_flag, check_mapping
 from functional_jd.core.heads import rows_of
 from functional_jd.core.names import names_or_indices, objective_names
-from functional_jd.core.tree import row_count, tree_leaves
+from functional_jd.core.rows import row_count
+from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
 from functional_jd.plotting.style import (
     PALETTE,

@@ -18,8 +18,17 @@ from torch import Tensor
 from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
-from functional_jd.core.sharding import agreed, any_sharded, is_sharded, same_layout, shard_of, sharded_as
-from functional_jd.core.tree import all_finite, check_layouts, times, tree_flatten, tree_map, tree_names, tree_unflatten
+from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
+from functional_jd.core.tree import (
+    all_finite,
+    any_sharded,
+    check_layouts,
+    times,
+    tree_flatten,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Tree
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, check_rule, combine
 from functional_jd.aggregation.views import loss_count
-from functional_jd.core.rows import as_matrix, per_row
-from functional_jd.core.tree import leaves_like, row_count, tree_difference, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.rows import as_matrix, per_row, row_count
+from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 
 TOLERANCE = 2.0**-26

@@ -7,8 +7,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.arguments import check_function, refuse
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine

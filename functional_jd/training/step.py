@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer

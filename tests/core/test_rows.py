@@ -10,6 +10,14 @@ from hypothesis import strategies as st
 from functional_jd.core import rows
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 
+
+class Unregistered:
+    """Holds a tensor that no pytree sees."""
+
+    def __init__(self, held):
+        self.held = held
+
+
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 
@@ -76,3 +84,32 @@ def test_joined_matrices_have_the_same_columns_in_the_same_order(m, leaves, widt
         assert x.shape[1] <= most or any(x is matrix for matrix in matrices)
     for x, y in pairwise(found):  # neighbours that would fit are joined
         assert x.dtype != y.dtype or x.shape[1] + y.shape[1] > most
+
+
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=4))
+def test_row_count_is_the_first_dimension_of_all(m, shapes):
+    jacobian = {str(i): torch.ones(m, *shape) for i, shape in enumerate(shapes)}
+    assert rows.row_count(jacobian, "here") == m
+    with pytest.raises(ValueError, match=f"here: .*found {m} in '0' and {m + 1} in 'more'.*mix Jacobians"):
+        rows.row_count({**jacobian, "more": torch.ones(m + 1)}, "here")
+
+
+MISTAKES = {
+    "integers": (
+        {"a": torch.ones(2), "b": torch.ones(2).int()},
+        TypeError,
+        r"int32 of shape \[2\] in 'b'.*Stack",
+    ),
+    "no rows": ({"a": torch.tensor(1.0)}, TypeError, r"of shape \[\] in 'a'"),
+    "no tensor": ({"l": [torch.ones(2), 2.0]}, TypeError, "found float in 'l.1'.*Register"),
+    "stranger": ({"u": Unregistered(torch.ones(2))}, TypeError, "found Unregistered in 'u'.*Register the container"),
+    "empty": ({}, ValueError, r"at least one row \(one objective\), found none"),
+    "none": ({"a": torch.ones(0, 3)}, ValueError, "at least one row"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rows_that_are_none_are_named(mistake):
+    tree, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=f"place: .*{message}"):
+        rows.row_count(tree, "place")

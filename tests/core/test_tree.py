@@ -249,33 +249,9 @@ def test_flattening_composes_with_transforms():
     torch.compiler.reset()
 
 
-@given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=1, max_size=4))
-def test_row_count_is_the_first_dimension_of_all(m, shapes):
-    jacobian = {str(i): torch.ones(m, *shape) for i, shape in enumerate(shapes)}
-    assert trees.row_count(jacobian, "here") == m
-    with pytest.raises(ValueError, match=f"here: .*found {m} in '0' and {m + 1} in 'more'.*mix Jacobians"):
-        trees.row_count({**jacobian, "more": torch.ones(m + 1)}, "here")
-
-
-MISTAKES = {
-    "integers": (
-        {"a": torch.ones(2), "b": torch.ones(2).int()},
-        TypeError,
-        r"int32 of shape \[2\] in 'b'.*Stack",
-    ),
-    "no rows": ({"a": torch.tensor(1.0)}, TypeError, r"of shape \[\] in 'a'"),
-    "no tensor": ({"l": [torch.ones(2), 2.0]}, TypeError, "found float in 'l.1'.*Register"),
-    "stranger": ({"u": Unregistered(torch.ones(2))}, TypeError, "found Unregistered in 'u'.*Register the container"),
-    "empty": ({}, ValueError, r"at least one row \(one objective\), found none"),
-    "none": ({"a": torch.ones(0, 3)}, ValueError, "at least one row"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_rows_that_are_none_are_named(mistake):
-    tree, kind, message = MISTAKES[mistake]
-    with pytest.raises(kind, match=f"place: .*{message}"):
-        trees.row_count(tree, "place")
+def test_plain_leaves_are_not_sharded():
+    leaf = torch.ones(2, 3)
+    assert not trees.any_sharded([leaf, torch.nn.Parameter(leaf), 2.0])
 
 
 def test_floating_leaves_are_the_leaves_or_a_named_mistake():

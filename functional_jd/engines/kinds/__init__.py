@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.engines.evaluate import select_arguments
 from functional_jd.engines.kinds.example_sets import EXAMPLE_SETS
 from functional_jd.engines.kinds.kind import Kind
