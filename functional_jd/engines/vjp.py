@@ -48,6 +48,7 @@ def vjp(
     *,
     differentiable: bool,
     scalars: bool = False,
+    example: bool = False,
     where: str | None = None,
 ) -> Vjp:
     """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
@@ -58,9 +59,10 @@ def vjp(
         differentiable: whether the gradients may be differentiated: an input requires grad, or a transform is active.
         scalars: whether scalars that `torch.stack` joined become outputs of their own, where plain autograd records
             them: the cotangent of one then walks its graph only, and not those of the others.
+        example: whether a `torch.vmap` over examples may have been entered since `differentiable` was asked.
         where: the function in whose name backward passes inside the backward pass are refused; None lets them pass.
     """
-    if under_transform():
+    if (differentiable or example) and under_transform():
         return _by_func(f, inputs, differentiable)
     return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where)
 

@@ -97,12 +97,12 @@ def adamw(
         leaves, structure = floating_leaves(params, "adamw")
         if any_sharded(leaves):
             return on_shards(step, "adamw", moving, direction, state, params)
-        rate = current_rate(lr, state.steps)
         directions, first, second = (
             leaves_like(structure, direction),
             leaves_like(structure, state.first),
             leaves_like(structure, state.second),
         )
+        rate = current_rate(lr, state.steps)
         fits = state.steps.ndim == 0
         for p, d, m, v in zip(leaves, directions, first, second, strict=True):
             fits = fits and p.shape == d.shape == m.shape == v.shape

@@ -24,7 +24,7 @@ from functional_jd.precision.op_tables import (
     is_foreign_operator,
 )
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.noticing import Noticing, can_notice, is_compiled
+from functional_jd.torch_compat.noticing import Noticing, can_notice
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.slow_path import StateJournal, Watch
@@ -34,6 +34,7 @@ from functional_jd.torch_compat.torch_internals import (
     function_name,
     has_mode,
     innermost_mode,
+    is_compiled,
     traceable,
     transform_level,
     under_transform,
@@ -145,22 +146,22 @@ def with_op_tables(
         if torch.compiler.is_compiling():  # which can be told of nothing
             with _OpTables(where or "per_example" if examples else None):
                 return f(*args, **kwargs)
-        compiled = is_compiled(f)
+        modes = _modes_needed(f, journal, where, watched)
         with Noticing(where, _OpTables):
-            modes = _modes_needed(journal, where, watched, compiled)
             return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)
 
     return run
 
 
 def _modes_needed(
-    journal: StateJournal | None, where: str | None, examples: bool, compiled: bool
+    f: Callable[..., Any], journal: StateJournal | None, where: str | None, examples: bool
 ) -> list[TorchFunctionMode]:
-    """The modes that must see every op of losses, from the outermost to the innermost; mostly none.
+    """The modes that must see every op of a function, from the outermost to the innermost; mostly none.
 
     The tables are not among them before autocast is on: `Noticing` tells of it, unless torch.compile hides it.
     """
-    on = compiled or not can_notice or any(map(torch.is_autocast_enabled, _devices()))
+    enabled = any_autocast() and any(map(torch.is_autocast_enabled, _devices()))
+    on = enabled or not can_notice or is_compiled(f)
     modes: list[TorchFunctionMode] = []
     repaired = not on and under_transform() and not has_mode(_OpTables)  # the tables repair ops too
     if journal is not None or examples or repaired:

@@ -28,11 +28,6 @@ can_notice = bool(CheckpointFrame and vmap_home)
 """Whether torch has all that is replaced here; otherwise modes see every op."""
 
 
-def is_compiled(f: Any) -> bool:
-    """Whether a function or a module was returned by torch.compile."""
-    return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
-
-
 class Noticing:
     """A context in which this thread is told of what its losses do.
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import functional_jd as jd
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat import noticing
-from functional_jd.torch_compat.torch_internals import has_mode, innermost_mode
+from functional_jd.torch_compat.torch_internals import has_mode, innermost_mode, is_compiled
 
 
 class Seen(TorchFunctionMode):
@@ -199,7 +199,7 @@ def test_modes_and_compiled_functions_are_recognised():
     with Seen(), Seen():
         assert has_mode(Seen)
     compiled = [torch.compile(torch.sin, backend="eager"), torch.compile(nn.Identity(), backend="eager")]
-    assert [noticing.is_compiled(f) for f in (torch.sin, nn.Identity(), *compiled)] == [False, False, True, True]
+    assert [is_compiled(f) for f in (torch.sin, nn.Identity(), *compiled)] == [False, False, True, True]
     kinds = []
 
     def notes(x):

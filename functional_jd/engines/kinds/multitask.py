@@ -201,7 +201,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         filled = _with_differentiable(below.extra, inputs[len(own) :])
         mine = tree_unflatten(own_structure, inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
-        _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
+        if below.inputs:  # a graph of plain autograd
+            _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
         return outputs, extra
 
     looped = options.mode in ("auto", "loop")
@@ -211,8 +212,6 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
 
 def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tensor], options: Options) -> None:
     """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
-    if under_transform():
-        return
     leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}

@@ -51,7 +51,7 @@ def jacobian(losses: PerExample, args: Args, argnums: int | Sequence[int], optio
             loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
             return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), options)
 
-        point = vjp(f, inputs, differentiable=options.differentiable, where=options.where)
+        point = vjp(f, inputs, differentiable=options.differentiable, example=True, where=options.where)
         check_example_losses(point.outputs, ())
         gradient = point.pullback([factor.to(point.outputs[0].dtype)])
         return dense_gradients(gradient, inputs), *point.extra
