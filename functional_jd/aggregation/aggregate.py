@@ -107,8 +107,9 @@ def aggregate(
             "with the Jacobian."
         )
     seen = Observation(losses, rows=jacobian, others=others)
-    weights, state = weigh(aggregator, as_view(aggregator.view), seen, state, apart=True)
-    return Aggregation(combined("aggregate", jacobian, weights), weights, state)
+    with autocast_disabled():
+        weights, state = weigh(aggregator, as_view(aggregator.view), seen, state, apart=True)
+        return Aggregation(combined("aggregate", jacobian, weights), weights, state)
 
 
 def check_rule(aggregator: Any, where: str) -> None:
@@ -132,31 +133,33 @@ def weigh(
     *,
     apart: bool = False,
 ) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule with this view; `apart`: each with memory of its own, as for users.
+    """The weights and the next state of a rule with this view; `apart`: each with memory of its own, as for users. The
+    caller switches autocast off.
 
     A state of another rule, or for another number of objectives, is refused: if `update` raises, and in a step also if
     the state does not keep its structure.
     """
-    with autocast_disabled(seen[:3]):
-        received = view.receive(seen)
-        if (aggregator.on_host or view.inner_products_suffice) and goes_to_host(aggregator, (received, state)):
-            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
-        if state is None or torch.compiler.is_compiling():
-            return aggregator.update(received, aggregator.init(received) if state is None else state)
-        remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
-        if remembers and tree_leaves(state) and tree_leaves(received)[0].shape[:1] == (1,):
-            # What is of size one fits all sizes: `update` would not notice the state of more objectives.
-            _refuse_other_state(aggregator, received, state, where, None)
-        try:
-            weights, new = aggregator.update(received, state)
-        except torch.OutOfMemoryError:  # `init` would ask for more
-            raise
-        except Exception as error:
-            _refuse_other_state(aggregator, received, state, where, error)
-            raise
-        if where != "aggregate" and new is not state and tree_difference(state, new):
-            _refuse_other_state(aggregator, received, state, where, None)
-        return weights, new
+    received = view.receive(seen)
+    asked = seen.scaling is not None  # by the driver
+    on_host = aggregator.on_host or view.inner_products_suffice
+    if on_host and not asked and goes_to_host(aggregator, (received, state)):
+        aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
+    if state is None or torch.compiler.is_compiling():
+        return aggregator.update(received, aggregator.init(received) if state is None else state)
+    remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
+    if remembers and tree_leaves(state) and tree_leaves(received)[0].shape[:1] == (1,):
+        # What is of size one fits all sizes: `update` would not notice the state of more objectives.
+        _refuse_other_state(aggregator, received, state, where, None)
+    try:
+        weights, new = aggregator.update(received, state)
+    except torch.OutOfMemoryError:  # `init` would ask for more
+        raise
+    except Exception as error:
+        _refuse_other_state(aggregator, received, state, where, error)
+        raise
+    if where != "aggregate" and new is not state and tree_difference(state, new):
+        _refuse_other_state(aggregator, received, state, where, None)
+    return weights, new
 
 
 def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
@@ -193,7 +196,7 @@ def _refuse_other_state(
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
     """The initial state of a rule, which `aggregate` uses for `state=None`."""
-    with autocast_disabled(jacobian):
+    with autocast_disabled():
         return aggregator.init(as_view(aggregator.view)(jacobian, *others, losses=losses))
 
 
@@ -232,13 +235,12 @@ def products_of_rows(
     where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
     """The Gramian of rows with these leaves, or their squared norms, and `combine` of them as at least float32, from
-    one set of matrices.
+    one set of matrices. The caller of either switches autocast off.
     """
     found = inner_products if needed == "gramian" else squared_norms
     m = len(leaves[0])
-    with autocast_disabled(leaves):
-        matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
-        products = reduce(torch.add, [found(matrix) for matrix, _ in matrices])
+    matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
+    products = reduce(torch.add, [found(matrix) for matrix, _ in matrices])
 
     def sums(weights: Tensor) -> list[Tensor]:
         cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
@@ -248,9 +250,7 @@ def products_of_rows(
         if not isinstance(weights, Tensor) or weights.ndim > 1:
             return combined(where, rows, weights)
         check_row_weights(where, weights, m)
-        with autocast_disabled(leaves):
-            summed = sums(weights)
-        pairs = zip(summed, matrices, strict=True)
+        pairs = zip(sums(weights), matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
         direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
         return tree_unflatten(structure, direction)
@@ -271,7 +271,7 @@ def check_row_weights(where: str, weights: Tensor, m: int) -> None:
 def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
     leaves, structure = tree_flatten(jacobian)
     m = row_count(jacobian, where, leaves)
-    with autocast_disabled(jacobian):
+    with autocast_disabled():
         if isinstance(weights, Tensor) and weights.ndim < 2:
             check_row_weights(where, weights, m)
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):

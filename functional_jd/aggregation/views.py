@@ -195,7 +195,7 @@ def gramian(seen: Observation) -> Gramian:
 
 def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
     """`gramian` of the leaves of rows, which all have m rows."""
-    with autocast_disabled(leaves):
+    with autocast_disabled():
         if any_sharded(leaves):
             return sum_over_shards([inner_products(as_matrix(shard_of(leaf))) for leaf in leaves], leaves)
         return reduce(torch.add, [inner_products(matrix) for matrix, _ in joined(leaves)])
@@ -224,7 +224,7 @@ def norms(seen: Observation) -> Tensor:
     if any_sharded(leaves):
         squares = gramian_of_leaves(leaves).diagonal()
         return sqrt_or_zero(squares, squares == 0)
-    with autocast_disabled(leaves):
+    with autocast_disabled():
         return row_norms(rows)
 
 
@@ -257,7 +257,7 @@ def cross_gramian(seen: Observation) -> Tensor:
             f"cross_gramian: expected Jacobians of the same parameters, found leaves [m, *p] with {shapes} and "
             f"{others_shapes} for *p. Compute both with jacobian_fn of the same losses."
         )
-    with autocast_disabled(seen.rows):
+    with autocast_disabled():
         leaves = tree_leaves(left)
         pairs = zip(leaves, tree_leaves(right), strict=True)
         products = [cross_inner_products(*(as_matrix(shard_of(leaf)) for leaf in pair)) for pair in pairs]

@@ -1,5 +1,6 @@
 """Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,4 +47,4 @@ def nan_unless_finite(products: Any, heads: Heads) -> Any:
         return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
     largest = largest_magnitude(leaves)
     # Zero times what is not finite is NaN.
-    return products if largest is None else of_groups(lambda own: torch.add(own, largest, alpha=0), products)
+    return products if largest is None else of_groups(partial(torch.add, other=largest, alpha=0), products)

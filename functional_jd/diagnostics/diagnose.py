@@ -119,7 +119,7 @@ def diagnose(
         check_flag("diagnose", "gramian", gramian)
     G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
     m = len(G)
-    with autocast_disabled(G):
+    with autocast_disabled():
         C, lengths = cosines(G)
         norms = torch.where(G.diagonal() == 0, 0, lengths)
         share = (_ROUNDINGS * eps < -C).to(G.dtype).sum() / max(m * (m - 1), 1)

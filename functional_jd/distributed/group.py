@@ -97,7 +97,7 @@ def collective(kind: str, value: Tensor, group: Group) -> Tensor:
             "distributed: expected tensors that are whole on every replica, found a DTensor. For sharded parameters "
             "use sharded(losses, mesh), without replicated()."
         )
-    with autocast_disabled(value):
+    with autocast_disabled():
         return collective_of(kind, value, *known_group(group)[:2])
 
 

@@ -247,9 +247,9 @@ def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
     return m * leaf.numel() < f.left.numel() + f.right.numel()
 
 
-def leaf_is_joined(leaf: Tensor, m: int) -> bool:
-    """Whether the rows of a small leaf are joined with those of others: calls cost more than what they compute."""
-    return leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
+def leaves_are_joined(leaves: Sequence[Tensor], m: int) -> list[bool]:
+    """By leaf, whether it is so small that its rows are joined with others: calls cost more than what they compute."""
+    return [leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED for leaf in leaves]
 
 
 def recorded_reach(examples: bool) -> int:

@@ -70,7 +70,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         options = Options(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
         (first, m), (second, k) = (_parts_of(losses, params, batch, options) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))
-        with autocast_disabled(leaves):
+        with autocast_disabled():
             pairs = zip(first, second, leaves, strict=True)
             products = reduce(torch.add, [crossed_leaf(a, b, leaf, m, k) for a, b, leaf in pairs])
         return products if factor is None else products / factor.double() / factor.double()

@@ -1,6 +1,7 @@
 """The Gramian engine: inner products of rows without the rows, and the pullback of weights."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from functional_jd.engines.observed import (
     weights_for,
 )
 from functional_jd.engines.plan import Engine, Plan, require
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
@@ -165,7 +167,8 @@ def _products_fn(
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
             check_weights(where, weights, len(found))
-            return direction_with_heads(pulled_by(unchecked, weights_for(weights, factor)), heads), finite
+            with autocast_disabled():
+                return direction_with_heads(pulled_by(unchecked, weights_for(weights, factor)), heads), finite
 
         return products, (values, aux) if has_aux else values, pullback
 
@@ -230,7 +233,7 @@ def found_products(
             return by_rows()
     journal = StateJournal()
     return attempt(
-        lambda: by_layers(losses, args, argnums, options._replace(journal=journal)),
+        partial(by_layers, losses, args, argnums, options._replace(journal=journal)),
         by_rows,
         where=options.where,
         instead="evaluates the losses again and forms all rows, as engine='jacobian' does at once, which takes memory "

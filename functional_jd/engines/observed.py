@@ -22,6 +22,7 @@ from functional_jd.core.rows import InRange, at_least_float32, in_range, of_grou
 from functional_jd.core.tree import all_finite, any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.engines.plan import Plan
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale
 
 Pull = Callable[[Any], Direction]
@@ -114,12 +115,13 @@ def products_and_pullback(
         return {key: products for key, (products, _) in found.items()}, lambda weights: {
             key: pulls[key](weights[key]) for key in rows
         }
-    leaves, structure = tree_flatten(rows)
-    if not any_sharded(leaves):
-        return products_of_rows(where, rows, leaves, structure, needed)
-    whole = tree_map(at_least_float32, rows)
-    products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
-    return products, partial(combined, where, whole)
+    with autocast_disabled():
+        leaves, structure = tree_flatten(rows)
+        if not any_sharded(leaves):
+            return products_of_rows(where, rows, leaves, structure, needed)
+        whole = tree_map(at_least_float32, rows)
+        products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
+        return products, partial(combined, where, whole)
 
 
 def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:

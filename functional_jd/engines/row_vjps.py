@@ -36,25 +36,27 @@ def vjp_rows(point: Vjp, cotangents: Rows, options: Options) -> Rows:
         by_row = zip(*[[None] * m if c is None else c.unbind() for c in cotangents], strict=True)
         return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
-    mode, chunk_size = choose_rows(point, m, options)
-    return by_mode(
-        mode,
-        lambda: _together(point, lambda group: [c if c is None else c[group] for c in cotangents], m, chunk_size),
-        one_by_one,
-        options,
-    )
+    with autocast_disabled():
+        mode, chunk_size = choose_rows(point, m, options)
+        return by_mode(
+            mode,
+            lambda: _together(point, lambda group: [c if c is None else c[group] for c in cotangents], m, chunk_size),
+            one_by_one,
+            options,
+        )
 
 
 def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
     """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
     m = len(factors)
-    mode, chunk_size = choose_rows(point, m, options)
-    return by_mode(
-        mode,
-        lambda: _together(point, lambda group: _cotangents(point, factors, group), m, chunk_size),
-        lambda: stack_rows(gradients_one_by_one(point, factors), m),
-        options,
-    )
+    with autocast_disabled():
+        mode, chunk_size = choose_rows(point, m, options)
+        return by_mode(
+            mode,
+            lambda: _together(point, lambda group: _cotangents(point, factors, group), m, chunk_size),
+            lambda: stack_rows(gradients_one_by_one(point, factors), m),
+            options,
+        )
 
 
 def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], options: Options) -> Result:
@@ -89,7 +91,7 @@ def _one_by_one(y: Tensor, factors: Tensor) -> Iterator[Tensor]:
 
 
 def stack_rows(gradients: Iterable[list[Tensor | None]], m: int) -> Rows:
-    """Rows by input, from m gradients by row."""
+    """Rows by input, from m gradients by row. The caller switches autocast off."""
     parts = iter(gradients)
     first = next(parts)
     if stack_at_once(first, m):
@@ -144,8 +146,7 @@ def _stacked(gradients: list[list[Tensor | None]]) -> Rows:
     columns = [list(column) for column in zip(*gradients, strict=True)][::-1]
     for gradient in gradients:
         gradient.clear()  # the caller holds the first
-    with autocast_disabled(columns):
-        return [_stack(columns.pop()) for _ in range(len(columns))]
+    return [_stack(columns.pop()) for _ in range(len(columns))]
 
 
 def _stack(column: list[Tensor | None]) -> Tensor | None:

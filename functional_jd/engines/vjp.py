@@ -111,7 +111,7 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
     extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
-        with autocast_disabled(inputs):
+        with autocast_disabled():
             if among != slice(None) and torch.compiler.is_compiling():  # traces only what is asked for
                 pairs = [(y, c) for y, c in zip(inside[0], cotangent, strict=True) if c is not None]
                 given = [y for y, _ in pairs], inside[1][among], [c for _, c in pairs]
@@ -154,7 +154,7 @@ def _by_autograd(
         wanted = points[among]
         if not outs or not wanted:
             return [None] * len(wanted)
-        with autocast_disabled(inputs) if any_autocast() else _NOTHING:
+        with autocast_disabled() if any_autocast() else _NOTHING:
             found = _gradients(outs, wanted, given, create_graph or not last, create_graph)
         if where is not None:
             refuse_inner_backward(where, leaves)

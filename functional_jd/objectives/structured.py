@@ -261,7 +261,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
 
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Stack pytrees of the same structure, one per row, leaf by leaf."""
-    with autocast_disabled(trees[0]):  # under native autocast, torch.stack refuses some dtypes
+    with autocast_disabled():  # under native autocast, torch.stack refuses some dtypes
         return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 
 

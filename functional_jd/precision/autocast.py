@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.declared import Declared
-from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Tree
 from functional_jd.precision.op_tables import (
     ELIGIBLE,
     LISTED,
@@ -27,7 +25,7 @@ from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_stat
 from functional_jd.torch_compat.noticing import Noticing, can_notice
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
-from functional_jd.torch_compat.slow_path import StateJournal, Watch
+from functional_jd.torch_compat.slow_path import StateJournal, Watch, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
     any_autocast,
     constant_while_tracing,
@@ -103,7 +101,12 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
 
 def with_op_tables(
-    f: Callable[..., Any], journal: StateJournal | None = None, where: str | None = None, *, examples: bool = False
+    f: Callable[..., Any],
+    journal: StateJournal | None = None,
+    where: str | None = None,
+    *,
+    examples: bool = False,
+    inner: WatchingMode | None = None,
 ) -> Callable[..., Any]:
     """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
 
@@ -114,6 +117,7 @@ def with_op_tables(
         journal: notes what `f` changes in place, for `attempt`.
         where: the function in whose name reentrant checkpoints are refused; None lets them pass.
         examples: whether `f` is the loss of one example, in which batch normalization of a batch of one is refused.
+        inner: a mode that is to see the ops first.
 
     Returns:
         A function with the signature of `f`.
@@ -144,9 +148,14 @@ def with_op_tables(
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which can be told of nothing
-            with _OpTables(where or "per_example" if examples else None):
+            with _OpTables(where or "per_example" if examples else None), inner or nullcontext():
                 return f(*args, **kwargs)
         modes = _modes_needed(f, journal, where, watched)
+        if inner is not None:
+            if modes and isinstance(watch := modes[-1], Watch):
+                inner.watch = watch
+                modes.pop()
+            modes.append(inner)
         with Noticing(where, _OpTables):
             return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)
 
@@ -186,11 +195,8 @@ def _under(modes: list[TorchFunctionMode], f: Callable[..., Any], args: Any, kwa
             torch.set_autocast_cache_enabled(cached)
 
 
-def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
-    """A context in which native autocast is off for the devices of a tree's tensors.
-
-    Args:
-        tree: pytree of tensors of any shapes; leaves that are no tensors are passed over.
+def autocast_disabled() -> AbstractContextManager[Any]:
+    """A context in which native autocast is off, for the CPU and the accelerator.
 
     Returns:
         A context manager, to be entered at once and once.
@@ -200,17 +206,27 @@ def autocast_disabled(tree: Tree) -> AbstractContextManager[Any]:
 
     Example:
         >>> x = torch.ones(2, 2)
-        >>> with torch.autocast("cpu", torch.bfloat16), autocast_disabled(x):
+        >>> with torch.autocast("cpu", torch.bfloat16), autocast_disabled():
         ...     (x @ x).dtype
         torch.float32
     """
-    # Where it is off already, and that is nearly always, a walk through the tree would only cost time.
-    if torch.compiler.is_compiling():
-        if not any(map(torch.is_autocast_enabled, _devices())):
-            return nullcontext()
-    elif not any_autocast():
+    if not (torch.compiler.is_compiling() or any_autocast()):  # nearly always
         return _NOTHING
-    return _switched([device for device in _device_types(tree) if torch.is_autocast_enabled(device)], enabled=False)
+    return _switched([device for device in _devices() if torch.is_autocast_enabled(device)], enabled=False)
+
+
+def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
+    """What makes contexts in which native autocast is as it is now, for functions that run again in a backward pass."""
+    dtypes = {device: torch.get_autocast_dtype(device) for device in _devices() if torch.is_autocast_enabled(device)}
+
+    def again() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(autocast_disabled())
+        for device, dtype in dtypes.items():
+            stack.enter_context(_switched([device], enabled=True, dtype=dtype))
+        return stack
+
+    return again
 
 
 _NOTHING = nullcontext()
@@ -299,11 +315,6 @@ def _device_type(tensors: list[Tensor]) -> str:
         if not tensor.is_cpu:  # a fifth of what asking for the type takes
             return tensor.device.type
     return "cpu"
-
-
-def _device_types(tree: Tree) -> list[str]:
-    found = {leaf.device.type for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
-    return sorted(device for device in found if torch.amp.is_autocast_available(device))
 
 
 @constant_while_tracing

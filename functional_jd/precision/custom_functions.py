@@ -79,7 +79,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
             return with_autocast.apply(*args, **kwargs)
         cast_args = [_cast(value, cast_inputs) for value in args]
         cast_kwargs = {name: _cast(value, cast_inputs) for name, value in kwargs.items()}
-        with autocast_disabled((args, kwargs)):
+        with autocast_disabled():
             return with_autocast.apply(*cast_args, **cast_kwargs)
 
     apply.__name__, apply.__qualname__, apply.__doc__ = function.__name__, function.__qualname__, function.__doc__
@@ -124,7 +124,7 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def island(*args: Any, **kwargs: Any) -> Any:
         wide_args, wide_kwargs = tree_map(lambda x: _cast(x, torch.float32), (args, kwargs))
-        with autocast_disabled((args, kwargs)):
+        with autocast_disabled():
             return f(*wide_args, **wide_kwargs)
 
     return wraps(f)(island) if hasattr(f, "__name__") else island

@@ -82,8 +82,12 @@ class Watch(TorchFunctionMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _SEEN and "out" not in kwargs:
+        if func not in SEEN and "out" not in kwargs:
             return func(*args, **kwargs)
+        return self.call(func, *args, **kwargs)
+
+    def call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an op of `SEEN`, or one with `out`."""
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
         if changes_in_place(func, args, kwargs):
@@ -94,6 +98,14 @@ class Watch(TorchFunctionMode):
         func = self.forms.get(func, func)
         form = None if self.level is None or kwargs else batched_form(func, args)
         return (form or func)(*args, **kwargs)
+
+
+class WatchingMode(TorchFunctionMode):
+    """A mode that stands in for the `Watch` directly around it, by calling its `call`: a second mode costs as much as a
+    small op for every op.
+    """
+
+    watch: Watch | None = None
 
 
 def changes_in_place(func: Any, args: Any, kwargs: Any) -> bool:
@@ -206,4 +218,5 @@ _IN_PLACE = (
     | {nn.functional.embedding}
 )
 
-_SEEN = {*GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
+SEEN = {*GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
+"""The ops with which a `Watch` may have something to do, beside those with `out`."""

@@ -37,7 +37,7 @@ _transforms: Any = private("_C._functorch.TransformType", _VMAPS, "Vmap")
 _vmap_interpreter: Any = private("_C._functorch.CVmapInterpreterPtr", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
-_is_view: Any = private("Tensor._is_view", _RECORDER)
+is_view: Any = private("Tensor._is_view", _RECORDER)
 _unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
 
 torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
@@ -366,7 +366,7 @@ def version(x: Tensor) -> int:
 
 def without_view(x: Tensor, shape: Any = None) -> Tensor:
     """The same numbers, in this shape, without a copy and not as a view, which in place changes give another graph."""
-    alone = shape is None and not _is_view(unwrapped(x) if is_batched_tensor(x) else x)
+    alone = shape is None and not is_view(unwrapped(x) if is_batched_tensor(x) else x)
     return x if alone else _unsafe_view(x, x.shape if shape is None else shape)
 
 

@@ -64,16 +64,17 @@ class Decided(NamedTuple):
 
 def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     """The direction of the rule, from one evaluation of the losses."""
-    seen, decided = weighed(plan, engine, rule_state)
-    direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
-    rows_finite = decided.rows_finite if rows_finite is None else rows_finite
-    if direction_finite is None or rows_finite is None:
-        with autocast_disabled((direction, seen.losses)):  # which refuses to join one half precision and the other
+    seen = observed(plan, engine)
+    with autocast_disabled():
+        decided = _decided(plan, seen, rule_state)
+        direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
+        rows_finite = decided.rows_finite if rows_finite is None else rows_finite
+        if direction_finite is None or rows_finite is None:
             everything = all_finite((direction, seen.losses))
-        direction_finite = losses_finite = everything
-        rows_finite = everything if rows_finite is None else rows_finite
-    else:
-        losses_finite = _finite_losses(seen.losses, plan.scale.scale)
+            direction_finite = losses_finite = everything
+            rows_finite = everything if rows_finite is None else rows_finite
+        else:
+            losses_finite = _finite_losses(seen.losses, plan.scale.scale)
     products = decided.products if plan.view.products == "gramian" and plan.view.groups is None else ()
     return Directed(
         direction,
@@ -89,11 +90,17 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
 
 
 def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Decided]:
-    """What the engine observes, and what the rule makes of it: products of rows on the host, if the rule runs there."""
+    """What the engine observes, and what the rule makes of it."""
     seen = observed(plan, engine)
+    with autocast_disabled():
+        return seen, _decided(plan, seen, rule_state)
+
+
+def _decided(plan: Plan, seen: Observation, rule_state: Tree) -> Decided:
+    """What the rule makes of an observation: of products of rows on the host, if the rule runs there."""
     if seen.scaling is None:
         weights, rule_state = weigh(plan.rule, plan.view, seen, rule_state, plan.where, apart=not plan.guarded)
-        return seen, Decided(weights, rule_state, weights, None, seen.products)
+        return Decided(weights, rule_state, weights, None, seen.products)
     factor, flags = seen.scaling
 
     def decide(products: Products, factor: Tensor | None, losses: Losses, rule_state: Tree) -> Decided:
@@ -105,8 +112,8 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
     if goes_to_host(plan.rule, (seen.products, factor, rule_state)):
         losses = seen.losses if plan.view.losses or plan.view.products == "none" else ()
         # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
-        return seen, run_on_host(decide, seen.products, factor, losses, rule_state, apart=not plan.guarded)
-    return seen, decide(seen.products, factor, seen.losses, rule_state)
+        return run_on_host(decide, seen.products, factor, losses, rule_state, apart=not plan.guarded)
+    return decide(seen.products, factor, seen.losses, rule_state)
 
 
 def started(plan: Plan, engine: Engine) -> Tree:
@@ -114,7 +121,7 @@ def started(plan: Plan, engine: Engine) -> Tree:
     seen = observed(plan, engine)
     if seen.scaling is not None:
         seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
-    with autocast_disabled(seen[:3]):
+    with autocast_disabled():
         return plan.rule.init(plan.view.receive(seen))
 
 
@@ -122,8 +129,7 @@ def observed(plan: Plan, engine: Engine) -> Observation:
     """What the engine observes, with the Gramian where the rule needs it and only rows are known."""
     seen = engine.observe(plan)
     if seen.products is None and plan.view.products == "gramian" and plan.view.groups is None:
-        with autocast_disabled(seen.rows):
-            return seen._replace(products=gramian(seen.rows))
+        return seen._replace(products=gramian(seen.rows))
     return seen
 
 

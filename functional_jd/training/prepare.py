@@ -12,7 +12,7 @@ from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import Options, is_differentiable
-from functional_jd.engines.kinds import kind_of, of_arguments
+from functional_jd.engines.kinds import kind_of, of_shards
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
@@ -47,7 +47,7 @@ def prepare(
     options = Options(where, True, factor, is_differentiable((args, factor)))
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
-    whole = of_arguments(carrying.losses, sharded=sharded)
+    whole = of_shards(carrying.losses) if sharded else carrying.losses
     kind = own_kind if whole is carrying.losses else kind_of(whole)
     plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers)
     if isinstance(engine, str) and engine == "auto":
@@ -102,9 +102,10 @@ def _choice(
     sharded: bool,
 ) -> EngineChoice:
     """`chosen_engine` of arguments that were checked."""
-    m = len(scale) if scale.ndim else kind.expected_m(losses, params, batch)
+    others = len(leaves)
     if (with_rows := kind.row_params(losses, params)) is not params:
         leaves = tree_leaves(with_rows)
+    m = len(scale) if scale.ndim else kind.expected_m(losses, batch, others - len(leaves))
     return choose_engine(
         view,
         m,

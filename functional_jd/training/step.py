@@ -6,7 +6,7 @@ from typing import Any
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.tree import any_sharded, tree_leaves
-from functional_jd.core.types import Losses, LossFunction, Params, Tree
+from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
@@ -88,7 +88,7 @@ def step(
     if optimizer.search is not None:
         optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
     found = directed(plan, chosen, state.aggregator)
-    return _finished(state, optimizer, found, plan.next_buffers(found.carried[0]))
+    return _finished(plan, state, optimizer, found)
 
 
 def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
@@ -111,13 +111,15 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
     return Optimizer(optimizer.init, partial(search, losses_at))
 
 
-def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers: Tree) -> tuple[TrainState, StepInfo]:
+def _finished(plan: Plan, state: TrainState, optimizer: Optimizer, found: Directed) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (_, aux), gramian = found
+    direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (own, aux), gramian = found
+    buffers = plan.next_buffers(own)
     finite = rows_finite if rows_finite is losses_finite else rows_finite & losses_finite
     moved = finite.all() if finite.ndim else finite
     moved = moved if direction_finite is losses_finite else moved & direction_finite
-    guarded = None if under_transform() else optimizer.guarded_update  # torch.compile fuses `select` by itself
+    # torch.compile fuses `select` by itself.
+    guarded = None if plan.options.differentiable and under_transform() else optimizer.guarded_update
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
     try:

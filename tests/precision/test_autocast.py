@@ -851,21 +851,17 @@ def test_binary_cross_entropy_is_refused_with_its_cure(road):
 def test_autocast_disabled_switches_autocast_off_and_back(dtype):
     x = draw(3, 3)
     with torch.autocast("cpu", dtype):
-        with autocast_disabled({"x": x, "name": "leaves that are no tensors are passed over"}):
+        with autocast_disabled():
             assert torch.equal(x @ x, vmap(lambda row: row @ x)(x))
             assert (x @ x).dtype == torch.float32
         assert (x @ x).dtype == dtype
-        with autocast_disabled([]):
-            assert (x @ x).dtype == dtype
-        with autocast_disabled(torch.empty(2, device="meta")):
-            assert (x @ x).dtype == dtype
 
 
 def test_autocast_disabled_compiles_in_one_graph():
     torch.compiler.reset()
 
     def f(x):
-        with autocast_disabled({"x": x}):
+        with autocast_disabled():
             return x @ x
 
     x = draw(3, 3)

@@ -186,6 +186,31 @@ def test_one_backward_pass_through_checkpoints_of_examples_says_that_it_evaluate
     torch.testing.assert_close(direction, fj.jacobian_fn(checkpointed(0.0))(w, x)[0].sum(0))
 
 
+@pytest.mark.parametrize("where", ["step", "pullback"])
+def test_what_evaluates_again_follows_the_autocast_of_the_first_time(where):
+    w, x, dtypes = {"w": torch.ones(3, 2)}, torch.randn(4, 3), []
+
+    def loss(params, x):
+        hidden = x @ params["w"]
+        dtypes.append(hidden.dtype)
+        return checkpoint(lambda w: (hidden * w.mean()).tanh(), params["w"], use_reentrant=False).square().sum()
+
+    method = {"losses": fj.per_example(loss), "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(w, x, **method, engine="jacobian")
+    dtypes.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        if where == "step":
+            with pytest.warns(SlowPathWarning, match="step: evaluates the losses again, example by example"):
+                fj.step(state, x, **method)
+        else:
+            pullback = fj.weighted_fn(method["losses"])(w, x)[1]
+    if where == "pullback":
+        with pytest.warns(SlowPathWarning, match="weighted_fn: evaluates the losses again"):
+            pullback(torch.ones(4))
+    assert len(dtypes) > 4
+    assert set(dtypes) == {torch.bfloat16}
+
+
 def test_rows_that_vmap_refuses_say_so():
     losses = lambda w: [NumpyCube.apply(w).sum(), w.sum(), w.sin().sum(), w.cos().sum()]
     with pytest.warns(SlowPathWarning, match=r"jacobian_fn: differentiates one row after the other"):

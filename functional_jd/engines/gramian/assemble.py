@@ -47,7 +47,7 @@ def recorded(
             return [None] * (len(edges) + len(points))
         outs, given = [y for y, _ in pairs], [c for _, c in pairs]
         ends: Any = [*edges, *points]  # torch's annotation does not know of a mixture
-        with autocast_disabled(leaves):
+        with autocast_disabled():
             found = torch.autograd.grad(outs, ends, given, retain_graph=True, allow_unused=True)
         refuse_inner_backward(options.where, (*points, *constants))
         return to_dense(found)
@@ -63,7 +63,7 @@ def rows_of_examples(
     """
     edges = _edges_of(uses)
     ends: Any = [*edges, *points]
-    with autocast_disabled(points):
+    with autocast_disabled():
         return edges, to_dense(torch.autograd.grad(losses, ends, scales, allow_unused=True))
 
 
@@ -82,7 +82,7 @@ def gramian_of_uses(
     by_edge = dict(zip(edges, rows, strict=False))
     products: Any
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
-    with autocast_disabled(leaves):
+    with autocast_disabled():
         for use in uses:
             gradient = by_edge[use.edge]
             if gradient is not None:
@@ -94,11 +94,7 @@ def gramian_of_uses(
         else:
             products, pull = _products_by_group(by_leaf, leaves, m, options.groups)
 
-    def pullback(weights: Any) -> list[Tensor]:
-        with autocast_disabled(leaves):
-            return pull(weights)
-
-    return products, pullback
+    return products, pull
 
 
 def _products(

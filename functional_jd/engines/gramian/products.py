@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.rows import HALVE_FROM, as_matrix, inner_products, squared_norms
-from functional_jd.engines.choose import factors_are_cheaper, leaf_is_joined, rows_are_smaller
+from functional_jd.engines.choose import factors_are_cheaper, leaves_are_joined, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
     Block,
     Factors,
@@ -35,9 +35,9 @@ def products_of_leaves(
     of_parts, of_rows = (norm_block_of, squared_norms) if norms_only else (block_of, inner_products)
     blocks: dict[int, Block] = {}
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-    for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
+    for index, (own, leaf, is_small) in enumerate(zip(parts, leaves, leaves_are_joined(leaves, m), strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
-        if rows and len(rows) == len(own) and leaf_is_joined(leaf, m):
+        if is_small and rows and len(rows) == len(own):
             total = sum(rows[1:], start=rows[0])
             dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)

@@ -5,12 +5,13 @@ side is the layer's input, the other the gradient of its output. Inner products 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from functional_jd.core.tree import tree_leaves
 from functional_jd.engines.choose import recorded_reach
@@ -19,6 +20,7 @@ from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
+from functional_jd.torch_compat.slow_path import SEEN, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     GRAPH_ATTRIBUTES,
@@ -29,6 +31,7 @@ from functional_jd.torch_compat.torch_internals import (
     in_custom_function,
     is_batched,
     is_batched_tensor,
+    is_view,
     set_grad_enabled,
     torch_function_disabled,
     transform_level,
@@ -73,7 +76,7 @@ class Known(NamedTuple):
     changes: int
 
 
-class LayerRecorder(TorchFunctionMode):
+class LayerRecorder(WatchingMode):
     """Records every known layer that receives a leaf. The layer gets a constant in the place of the leaf, so that the
     gradient that still arrives at the leaf is that of all other uses, including those that no mode sees, such as
     custom autograd functions.
@@ -96,16 +99,13 @@ class LayerRecorder(TorchFunctionMode):
         self.graph_inside = not set_grad_enabled
         self.level = transform_level()
 
-    def run(self, f: Callable[..., Any], *args: Any) -> Any:
-        """Call a function and record its layers."""
-        with self:
-            return f(*args)
-
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        watch = self.watch if func in SEEN or "out" in kwargs else None
+        call = func if watch is None else partial(watch.call, func)
         if func not in _WATCHED:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         if func in GRAPH_ATTRIBUTES:
             examples = self.examples and transform_level() == self.level
             found = graph_attribute(func, *args) if examples else func(*args)
@@ -136,6 +136,8 @@ class LayerRecorder(TorchFunctionMode):
             if uses:
                 with torch_function_disabled():
                     uses = uses if self.fits(layer, given, source, uses) else {}
+                    if uses and self.examples:
+                        source = examples_first(source)
                 args, kwargs = list(args), dict(kwargs)
                 for name, part in uses.items():  # a constant in the place of each leaf
                     if name in kwargs:
@@ -145,7 +147,7 @@ class LayerRecorder(TorchFunctionMode):
         if self.examples and func in BATCHED_OPS:  # for all examples at once
             output = on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
         else:
-            output = func(*args, **kwargs)
+            output = call(*args, **kwargs)
         if layer is not None and uses:
             with torch_function_disabled():
                 output = self.record(layer, given, source, uses, output)
@@ -229,12 +231,11 @@ class LayerRecorder(TorchFunctionMode):
         self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView], output: Tensor
     ) -> Tensor:
         """Remember the uses of leaves by a layer, and return its output as the losses get it."""
-        output = without_view(output)
-        inner, axis = output, 0
-        if self.examples:
-            source, (inner, axis) = examples_first(source).detach(), (unwrapped(output), batch_dim(output))
-        else:
-            source = source.detach()[None]
+        inner, axis = (unwrapped(output), batch_dim(output)) if self.examples else (output, 0)
+        if is_view(inner):
+            output = without_view(output)
+            inner, axis = (unwrapped(output), batch_dim(output)) if self.examples else (output, 0)
+        source = source.detach() if self.examples else source.detach()[None]
         if not inner.requires_grad:
             return output  # torch.no_grad inside the losses
         options: dict[str, Any] = {}

@@ -173,7 +173,7 @@ def recorded_vjp(
             sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
         else:
             sent = [(y, c) for y, c in pairs if c is not None]
-        with autocast_disabled(leaves):
+        with autocast_disabled():
             return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])[among]
 
     return RecordedVjp(Vjp(point.outputs, point.extra, pullback), seen)

@@ -36,15 +36,13 @@ def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
     return PLAIN
 
 
-def of_arguments(losses: Any, *, sharded: bool) -> Any:
-    """The losses, as those of sharded parameters if some leaves of what is differentiated are `DTensor`s."""
-    if not sharded or type(losses) is Sharded:
-        return losses
-    return Sharded(losses, None)
+def of_shards(losses: Any) -> Any:
+    """The losses, as those of sharded parameters: some leaves of what is differentiated are `DTensor`s."""
+    return losses if type(losses) is Sharded else Sharded(losses, None)
 
 
 def found_kind(losses: Any, argnums: int | Sequence[int], args: tuple[Any, ...], where: str) -> tuple[Any, Kind]:
     """The losses, as those of sharded parameters if they are, and their kind. Raises ValueError for wrong `argnums`."""
     chosen, _ = select_arguments(argnums, args, where)
-    whole = of_arguments(losses, sharded=any_sharded(tree_leaves(chosen)))
+    whole = of_shards(losses) if any_sharded(tree_leaves(chosen)) else losses
     return whole, kind_of(whole, argnums)

@@ -32,7 +32,7 @@ def jacobian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], opti
     given = _by_set(losses, args, options)
     found = {name: PER_EXAMPLE.jacobian(losses.parts[name], own, argnums, one) for name, (own, one) in given.items()}
     rows = [jacobian for jacobian, _, _ in found.values()]
-    with autocast_disabled(rows):
+    with autocast_disabled():
         joined = tree_map(lambda *leaves: torch.cat(leaves), rows[0], *rows[1:])
     return joined, *_joined(losses, found, options)
 
@@ -52,7 +52,7 @@ def gramian(losses: ExampleSets, args: Args, argnums: int | Sequence[int], optio
         return reduce(torch.add, [crossed_leaf(*pair, counts[a], counts[b]) for pair in pairs])
 
     norms_only = options.products == "norms"
-    with autocast_disabled(leaves):
+    with autocast_disabled():
         own = {name: products_of_leaves(parts[name], leaves, m, norms_only=norms_only)[0] for name, m in counts.items()}
         if norms_only:
             products = torch.cat(list(own.values()))
@@ -125,7 +125,7 @@ def _all(flags: Sequence[Tensor]) -> Tensor:
     return reduce(torch.logical_and, flags)
 
 
-def _expected_m(losses: ExampleSets, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: ExampleSets, batch: Args, others: int) -> int:  # noqa: ARG001
     return sum(losses.counts(batch).values())
 
 

@@ -34,7 +34,7 @@ def _all_params(losses: Any, params: Params) -> Tree:  # noqa: ARG001
     return params
 
 
-def _usual_number(losses: Any, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _usual_number(losses: Any, batch: Args, others: int) -> int:  # noqa: ARG001
     """Not known before the losses are evaluated: four are usual."""
     return 4
 
@@ -62,7 +62,8 @@ class Kind(NamedTuple):
         weighted: `weighted(losses, args, options) -> FoundWeighted`, in one backward pass. None: from rows.
         features: `features(losses, args, options) -> FoundFeatures`; None where there are none.
         row_params: `row_params(losses, params)`: the parameters that have rows.
-        expected_m: `expected_m(losses, params, batch)`: the number m as far as shapes tell it, else an estimate.
+        expected_m: `expected_m(losses, batch, others)`: the number m as far as shapes tell it, else an estimate; so
+            many leaves have no rows.
         carrying: `carrying(losses, batch, extras)`: the losses, with or without buffers and aux, as `CarryingLosses`.
         sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the graph.
         rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
@@ -74,7 +75,7 @@ class Kind(NamedTuple):
     weighted: Callable[..., FoundWeighted] | None = None
     features: Callable[..., FoundFeatures] | None = None
     row_params: Callable[[Any, Params], Tree] = _all_params
-    expected_m: Callable[[Any, Params, Args], int] = _usual_number
+    expected_m: Callable[[Any, Args, int], int] = _usual_number
     carrying: Callable[[Any, Args, Extras], CarryingLosses] = _carrying
     sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]] = _whole
     rows_are_examples: bool = False

@@ -100,8 +100,8 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         inside[:] = [*points, *(part.constant for part, *_ in recorder.known.values())]
-        run = lambda *given: recorder.run(losses.features, *given)
-        features = with_op_tables(run, options.journal, options.where)(tree_unflatten(structure, points), *batch)
+        run = with_op_tables(losses.features, options.journal, options.where, inner=recorder)
+        features = run(tree_unflatten(structure, points), *batch)
         return _differentiable(features), features
 
     point, uses, edges = recorded(trunk, leaves, options)
@@ -229,7 +229,8 @@ def _forward(losses: Multitask, args: Args, argnums: int | Sequence[int], option
     rows, values, aux = plain.jacobian(losses, args, argnums, options)
     (own, structure), (shared, shared_structure) = tree_flatten(rows["heads"]), tree_flatten(rows["shared"])
     factors = row_scales(options.scale, objective_count(values), shared[0], options.where)
-    sums, trunk = _heads_and_features([*own, *shared], len(own), factors, options)
+    with autocast_disabled():
+        sums, trunk = _heads_and_features([*own, *shared], len(own), factors, options)
     gradient = [cast(Tensor, g).to(x.dtype) for g, x in zip(sums, own, strict=True)]
     return MultitaskJacobian(tree_unflatten(shared_structure, trunk), tree_unflatten(structure, gradient)), values, aux
 
@@ -249,23 +250,23 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
         flags: list[Tensor] = []
         scaled = options.scale is not None
         inverses = factors.double().reciprocal().unbind() if scaled else [None] * len(factors)
-        with autocast_disabled(factors):
-            for inverse, gradient in zip(inverses, gradients_one_by_one(above, factors), strict=True):
-                mine = {index: g for index, g in enumerate(gradient[:n_heads]) if g is not None}
-                features.append(gradient[n_heads:])
-                if _assigns_overflows(options):
-                    reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
-                    flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
-                unscaled_row = _unscaled_row(list(mine.values()), inverse, flags[-1] if flags else None)
-                for index, own in zip(mine, unscaled_row, strict=True):
-                    sums[index] = own if (others := sums[index]) is None else others + own
+        for inverse, gradient in zip(inverses, gradients_one_by_one(above, factors), strict=True):
+            mine = {index: g for index, g in enumerate(gradient[:n_heads]) if g is not None}
+            features.append(gradient[n_heads:])
+            if _assigns_overflows(options):
+                reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
+                flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
+            unscaled_row = _unscaled_row(list(mine.values()), inverse, flags[-1] if flags else None)
+            for index, own in zip(mine, unscaled_row, strict=True):
+                sums[index] = own if (others := sums[index]) is None else others + own
         rows = stack_rows(features, len(factors))
         return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
 
     mode = choose_heads(above, point.own[0], len(factors), options)
-    if mode == "apart":
-        return factors, *_heads_apart(above, n_heads, factors, options)
-    return factors, *by_mode(mode, together, one_by_one, options)
+    with autocast_disabled():
+        if mode == "apart":
+            return factors, *_heads_apart(above, n_heads, factors, options)
+        return factors, *by_mode(mode, together, one_by_one, options)
 
 
 def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) -> Parted:
@@ -328,8 +329,7 @@ def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tenso
     if scale is None:
         return rows.sum(0)
     inverse = row_scales(scale, len(rows), rows, options.where).double().reciprocal().to(rows.dtype)
-    with autocast_disabled(rows):
-        return torch.tensordot(inverse, rows, dims=1)
+    return torch.tensordot(inverse, rows, dims=1)
 
 
 def _differentiable(features: Tree) -> list[Tensor]:
@@ -355,9 +355,9 @@ def _row_params(losses: Multitask, params: Params) -> Tree:
     return losses.split(params)[0]
 
 
-def _expected_m(losses: Multitask, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: Multitask, batch: Args, others: int) -> int:  # noqa: ARG001
     """A head is mostly a weight and a bias: half of the leaves of the heads, at least four."""
-    return max(4, len(tree_leaves(losses.split(params)[1])) // 2)
+    return max(4, others // 2)
 
 
 class FeaturesAndBuffers(NamedTuple):

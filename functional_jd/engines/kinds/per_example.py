@@ -29,6 +29,7 @@ from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
+from functional_jd.precision.autocast import autocast_as_now
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
@@ -87,8 +88,7 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     def one(*example: Any) -> tuple[list[Tensor], Any]:
         copies = list(map(as_batch, points, repeat(transform_level()[0])))
         recorder = LayerRecorder(copies, constants, uses, examples=True)
-        run = partial(recorder.run, losses.loss)
-        return evaluate_losses(run, (tree_unflatten(structure, copies), *example), options)
+        return evaluate_losses(losses.loss, (tree_unflatten(structure, copies), *example), options, recorder)
 
     with torch.enable_grad():
         outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
@@ -107,8 +107,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
 
     def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-            run = lambda *given: recorder.run(losses.loss, *given)
-            return evaluate_losses(run, (tree_unflatten(structure, points), *example), options)
+            return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), options, recorder)
 
         recorded = recorded_vjp(f, leaves)
         check_example_losses(recorded.point.outputs, ())
@@ -141,6 +140,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
 
         return vjp(f, leaves, differentiable=options.differentiable, where=options.where)
 
+    around = nullcontext if compiling else autocast_as_now()
     before = None if compiling else random_state()
     point = evaluated(losses)
     after = None if compiling else random_state()
@@ -155,7 +155,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
             # What recomputes in the backward pass, as checkpoints do, is then no longer inside vmap.
             _refuse_other_draws(before, after, options.where)
             journal, now = StateJournal(), random_state()
-            with journal.watch():
+            with around(), journal.watch():
                 gradient = evaluated(partial(_one_by_one, losses)).pullback(cotangent, last=last)
             journal.undo()
             set_random_state(now)
@@ -188,7 +188,7 @@ def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
         )
 
 
-def _expected_m(losses: PerExample, params: Params, batch: Args) -> int:  # noqa: ARG001
+def _expected_m(losses: PerExample, batch: Args, others: int) -> int:  # noqa: ARG001
     return losses.count(batch)
 
 

@@ -55,8 +55,7 @@ def gramian(losses: Any, args: Args, argnums: int | Sequence[int], options: Opti
     leaves, structure = floating_leaves(chosen, options.where)
 
     def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-        run = lambda *given: recorder.run(losses, *given)
-        return evaluate_losses(run, rebuild(tree_unflatten(structure, points)), options)
+        return evaluate_losses(losses, rebuild(tree_unflatten(structure, points)), options, recorder)
 
     point, uses, edges = recorded(f, leaves, options)
     m = element_count(point.outputs)
@@ -101,7 +100,7 @@ def _forward(
         leaf = leaves[index]
         basis = torch.eye(leaf.numel(), dtype=leaf.dtype, device=leaf.device).reshape(leaf.numel(), *leaf.shape)
         tangents = torch.vmap(along, chunk_size=options.chunk_size)(basis)
-        with autocast_disabled(tangents):
+        with autocast_disabled():
             return torch.cat(list(map(as_matrix, tangents)), dim=1)
 
     m = element_count(outputs)

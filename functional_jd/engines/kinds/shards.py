@@ -97,8 +97,8 @@ def _row_params(losses: Sharded, params: Params) -> Tree:
     return _inner(losses).row_params(losses.losses, params)
 
 
-def _expected_m(losses: Sharded, params: Params, batch: Args) -> int:
-    return _inner(losses).expected_m(losses.losses, params, batch)
+def _expected_m(losses: Sharded, batch: Args, others: int) -> int:
+    return _inner(losses).expected_m(losses.losses, batch, others)
 
 
 def _carrying(losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
