@@ -252,8 +252,8 @@ def products_of_rows(
         check_row_weights(where, weights, m)
         pairs = zip(sums(weights), matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
-        direction = [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
-        return tree_unflatten(structure, direction)
+        pairs = zip(parts, leaves, strict=True)
+        return tree_unflatten(structure, [x if leaf.ndim == 2 else x.reshape(leaf.shape[1:]) for x, leaf in pairs])
 
     return products, pullback
 

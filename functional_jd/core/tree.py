@@ -173,7 +173,7 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
     joins = not torch.compiler.is_compiling()
     for x in values:
         if joins and x.numel() <= _SMALL and x.device == values[0].device:
-            small.append(x.reshape(-1))
+            small.append(x if x.ndim == 1 else x.reshape(-1))
         else:
             extrema.extend(torch.aminmax(x))
     if small:  # of small leaves, a call costs more than what it computes
@@ -233,12 +233,12 @@ def tree_difference(expected: Tree, found: Tree) -> str:
     return ""
 
 
-def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
+def floating_leaves(params: Tree, where: str, *, some: bool = True) -> tuple[list[Tensor], Structure]:
     """Return the leaves and the structure of a pytree of floating-point tensors.
 
     Raises:
         TypeError: a leaf is not a floating-point tensor.
-        ValueError: there are no leaves.
+        ValueError: there are no leaves, though there must be some.
     """
     leaves, structure = tree_flatten(params)
     for index, leaf in enumerate(leaves):
@@ -252,7 +252,7 @@ def floating_leaves(params: Tree, where: str) -> tuple[list[Tensor], Structure]:
             )
     if any_sharded(leaves):
         check_layouts(leaves, params, where)
-    if not leaves:
+    if some and not leaves:
         raise ValueError(
             f"{where}: expected at least one parameter tensor, found an empty tree. Pass for instance "
             "dict(module.named_parameters())."

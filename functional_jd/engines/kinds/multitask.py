@@ -122,7 +122,8 @@ def gramian(losses: Multitask, args: Args, argnums: int | Sequence[int], options
     found = jacobian(tasks, ({"shared": inner, "heads": heads}, *batch), argnums, options._replace(mode="auto"))
     (between, gradient), values, aux = found
     for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
-        _refuse_other_ways(seen, differentiated, inside, options)
+        tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+        _refuse_other_ways(tensors, differentiated, inside, options)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
@@ -184,11 +185,7 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     shared_params, heads_params = losses.split(params)
     shared, shared_structure = floating_leaves(shared_params, f"{options.where} (shared)")
     # Heads may be losses only, without a parameter of their own.
-    own, own_structure = (
-        floating_leaves(heads_params, f"{options.where} (heads)")
-        if tree_leaves(heads_params)
-        else tree_flatten(heads_params)
-    )
+    own, own_structure = floating_leaves(heads_params, f"{options.where} (heads)", some=False)
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         params = tree_unflatten(shared_structure, inputs)
@@ -210,9 +207,9 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     return _Point(below, above, (shared, shared_structure), (own, own_structure))
 
 
-def _refuse_other_ways(values: Any, features: list[Tensor], trunk: Sequence[Tensor], options: Options) -> None:
+def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor], options: Options) -> None:
     """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
-    leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in values if x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
     trunk_nodes = {x.grad_fn for x in trunk if not x.is_leaf}
     for node in graph_nodes(leaves, features):
