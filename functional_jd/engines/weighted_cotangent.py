@@ -1,14 +1,14 @@
 """Weights as the cotangent of one backward pass, at the scale that all objectives have in common."""
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import tree_map
+from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Options, check_weights, row_scales
+from functional_jd.engines.evaluate import Options, check_weights, dense_gradients, row_scales
 from functional_jd.precision.loss_scale import divided, multiplier
 
 # A power of two whose inverse is a normal float32.
@@ -31,13 +31,16 @@ def weighted_cotangent(
     return [part.reshape(y.shape).to(y.dtype) for part, y in parts], common
 
 
-def unscaled(common: Tensor | None, direction: Direction) -> tuple[Direction, Tensor | None]:
-    """The direction, divided by the scale if there is one, and whether it is finite: None without a scale. Where it is
-    not finite, it may be anything.
+def unscaled(
+    common: Tensor | None, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], structure: Structure
+) -> tuple[Direction, Tensor | None]:
+    """The direction of the gradients of these leaves, divided by the scale if there is one, and whether it is finite:
+    None without a scale. Where it is not finite, it may be anything.
     """
+    dense = dense_gradients(gradients, leaves)
     if common is None:
-        return tree_map(at_least_float32, direction), None
-    return divided(common, direction)
+        return tree_unflatten(structure, [g if g.dtype.itemsize >= 4 else g.float() for g in dense]), None
+    return divided(common, tree_unflatten(structure, dense))
 
 
 def flags(options: Options, *finite: Tensor | None) -> Tensor | None:

@@ -60,9 +60,9 @@ def walk(step):
     ("make", "rule", "engine", "calls", "changes"),
     [
         (plain, jd.upgrad, "auto", 179, 79),
-        (plain, jd.mean, "auto", 126, 70),
-        (multitask, jd.upgrad, "auto", 259, 118),
-        (per_example, jd.upgrad, "gramian", 318, 129),
+        (plain, jd.mean, "auto", 120, 68),
+        (multitask, jd.upgrad, "auto", 256, 116),
+        (per_example, jd.upgrad, "gramian", 317, 129),
     ],
 )
 def test_a_warm_step_takes_a_short_way(make, rule, engine, calls, changes):

@@ -153,8 +153,7 @@ def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
         factors = weights.double() * common.double() * inverse
         summed = iter(combine(reached, factors))
         cotangent = [None if row is None else next(summed).to(row.dtype) for row in rows]
-        shared = dense_gradients(point.trunk.pullback(cotangent, last=True), point.shared[0])
-        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared))
+        trunk, finite = unscaled(common, point.trunk.pullback(cotangent, last=True), *point.shared)
         return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
 
     return products, *point.heads.extra, pullback
@@ -169,11 +168,11 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
         ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), options)
         cotangent, common = weighted_cotangent(outputs, weights, options)
         # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
-        own = dense_gradients(point.heads.pullback(ones, slice(n)), point.own[0])
+        own = point.heads.pullback(ones, slice(n))
         features = point.heads.pullback(cotangent, slice(n, None), last=last)
-        shared = dense_gradients(point.trunk.pullback(features, last=last), point.shared[0])
-        heads, heads_finite = unscaled(plain_scale, tree_unflatten(point.own[1], own))
-        trunk, finite = unscaled(common, tree_unflatten(point.shared[1], shared))
+        shared = point.trunk.pullback(features, last=last)
+        heads, heads_finite = unscaled(plain_scale, own, *point.own)
+        trunk, finite = unscaled(common, shared, *point.shared)
         return trunk, (heads,), flags(options, finite, heads_finite)
 
     return *point.heads.extra, pullback

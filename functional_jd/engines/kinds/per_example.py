@@ -163,7 +163,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
 
         instead = "evaluates the losses again, example by example, and differentiates that"
         gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
-        direction, finite = unscaled(common, tree_unflatten(structure, dense_gradients(gradient, leaves)))
+        direction, finite = unscaled(common, gradient, leaves, structure)
         return direction, (), flags(options, finite)
 
     return *point.extra, pullback

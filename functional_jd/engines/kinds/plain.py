@@ -11,7 +11,6 @@ from functional_jd.core.rows import as_matrix
 from functional_jd.core.tree import detach_tree, floating_leaves, tree_unflatten
 from functional_jd.engines.evaluate import (
     Options,
-    dense_gradients,
     dense_rows,
     element_count,
     evaluate_losses,
@@ -76,8 +75,7 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
         cotangent, common = weighted_cotangent(point.outputs, weights, options)
-        gradient = dense_gradients(point.pullback(cotangent, last=last), leaves)
-        direction, finite = unscaled(common, tree_unflatten(structure, gradient))
+        direction, finite = unscaled(common, point.pullback(cotangent, last=last), leaves, structure)
         return direction, (), flags(options, finite)
 
     return *point.extra, pullback
