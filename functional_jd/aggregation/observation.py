@@ -54,7 +54,8 @@ class Observation(NamedTuple):
         products: inner products of the rows, or their squared norms; `None` where they are not known.
         rows: the Jacobian, unscaled; `None` where it is not formed.
         others: Jacobians of the same objectives on other batches.
-        pullback: `pullback(weights) -> Pulled`; of products with a scaling, of what `weights_for` makes of them.
+        pullback: `pullback(weights) -> Pulled`, called where autocast is off; of products with a scaling, of what
+            `weights_for` makes of them.
         carried: `(buffers, aux)` from the losses.
         scaling: of products that no rule has seen yet; None: they are as rules take them.
     """
