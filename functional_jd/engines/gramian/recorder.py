@@ -102,8 +102,9 @@ class LayerRecorder(WatchingMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        watch = self.watch if func in SEEN or "out" in kwargs else None
-        call = func if watch is None else partial(watch.call, func)
+        watch, call = self.watch, func
+        if watch is not None and (func in SEEN or "out" in kwargs):
+            call = partial(watch.call, func)
         if func not in _WATCHED:
             return call(*args, **kwargs)
         if func in GRAPH_ATTRIBUTES:
