@@ -87,8 +87,7 @@ def step(
     )
     if optimizer.search is not None:
         optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
-    found = directed(plan, chosen, state.aggregator)
-    return _finished(plan, state, optimizer, found)
+    return _finished(plan, state, optimizer, directed(plan, chosen, state.aggregator))  # the only one who holds it
 
 
 def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
