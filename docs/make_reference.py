@@ -24,7 +24,7 @@ SECTIONS = {
 FIRST = ["train_state", "step", "jacobian_fn", "aggregate", "scale_state"]
 # The packages whose names stand under the headings, beside those of the top level.
 ROOMS = ["aggregation", "diagnostics", "engines", "objectives", "optimizers", "precision", "views"]
-MODULES = ["random", "distributed", "plotting", "testing"]
+MODULES = ["random", "distributed", "fronts", "plotting", "testing"]
 
 
 def public_names() -> dict[str, Any]:

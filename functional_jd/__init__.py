@@ -87,6 +87,7 @@ from functional_jd.training.weights import FoundWeights, weights_fn
 
 if TYPE_CHECKING:
     from functional_jd import distributed as distributed
+    from functional_jd import fronts as fronts
     from functional_jd import plotting as plotting
     from functional_jd import testing as testing
     from functional_jd import views as views
@@ -185,7 +186,7 @@ __all__ = [
 ]
 
 # The packages that load when they are first named.
-_LOADED_LATER = ["distributed", "plotting", "testing", "views"]
+_LOADED_LATER = ["distributed", "fronts", "plotting", "testing", "views"]
 
 # Where names of version 0.2 stand now. The old ones go in version 0.4, and those of version 0.1 in version 0.3.
 _MOVED = {

@@ -15,7 +15,7 @@ ROWS = [
     ["objectives", "aggregation", "optimizers"],
     ["engines", "aggregators", "views"],
     ["training"],
-    ["distributed", "diagnostics"],
+    ["distributed", "diagnostics", "fronts"],
     ["__init__"],
     ["testing", "plotting", "__main__"],
 ]

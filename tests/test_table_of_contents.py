@@ -31,11 +31,11 @@ LATER = """
 import sys
 import functional_jd as jd
 
-later = {"distributed", "plotting", "testing", "views"}
+later = {"distributed", "fronts", "plotting", "testing", "views"}
 assert not [name for name in sys.modules if name.partition("functional_jd.")[2].split(".")[0] in later]
 assert not {"matplotlib", "hypothesis", "pytest", "scipy"} & sys.modules.keys()
 assert later < set(dir(jd)) and set(jd.__all__) < set(dir(jd))
-assert jd.distributed.replicated and jd.views.losses and jd.testing.obeys and jd.plotting.cone
+assert jd.distributed.replicated and jd.views.losses and jd.fronts.train and jd.testing.obeys and jd.plotting.cone
 
 for name in [name for name in sys.modules if name.startswith("functional_jd.plotting")]:
     del sys.modules[name]

@@ -7,15 +7,18 @@ The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diag
 default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
 """
 
+import warnings
 from importlib.util import find_spec
+from typing import Any
 
 if find_spec("matplotlib") is None:
     raise ImportError(
         'functional_jd.plotting: needs matplotlib, found none. Install it: pip install "functional_jd[plot]".'
     )
 
+from functional_jd.fronts import non_dominated
 from functional_jd.plotting.cone import cone
-from functional_jd.plotting.front import front, nondominated
+from functional_jd.plotting.front import front
 from functional_jd.plotting.heatmap import heatmap
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
 from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
@@ -37,7 +40,6 @@ __all__ = [
     "legend",
     "look",
     "losses",
-    "nondominated",
     "norms",
     "quadratics",
     "quiet",
@@ -46,3 +48,11 @@ __all__ = [
     "two_valleys",
     "weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "nondominated":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    moved = "functional_jd.plotting.nondominated is now functional_jd.fronts.non_dominated."
+    warnings.warn(moved, DeprecationWarning, stacklevel=2)
+    return non_dominated

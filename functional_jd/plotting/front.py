@@ -8,32 +8,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.names import names_or_indices
+from functional_jd.fronts import Front, knee, non_dominated
 from functional_jd.plotting.style import Ax, as_array, axes_or_new, check_points, legend, look, quiet, text_color
 
 
-def nondominated(points: Tensor) -> Tensor:
-    """Return which points are not dominated by any other point.
-
-    `p` dominates `q` if `p_i <= q_i` for all i, and `p_i < q_i` for some.
-
-    Args:
-        points: `[k, m]`, losses: smaller is better.
-
-    Returns:
-        bool `[k]`. Equal points do not dominate each other; a point that is not finite counts as dominated.
-
-    Laws:
-        Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
-        of each loss. Time and memory grow as `k^2 m`.
-    """
-    check_points("nondominated", "points", points)
-    left, right = points.unsqueeze(-2), points.unsqueeze(-3)
-    dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
-    return ~dominated & points.isfinite().all(-1)
-
-
 def front(
-    points: Tensor | Mapping[str, Tensor],
+    points: Tensor | Mapping[str, Tensor] | Front,
     names: Sequence[str] | None = None,
     ax: Ax | None = None,
     *,
@@ -42,7 +22,8 @@ def front(
     """Plot points of two losses, and the front of the nondominated ones.
 
     Args:
-        points: `[k, 2]`, losses; or a mapping from names to such sets, for instance one per rule, with a common front.
+        points: `[k, 2]`, losses; or a mapping from names to such sets, for instance one per rule, with a common front;
+            or a `fronts.Front`, whose knee is marked.
         names: the names of the two losses.
         ax: the axes to draw on; `None` creates a figure.
         known: `[j, 2]`, the true front in order, if it is known: `problem.losses` at the points of
@@ -54,6 +35,8 @@ def front(
     Raises:
         ValueError: points whose shape is not `[k, 2]`, no points, or the wrong number of names.
     """
+    chosen = points.losses[knee(points.losses)] if isinstance(points, Front) else None
+    points = points.losses if isinstance(points, Front) else points
     groups = dict(points) if isinstance(points, Mapping) else {"": points}
     for name, group in {**groups, **({} if known is None else {"known": known})}.items():
         check_points("front", "points", group)
@@ -66,7 +49,7 @@ def front(
     together = torch.cat([group.detach().double().cpu() for group in groups.values()] or [torch.empty(0, 2)])
     if not len(together):
         raise ValueError("front: expected at least one point, found none. Pass losses [k, 2].")
-    on_front = nondominated(together)
+    on_front = non_dominated(together)
     ax = axes_or_new("front", ax, (6.0, 4.2))
     quiet(ax, xlabel=labels[0], ylabel=labels[1])
     color = text_color(ax)
@@ -81,5 +64,8 @@ def front(
         values, selected = as_array(group), mask.numpy()
         ax.plot(*values[~selected].T, **style, markerfacecolor="none", alpha=0.7)
         ax.plot(*values[selected].T, **style, label=name or "on the front")
+    if chosen is not None:
+        ring: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 14, "markerfacecolor": "none"}
+        ax.plot(*as_array(chosen.reshape(1, 2)).T, **ring, color=color, label="knee")
     legend(ax)
     return ax

@@ -114,9 +114,6 @@ PLOTTING = {
         lambda: {"infos": _records(), "ax": _axes(), "log": True},
         {"log": SWITCH | OPTION},
     ),
-    "nondominated": Call(
-        plotting.nondominated, lambda: {"points": _points()}, {"points": kinds({"wrong_shape", "integers", "meta"})}
-    ),
     "norms": _plot(plotting.norms, lambda: {"infos": _records(), "ax": _axes()}),
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
     "fonseca_fleming": Call(plotting.fonseca_fleming, dict),

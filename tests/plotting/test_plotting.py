@@ -481,7 +481,7 @@ def test_the_pareto_set_is_what_brute_force_finds(build):
     (left, bottom), (right, top) = problem.window.tolist()
     mesh = torch.cartesian_prod(torch.linspace(left, right, 141), torch.linspace(bottom, top, 141)).double()
     values, front = torch.vmap(problem.losses)(mesh), torch.vmap(problem.losses)(problem.pareto)
-    assert plotting.nondominated(front).all()
+    assert jd.fronts.non_dominated(front).all()
     assert not (values[:, None] < front - 1e-12).all(-1).any()
     # And whatever is on the mesh, some point of the front beats it, up to how far apart these points are.
     span = front.amax(0) - front.amin(0)
@@ -599,28 +599,18 @@ def test_problems_and_paths_say_what_is_wrong():
 
 # The front
 
-clouds = st.integers(1, 3).flatmap(
-    lambda m: st.lists(st.lists(st.integers(0, 4), min_size=m, max_size=m), min_size=1, max_size=8)
-)
+
+def test_an_old_name_warns_and_is_what_the_new_one_is():
+    with pytest.warns(DeprecationWarning, match=r"plotting.nondominated is now functional_jd.fronts.non_dominated\."):
+        assert plotting.nondominated is jd.fronts.non_dominated
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = plotting.nothing
 
 
-@given(clouds)
-def test_nondominated_is_what_nobody_beats(points):
-    def beats(p, q):
-        return all(a <= b for a, b in zip(p, q, strict=True)) and p != q
-
-    expected = [not any(beats(other, point) for other in points) for point in points]
-    assert plotting.nondominated(torch.tensor(points, dtype=torch.float64)).tolist() == expected
-
-
-def test_nondominated_composes_and_leaves_out_what_is_not_finite():
-    points = torch.rand(3, 20, 2, generator=torch.Generator().manual_seed(0))
-    expected = torch.stack([plotting.nondominated(cloud) for cloud in points])
-    torch.testing.assert_close(torch.vmap(plotting.nondominated)(points), expected)
-    torch.testing.assert_close(torch.compile(plotting.nondominated, fullgraph=True, backend="eager")(points), expected)
-    broken = torch.tensor([[0.0, math.nan], [-math.inf, 1.0], [1.0, 1.0]])
-    assert plotting.nondominated(broken[[0, 2]]).tolist() == [False, True]
-    assert plotting.nondominated(broken)[:2].tolist() == [False, False]
+def test_the_knee_of_a_front_is_marked():
+    losses = torch.tensor([[0.0, 1.0], [0.1, 0.2], [1.0, 0.0]], dtype=torch.float64)
+    ax = plotting.front(jd.fronts.Front(None, losses, losses))
+    np.testing.assert_array_equal(_lines(ax)["knee"].get_xydata(), losses[1:2])
 
 
 def test_the_front_has_full_markers_and_the_rest_hollow_ones():

@@ -1,0 +1,9 @@
+"""Pareto fronts: one solution for each preference, what a set of solutions is worth, and which one to choose."""
+
+from functional_jd.fronts.hypervolume import hypervolume
+from functional_jd.fronts.knee import knee
+from functional_jd.fronts.lattice import lattice
+from functional_jd.fronts.points import non_dominated
+from functional_jd.fronts.train import Front, train
+
+__all__ = ["Front", "hypervolume", "knee", "lattice", "non_dominated", "train"]

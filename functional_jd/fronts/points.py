@@ -1,0 +1,37 @@
+"""Sets of points, of which some are not dominated by others."""
+
+from torch import Tensor
+
+from functional_jd.core.arguments import described
+
+
+def non_dominated(points: Tensor) -> Tensor:
+    """Return which points are not dominated by any other point.
+
+    `p` dominates `q` if `p_i <= q_i` for all i, and `p_i < q_i` for some.
+
+    Args:
+        points: `[K, m]`, losses: smaller is better.
+
+    Returns:
+        bool `[K]`. Equal points do not dominate each other; a point that is not finite counts as dominated.
+
+    Raises:
+        TypeError, ValueError: not a floating-point tensor `[K, m]`.
+
+    Laws:
+        Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
+        of each loss. Time and memory grow as `K^2 m`.
+    """
+    check_points("non_dominated", points)
+    left, right = points.unsqueeze(-2), points.unsqueeze(-3)
+    dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
+    return ~dominated & points.isfinite().all(-1)
+
+
+def check_points(where: str, points: Tensor) -> None:
+    """Refuse what is not a tensor of points, one in a row."""
+    if not isinstance(points, Tensor) or not points.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{where}: points must be a floating-point tensor [K, m], found {described(points)}.")
+    if points.ndim != 2 or not points.shape[1]:
+        raise ValueError(f"{where}: expected points [K, m], one in a row, found shape {list(points.shape)}.")

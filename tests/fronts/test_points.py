@@ -1,0 +1,60 @@
+"""Which points are not dominated, and the knee."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_jd.fronts import knee, non_dominated
+
+
+@given(st.integers(1, 4).flatmap(lambda m: st.lists(st.tuples(*[st.integers(0, 3)] * m), min_size=1, max_size=12)))
+def test_what_nobody_beats_is_not_dominated(points):
+    def beats(p, q):
+        return p != q and all(a <= b for a, b in zip(p, q, strict=True))
+
+    expected = [not any(beats(p, q) for p in points) for q in points]
+    found = torch.tensor(points, dtype=torch.float64)
+    assert non_dominated(found).tolist() == expected
+    assert expected[knee(found)]
+
+
+def test_non_dominated_composes_and_leaves_out_what_is_not_finite():
+    points = torch.rand(3, 10, 2, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([non_dominated(cloud) for cloud in points])
+    assert torch.equal(torch.vmap(non_dominated)(points), expected)
+    assert torch.equal(torch.compile(non_dominated, fullgraph=True, backend="eager")(points[0]), expected[0])
+    assert non_dominated(torch.tensor([[torch.nan, 0.0], [1.0, 1.0], [torch.inf, 0.0]])).tolist() == [0, 1, 0]
+
+
+def test_the_knee_of_a_circle_is_its_middle_in_any_units():
+    angles = torch.linspace(0, math.pi / 2, 9, dtype=torch.float64)
+    circle = 1 - torch.stack([angles.cos(), angles.sin()], 1)  # convex: its middle is nearest to the ideal point
+    assert knee(circle) == 4
+    assert knee(circle * torch.tensor([1e3, 1e-3]) + torch.tensor([-2.0, 5.0])) == 4
+    assert knee(torch.cat([circle, circle + 0.5])) == 4
+    assert knee(torch.tensor([[0.5, 1.0, 3.0], [0.2, 1.0, 4.0]])) in (0, 1)
+
+
+def test_the_knee_of_several_losses_is_nearest_to_the_ideal_between_ideal_and_nadir():
+    points = torch.tensor([[0.0, 2.0, 4.0], [1.0, 0.0, 4.0], [1.0, 2.0, 0.0], [0.2, 0.6, 0.8]])
+    assert knee(points) == 3
+    batch = torch.stack([points, points.flip(0)])
+    assert torch.vmap(knee)(batch).tolist() == [3, 0]
+    assert torch.compile(knee, fullgraph=True, backend="eager")(points) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "points", "message"),
+    [
+        (non_dominated, torch.ones(3), r"non_dominated: expected points \[K, m\], one in a row, found shape \[3\]"),
+        (non_dominated, [[1.0]], "non_dominated: points must be a floating-point tensor"),
+        (knee, torch.ones(0, 2), "knee: expected at least one point, found none"),
+        (knee, torch.ones(3, 2, dtype=torch.int64), "knee: points must be a floating-point tensor"),
+    ],
+)
+def test_what_is_no_set_of_points_is_refused(function, points, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(points)
