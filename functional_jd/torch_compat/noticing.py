@@ -1,19 +1,25 @@
 """What losses do that must be noticed when they do it, without a mode that sees each of their ops: they switch autocast
-or inference mode on, begin a checkpoint, or enter vmap.
+or inference mode on, begin a checkpoint, apply a custom function, or enter vmap.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from threading import Lock, local
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from functional_jd.torch_compat.private_names import private
 from functional_jd.torch_compat.recomputation import recomputation_of
 from functional_jd.torch_compat.repaired_ops import RepairedOps
-from functional_jd.torch_compat.torch_internals import has_mode, untraced
+from functional_jd.torch_compat.torch_internals import GRAD_FN, has_mode, torch_function_disabled, untraced
 
 _LOSSES = "losses without modes"
 # The record of a checkpoint. Its `save_inputs` is called when the checkpoint begins.
@@ -21,6 +27,9 @@ CheckpointFrame: Any = private("utils.checkpoint._CheckpointFrame", _LOSSES, "sa
 ReentrantCheckpoint: Any = CheckpointFunction
 # The module whose `vmap_impl` does the work of `torch.vmap`.
 vmap_home: Any = private("_functorch.apis", _LOSSES, "vmap_impl", otherwise=False)
+# The class whose `apply` all custom functions call, also those that were kept as `F.apply`.
+_BASE: Any = torch.autograd.Function.__mro__[1]
+FunctionHome: Any = _BASE if _BASE.__module__ == "torch.autograd.function" else torch.autograd.Function
 # The `torch.autocast` of graphs that torch.compile made; without it, their ops follow the tables.
 AutocastOfGraphs: Any = private("amp.autocast_mode._UnmanagedAutocast", _LOSSES, otherwise=())
 
@@ -42,19 +51,30 @@ class Noticing:
     Args:
         where: the function in whose name reentrant checkpoints are refused; None leaves that to the context around.
         tables: the mode that is active wherever autocast is switched on inside; None leaves that to the one around.
+        again: what is asked where something begins that will run again in the backward pass: checkpoints, and custom
+            functions that call what they are given (adjoints, reentrant checkpoints). `again()` returns what makes the
+            context around the second run. It must not hold what comes later, or the graph would keep itself alive.
     """
 
-    def __init__(self, where: str | None = None, tables: type[TorchFunctionMode] | None = None):
-        self.where, self.tables = where, tables
+    def __init__(
+        self,
+        where: str | None = None,
+        tables: type[TorchFunctionMode] | None = None,
+        again: "Callable[[], Context] | None" = None,
+    ):
+        self.where, self.tables, self.again = where, tables, again
         self.around: Noticing | None = None
         self.entered: list[tuple[torch.autocast, TorchFunctionMode | None]] = []
 
     @untraced
     def __enter__(self) -> "Noticing":
         self.around = around = _THREAD.noticing
-        if around is None:
-            _replace()
-        else:
+        # A context that only asks where something runs again needs no more than the first group of places.
+        self.in_losses = self.again is None or (around is not None and around.in_losses)
+        self.groups = [0] * (around is None) + [1] * (self.in_losses and (around is None or not around.in_losses))
+        for group in self.groups:
+            _replace(group)
+        if around is not None:
             self.where, self.tables = self.where or around.where, self.tables or around.tables
         _THREAD.noticing = self
         return self
@@ -62,8 +82,8 @@ class Noticing:
     @untraced
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _THREAD.noticing = self.around
-        if self.around is None:
-            _put_back()
+        for group in self.groups:
+            _put_back(group)
         for _, mode in reversed(self.entered):  # of a `torch.autocast` that was entered by hand and not left
             if mode is not None:
                 mode.__exit__(None, None, None)
@@ -100,7 +120,20 @@ class Noticing:
     def remember_checkpoint(self, frame: Any) -> None:
         """Let a checkpoint that begins run again with the tensors that its modules have now, and noticed again."""
         where, tables = self.where, self.tables
-        recomputation_of(frame).contexts.setdefault("noticing", lambda: Noticing(where, tables))
+        contexts = recomputation_of(frame).contexts
+        contexts.setdefault("noticing", lambda: Noticing(where, tables))
+        self.add_contexts(contexts)
+
+    def add_contexts(self, contexts: "dict[Any, Context]") -> None:
+        """Add the contexts around the second run of what begins now, the innermost first."""
+        noticing: Noticing | None = self
+        while noticing is not None:
+            if noticing.again is not None and id(noticing) not in contexts:
+                contexts[id(noticing)] = noticing.again()
+            noticing = noticing.around
+
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class _Thread(local):
@@ -114,7 +147,7 @@ def _listening() -> Noticing | None:
 
 @untraced
 def _enter(autocast: torch.autocast) -> Any:
-    found = _OWN[0](autocast)
+    found = _OWN[2](autocast)
     if (noticing := _listening()) is not None:
         noticing.switched(autocast)
     return found
@@ -124,71 +157,112 @@ def _enter(autocast: torch.autocast) -> Any:
 def _exit(autocast: torch.autocast, *error: Any) -> Any:
     if (noticing := _listening()) is not None:
         noticing.switched_back(autocast)
-    return _OWN[1](autocast, *error)
+    return _OWN[3](autocast, *error)
 
 
 @untraced
 def _save_inputs(frame: Any, *args: Any) -> Any:
     if (noticing := _listening()) is not None:
         noticing.remember_checkpoint(frame)
-    return _OWN[2](frame, *args)
+    return _OWN[0](frame, *args)
 
 
 @untraced
 def _forward(*args: Any) -> Any:
     if (noticing := _listening()) is not None:
         noticing.refuse_reentrant_checkpoint()
-    return _OWN[3](*args)
+    return _OWN[4](*args)
 
 
 @untraced
 def _vmap(*args: Any, **kwargs: Any) -> Any:
     noticing = _listening()
-    if noticing is None or (noticing.tables is not None and has_mode(noticing.tables)):  # which repair them too
-        return _OWN[4](*args, **kwargs)
+    if noticing is None or noticing.tables is None or has_mode(noticing.tables):  # which repair them too
+        return _OWN[5](*args, **kwargs)
     with RepairedOps():
-        return _OWN[4](*args, **kwargs)
+        return _OWN[5](*args, **kwargs)
 
 
 @untraced
 def _enter_inference_mode(context: torch.inference_mode) -> Any:
-    found = _OWN[5](context)
+    found = _OWN[6](context)
     if _listening() is not None:
         # `inference_mode(False)` switches autograd on, which modes see of all else that does.
         torch.set_grad_enabled(torch.is_grad_enabled())
     return found
 
 
+@untraced
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    contexts: dict[Any, Context] = {}
+    if (noticing := _listening()) is not None and _may_call(cls, args):
+        noticing.add_contexts(contexts)
+    stored = _AS_STORED[1]
+    own = super(FunctionHome, cls).apply if stored is None else stored.__get__(None, cls)
+    found = own(*args, **kwargs)
+    if contexts:
+        with torch_function_disabled():
+            nodes = [GRAD_FN(y) for y in (found if isinstance(found, tuple) else (found,)) if isinstance(y, Tensor)]
+        for node in nodes:
+            if isinstance(node, BackwardCFunction):
+                # Autograd asks the node for its `apply`. A node that held itself would be freed late.
+                node.apply = partial(_run_backward, ref(node), [*contexts.values()])
+    return found
+
+
+def _may_call(cls: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the backward of a custom function may call something: what it is given, or what surrounds its class."""
+    given = any(not isinstance(x, _NO_FUNCTIONS) for x in args)
+    return given or ("<locals>" in cls.__qualname__ and not cls.__module__.startswith("torch."))
+
+
+def _run_backward(node: Any, contexts: list[Context], *cotangents: Any) -> Any:
+    with ExitStack() as stack:
+        for context in reversed(contexts):
+            stack.enter_context(context())
+        return type(node()).apply(node(), *cotangents)
+
+
+_NO_FUNCTIONS = (Tensor, bool, int, float, complex, str, NoneType, torch.dtype, torch.device)
+
+
 # Torch looks each of them up in its place whenever it calls it.
 _REPLACED: list[tuple[Any, str, Any]] = [
+    (CheckpointFrame, "save_inputs", _save_inputs),
+    (FunctionHome, "apply", classmethod(_apply)),
     (torch.autocast, "__enter__", _enter),
     (torch.autocast, "__exit__", _exit),
-    (CheckpointFrame, "save_inputs", _save_inputs),
     (ReentrantCheckpoint, "forward", staticmethod(_forward)),
     (vmap_home, "vmap_impl", _vmap),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
 ]
 _PLACES = _REPLACED if can_notice else []
+_GROUPS = [range(len(_PLACES))[:2], range(len(_PLACES))[2:]]
 _OWN: list[Any] = [getattr(home, name) for home, name, _ in _PLACES]
-_AS_STORED: list[Any] = [vars(home)[name] for home, name, _ in _PLACES]
+_AS_STORED: list[Any] = [vars(home).get(name) for home, name, _ in _PLACES]  # None where it is inherited
 _THREAD, _LOCK = _Thread(), Lock()
-_INSIDE = [0]  # how many threads have them replaced
+_INSIDE = [0, 0]  # how many contexts have them replaced, by group
 
 
-def _replace() -> None:
+def _replace(group: int) -> None:
     with _LOCK:
-        _INSIDE[0] += 1
-        if _INSIDE[0] == 1:
-            for index, (home, name, ours) in enumerate(_PLACES):
+        _INSIDE[group] += 1
+        if _INSIDE[group] == 1:
+            for index in _GROUPS[group]:
+                home, name, ours = _PLACES[index]
                 # Others may have replaced it too, or put back ours, which they found in the middle of losses.
-                if vars(home)[name] is not ours:
-                    _OWN[index], _AS_STORED[index] = getattr(home, name), vars(home)[name]
+                if vars(home).get(name) is not ours:
+                    _OWN[index], _AS_STORED[index] = getattr(home, name), vars(home).get(name)
                 setattr(home, name, ours)
 
 
-def _put_back() -> None:
+def _put_back(group: int) -> None:
     with _LOCK:
-        _INSIDE[0] -= 1
-        if _INSIDE[0] == 0:
-            for (home, name, _), own in zip(_PLACES, _AS_STORED, strict=True):
-                setattr(home, name, own)
+        _INSIDE[group] -= 1
+        if _INSIDE[group] == 0:
+            for index in _GROUPS[group]:
+                home, name, _ = _PLACES[index]
+                if _AS_STORED[index] is None:
+                    delattr(home, name)
+                else:
+                    setattr(home, name, _AS_STORED[index])
