@@ -5,12 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from threading import RLock, _DummyThread, current_thread  # pyright: ignore[reportPrivateUsage]
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from functional_jd.torch_compat.noticing import Noticing
+from functional_jd.torch_compat.noticing import RunsAgain
 from functional_jd.torch_compat.torch_internals import converts_as_usual, module_tensors
 
 
@@ -41,12 +41,12 @@ class Contents(NamedTuple):
     """What the modules of a tree hold.
 
     Attributes:
-        states: each module with its attributes, in the order of the parts.
+        states: each module with its attributes, in the order of the parts, and with those that it has otherwise.
         held: each list, dict, set and deque in them with what is in it.
         slots: of scripted modules: the tensors by name, the name, and the tensor.
     """
 
-    states: list[tuple[nn.Module, dict[str, Any]]]
+    states: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
     held: list[tuple[Any, Any]]
     slots: list[tuple[Any, str, Tensor]]
 
@@ -89,7 +89,7 @@ class ModuleTree:
             own = module.__dict__
             state = own.copy()
             tensors = state["_parameters"] = own["_parameters"].copy()
-            if len(tensors) != len(params) + len(blank) or any([tensors[name] is not None for name in blank]):
+            if len(tensors) != len(params) + len(blank) or (blank and any(tensors[name] is not None for name in blank)):
                 raise _changed(module)
             modules = own["_modules"]
             if modules or children:
@@ -110,7 +110,7 @@ class ModuleTree:
             for name in attributes:
                 if state[name].__class__ in _CONTAINERS:
                     state[name] = reading.read(state[name])
-            contents.states.append((module, state))
+            contents.states.append((module, state, own))
         for tensors, name, key in self.scripted:
             contents.slots.append((tensors, name, given[key]))
         return contents
@@ -124,14 +124,14 @@ class ModuleTree:
             for name in _attributes(state):
                 if state[name].__class__ in _CONTAINERS:
                     reading.read(state[name])
-            contents.states.append((part.module, _copied(state)))
+            contents.states.append((part.module, _copied(state), state))
         contents.slots.extend((tensors, name, tensors[name]) for tensors, name, _ in self.scripted)
         return contents
 
     def after(self, contents: Contents, given: dict[str, Tensor]) -> tuple[str | None, dict[str, Tensor]]:
         """Once the module has run: the name of a parameter that it has replaced, and its buffers."""
         buffers: dict[str, Tensor] = {}
-        for part, (_, state) in zip(self.parts, contents.states, strict=True):
+        for part, (_, state, _) in zip(self.parts, contents.states, strict=True):
             tensors = state["_parameters"]
             for name, key in part.params:
                 # A conversion puts another tensor there, which is no Parameter.
@@ -145,7 +145,7 @@ class ModuleTree:
         return None, buffers
 
 
-class Filled:
+class Filled(RunsAgain):
     """A context in which the modules of a tree hold something else. Whatever runs again in a backward pass finds what
     they held when it began. Threads wait for one another.
 
@@ -161,62 +161,71 @@ class Filled:
     def again(self) -> Callable[[], "Filled"]:
         """What makes the context of what begins now, when it runs again."""
         self.runs_again = True
-        return partial(_filled_again, self.tree, self.tree.held_now())
+        return partial(FilledAgain, self.tree, self.tree.held_now())
 
-    def __enter__(self) -> "Filled":
+    def __enter__(self) -> Self:
+        self.tree.lock.acquire()
+        self.fill()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.put_back()
+        self.tree.lock.release()
+
+    def fill(self) -> None:
+        """Give the modules what they hold meanwhile."""
         states, held, slots = self.contents
-        # Threads of autograd have no name here. Those that wait for them may hold the lock.
-        self.locked = not isinstance(current_thread(), _DummyThread)
-        if self.locked:
-            self.tree.lock.acquire()
-        self.before = Contents(
-            [(module, module.__dict__) for module, _ in states],
-            [(container, container.copy()) for container, _ in held],
-            [(tensors, name, tensors[name]) for tensors, name, _ in slots],
-        )
-        try:
-            _fill(self.contents)
-        except BaseException:
-            self.leave()
-            raise
-        self.noticing = Noticing(again=self.again)
-        self.noticing.__enter__()
-        return self
+        self.held = [(container, container.copy()) for container, _ in held]
+        self.slots = [(tensors, name, tensors[name]) for tensors, name, _ in slots]
+        for module, state, _ in states:
+            _set(module, "__dict__", state)
+        _refill(held, slots)
 
-    def __exit__(self, *error: Any) -> None:
-        self.noticing.__exit__(*error)
-        self.leave()
-
-    def leave(self) -> None:
+    def put_back(self) -> None:
         """Give the modules back what they held."""
         added = [*filter(None, self.tree.hooks)]
-        _fill(self.before)
+        for module, _, own in self.contents.states:
+            _set(module, "__dict__", own)
+        _refill(self.held, self.slots)
         if added:
-            known = {id(container) for container, _ in self.before.held}
+            known = {id(container) for container, _ in self.held}
             for hooks in added:
                 if id(hooks) not in known:
                     hooks.clear()
-        if self.locked:
+
+
+class FilledAgain(Filled):
+    """The same in a backward pass."""
+
+    def __enter__(self) -> Self:
+        # With a copy: what runs again may change it, and runs again once more.
+        states = [(module, _copied(state), module.__dict__) for module, state, _ in self.contents.states]
+        self.contents = self.contents._replace(states=states)
+        # Threads of autograd have no name here. Those that wait for them may hold the lock.
+        if not (unnamed := isinstance(current_thread(), _DummyThread)):
+            self.tree.lock.acquire()
+        self.unnamed = unnamed
+        self.fill()
+        return RunsAgain.__enter__(self)
+
+    def __exit__(self, *error: object) -> None:
+        RunsAgain.__exit__(self, *error)
+        self.put_back()
+        if not self.unnamed:
             self.tree.lock.release()
-
-
-def _filled_again(tree: ModuleTree, contents: Contents) -> Filled:
-    """With a copy: what runs again may change it, and runs again once more."""
-    return Filled(tree, contents._replace(states=[(module, _copied(state)) for module, state in contents.states]))
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.copy() if name in _OWN else value for name, value in state.items()}
 
 
-def _fill(contents: Contents) -> None:
-    for module, state in contents.states:
-        _set(module, "__dict__", state)
-    for tensors, name, tensor in contents.slots:
-        tensors[name] = tensor
-    for container, content in contents.held:
+def _refill(held: list[tuple[Any, Any]], slots: list[tuple[Any, str, Tensor]]) -> None:
+    for container, content in held:
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+    for tensors, name, tensor in slots:
+        tensors[name] = tensor
 
 
 def _changed(module: nn.Module) -> ValueError:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from threading import Lock, local
 from types import NoneType, TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -51,30 +51,20 @@ class Noticing:
     Args:
         where: the function in whose name reentrant checkpoints are refused; None leaves that to the context around.
         tables: the mode that is active wherever autocast is switched on inside; None leaves that to the one around.
-        again: what is asked where something begins that will run again in the backward pass: checkpoints, and custom
-            functions that call what they are given (adjoints, reentrant checkpoints). `again()` returns what makes the
-            context around the second run. It must not hold what comes later, or the graph would keep itself alive.
     """
 
-    def __init__(
-        self,
-        where: str | None = None,
-        tables: type[TorchFunctionMode] | None = None,
-        again: "Callable[[], Context] | None" = None,
-    ):
-        self.where, self.tables, self.again = where, tables, again
+    def __init__(self, where: str | None = None, tables: type[TorchFunctionMode] | None = None):
+        self.where, self.tables = where, tables
         self.around: Noticing | None = None
         self.entered: list[tuple[torch.autocast, TorchFunctionMode | None]] = []
 
     @untraced
     def __enter__(self) -> "Noticing":
         self.around = around = _THREAD.noticing
-        # A context that only asks where something runs again needs no more than the first group of places.
-        self.in_losses = self.again is None or (around is not None and around.in_losses)
-        self.groups = [0] * (around is None) + [1] * (self.in_losses and (around is None or not around.in_losses))
-        for group in self.groups:
-            _replace(group)
-        if around is not None:
+        if around is None:
+            _replace(0)
+            _replace(1)
+        else:
             self.where, self.tables = self.where or around.where, self.tables or around.tables
         _THREAD.noticing = self
         return self
@@ -82,8 +72,9 @@ class Noticing:
     @untraced
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _THREAD.noticing = self.around
-        for group in self.groups:
-            _put_back(group)
+        if self.around is None:
+            _put_back(1)
+            _put_back(0)
         for _, mode in reversed(self.entered):  # of a `torch.autocast` that was entered by hand and not left
             if mode is not None:
                 mode.__exit__(None, None, None)
@@ -120,24 +111,51 @@ class Noticing:
     def remember_checkpoint(self, frame: Any) -> None:
         """Let a checkpoint that begins run again with the tensors that its modules have now, and noticed again."""
         where, tables = self.where, self.tables
-        contexts = recomputation_of(frame).contexts
-        contexts.setdefault("noticing", lambda: Noticing(where, tables))
-        self.add_contexts(contexts)
-
-    def add_contexts(self, contexts: "dict[Any, Context]") -> None:
-        """Add the contexts around the second run of what begins now, the innermost first."""
-        noticing: Noticing | None = self
-        while noticing is not None:
-            if noticing.again is not None and id(noticing) not in contexts:
-                contexts[id(noticing)] = noticing.again()
-            noticing = noticing.around
+        recomputation_of(frame).contexts.setdefault("noticing", lambda: Noticing(where, tables))
 
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+class RunsAgain:
+    """A context that is told of what begins in this thread and runs again in the backward pass: checkpoints, and custom
+    functions that call what they are given, such as adjoints and reentrant checkpoints.
+    """
+
+    outer: "RunsAgain | None"
+
+    def again(self) -> Context:
+        """What makes the context around the second run of what begins now. It must not hold what comes later, or the
+        graph would keep itself alive.
+        """
+        raise NotImplementedError
+
+    @untraced
+    def __enter__(self) -> Self:
+        self.outer = _THREAD.told
+        if self.outer is None:
+            _replace(0)
+        _THREAD.told = self
+        return self
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        _THREAD.told = self.outer
+        if self.outer is None:
+            _put_back(0)
+
+
+def _add_contexts(contexts: dict[Any, Context]) -> None:
+    """Add the contexts around the second run of what begins now, the innermost first."""
+    told = None if torch.compiler.is_compiling() else _THREAD.told
+    while told is not None:
+        contexts[id(told)] = told.again()
+        told = told.outer
+
+
 class _Thread(local):
     noticing: Noticing | None = None
+    told: RunsAgain | None = None
 
 
 def _listening() -> Noticing | None:
@@ -164,6 +182,8 @@ def _exit(autocast: torch.autocast, *error: Any) -> Any:
 def _save_inputs(frame: Any, *args: Any) -> Any:
     if (noticing := _listening()) is not None:
         noticing.remember_checkpoint(frame)
+    if _THREAD.told is not None:
+        _add_contexts(recomputation_of(frame).contexts)
     return _OWN[0](frame, *args)
 
 
@@ -177,7 +197,7 @@ def _forward(*args: Any) -> Any:
 @untraced
 def _vmap(*args: Any, **kwargs: Any) -> Any:
     noticing = _listening()
-    if noticing is None or noticing.tables is None or has_mode(noticing.tables):  # which repair them too
+    if noticing is None or (noticing.tables is not None and has_mode(noticing.tables)):  # which repair them too
         return _OWN[5](*args, **kwargs)
     with RepairedOps():
         return _OWN[5](*args, **kwargs)
@@ -195,8 +215,8 @@ def _enter_inference_mode(context: torch.inference_mode) -> Any:
 @untraced
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     contexts: dict[Any, Context] = {}
-    if (noticing := _listening()) is not None and _may_call(cls, args):
-        noticing.add_contexts(contexts)
+    if _THREAD.told is not None and _may_call(cls, args):
+        _add_contexts(contexts)
     stored = _AS_STORED[1]
     own = super(FunctionHome, cls).apply if stored is None else stored.__get__(None, cls)
     found = own(*args, **kwargs)
