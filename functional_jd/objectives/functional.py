@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from functional_jd.torch_compat.module_tree import Filled, ModuleTree
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
+from functional_jd.torch_compat.traced_modules import run_traced
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
@@ -66,8 +66,10 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         for embedding, name in tree.embeddings:
             if embedding.max_norm is not None:
                 given[name] = params[name].clone()  # rows are shortened in place
-        run = _traced if torch.compiler.is_compiling() else _called
-        output, replaced, moved, runs_again = run(module, tree, given, params, args, kwargs)
+        if torch.compiler.is_compiling():
+            (output, replaced, moved), runs_again = run_traced(module, tree, given, args, kwargs), True
+        else:
+            output, replaced, moved, runs_again = _called(module, tree, given, params, args, kwargs)
         if replaced is not None:
             raise ValueError(
                 f"functional: expected a forward that leaves its parameters, found that it replaces {replaced!r}. Make "
@@ -95,14 +97,6 @@ def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, ar
     if output.__class__ is not Tensor:
         _refuse_parts(output, tree)
     return output, replaced, moved, filled.runs_again
-
-
-def _traced(module: nn.Module, _: ModuleTree, given: State, params: State, args: Any, kwargs: Any) -> Any:
-    """The same in functions that torch.compile traces, which knows `functional_call`."""
-    after = dict(given)
-    output = functional_call(module, after, args, kwargs)
-    replaced = [name for name in params if after[name] is not given[name]]
-    return output, replaced[0] if replaced else None, {name: after[name] for name in given if name not in params}, True
 
 
 def _marks(tensors: Any) -> list[Any]:

@@ -68,7 +68,7 @@ class ModuleTree:
             for x in modules
             if isinstance(x, torch.jit.ScriptModule)
             for tensors in module_tensors(x)
-            for name in tensors
+            for name in tensors.keys()  # noqa: SIM118 - not a dict
             if tensors[name] is not None
         ]
         # Hooks are added to dicts that are mostly empty, and remain the same ones.
@@ -108,7 +108,7 @@ class ModuleTree:
             if len(own) != size:  # it has set something on itself since
                 attributes = _attributes(own)
             for name in attributes:
-                if state[name].__class__ in _CONTAINERS:
+                if state[name].__class__ in CONTAINERS:
                     state[name] = reading.read(state[name])
             contents.states.append((module, state, own))
         for tensors, name, key in self.scripted:
@@ -122,7 +122,7 @@ class ModuleTree:
         for part in self.parts:
             state = part.module.__dict__
             for name in _attributes(state):
-                if state[name].__class__ in _CONTAINERS:
+                if state[name].__class__ in CONTAINERS:
                     reading.read(state[name])
             contents.states.append((part.module, _copied(state), state))
         contents.slots.extend((tensors, name, tensors[name]) for tensors, name, _ in self.scripted)
@@ -263,7 +263,7 @@ class _Reading:
                 return value
             self.known.add(id(value))
         values = value.values() if isinstance(value, dict) else value
-        if not any(issubclass(kind, (Tensor, *_CONTAINERS)) for kind in {*map(type, values)}):
+        if not any(issubclass(kind, (Tensor, *CONTAINERS)) for kind in {*map(type, values)}):
             if value.__class__ is not tuple:
                 self.held.append((value, value.copy()))
             return value
@@ -285,7 +285,7 @@ class _Reading:
             if self.replacing is None:
                 self.replacing = dict(_replacing(self.parts, self.given))
             return self.replacing.get(id(x), x)
-        return self.read(x) if x.__class__ in _CONTAINERS else x
+        return self.read(x) if x.__class__ in CONTAINERS else x
 
 
 def _replacing(parts: list[_Part], given: dict[str, Tensor]) -> Any:
@@ -307,7 +307,7 @@ def _part(module: nn.Module, named: dict[int, str]) -> _Part:
 
 
 def _attributes(state: dict[str, Any]) -> list[str]:
-    return [name for name in state if name not in _STANDARD]
+    return [name for name in state if name not in STANDARD]
 
 
 def _convert(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -323,7 +323,7 @@ def _modules_in(value: Any, known: set[int]) -> list[nn.Module]:
     """The modules in a container, and in the containers in it."""
     if isinstance(value, nn.Module):
         return [value]
-    if value.__class__ not in _CONTAINERS or id(value) in known:
+    if value.__class__ not in CONTAINERS or id(value) in known:
         return []
     known.add(id(value))
     values = value.values() if isinstance(value, dict) else value
@@ -331,7 +331,7 @@ def _modules_in(value: Any, known: set[int]) -> list[nn.Module]:
 
 
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
-_STANDARD = frozenset(nn.Module().__dict__) | {"_apply"}
-_CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, set, deque))
-_HOOKS = [name for name, value in nn.Module().__dict__.items() if value.__class__ in _CONTAINERS and name not in _OWN]
+STANDARD = frozenset(nn.Module().__dict__) | {"_apply"}
+CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, set, deque))
+_HOOKS = [name for name, value in nn.Module().__dict__.items() if value.__class__ in CONTAINERS and name not in _OWN]
 _set = object.__setattr__
