@@ -230,8 +230,8 @@ def _refill(held: list[tuple[Any, Any]], slots: list[tuple[Any, str, Tensor]]) -
 
 def _changed(module: nn.Module) -> ValueError:
     return ValueError(
-        f"functional: expected the module as it was when functional(module) was called, found other parts or parameters "
-        f"in its {type(module).__name__}. Call functional again."
+        f"functional: expected the module as it was when functional(module) was called, found other parts or "
+        f"parameters in its {type(module).__name__}. Call functional again."
     )
 
 

@@ -62,8 +62,7 @@ class Noticing:
     def __enter__(self) -> "Noticing":
         self.around = around = _THREAD.noticing
         if around is None:
-            _replace(0)
-            _replace(1)
+            _replace(0, 1)
         else:
             self.where, self.tables = self.where or around.where, self.tables or around.tables
         _THREAD.noticing = self
@@ -73,8 +72,7 @@ class Noticing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _THREAD.noticing = self.around
         if self.around is None:
-            _put_back(1)
-            _put_back(0)
+            _put_back(0, 1)
         for _, mode in reversed(self.entered):  # of a `torch.autocast` that was entered by hand and not left
             if mode is not None:
                 mode.__exit__(None, None, None)
@@ -264,11 +262,11 @@ _THREAD, _LOCK = _Thread(), Lock()
 _INSIDE = [0, 0]  # how many contexts have them replaced, by group
 
 
-def _replace(group: int) -> None:
+def _replace(*groups: int) -> None:
     with _LOCK:
-        _INSIDE[group] += 1
-        if _INSIDE[group] == 1:
-            for index in _GROUPS[group]:
+        for group in groups:
+            _INSIDE[group] += 1
+            for index in _GROUPS[group] if _INSIDE[group] == 1 else ():
                 home, name, ours = _PLACES[index]
                 # Others may have replaced it too, or put back ours, which they found in the middle of losses.
                 if vars(home).get(name) is not ours:
@@ -276,11 +274,11 @@ def _replace(group: int) -> None:
                 setattr(home, name, ours)
 
 
-def _put_back(group: int) -> None:
+def _put_back(*groups: int) -> None:
     with _LOCK:
-        _INSIDE[group] -= 1
-        if _INSIDE[group] == 0:
-            for index in _GROUPS[group]:
+        for group in groups:
+            _INSIDE[group] -= 1
+            for index in _GROUPS[group] if _INSIDE[group] == 0 else ():
                 home, name, _ = _PLACES[index]
                 if _AS_STORED[index] is None:
                     delattr(home, name)

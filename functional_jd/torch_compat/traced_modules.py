@@ -25,8 +25,10 @@ def run_traced(
     held: list[tuple[Any, Any]] = []
     for part, state in states:
         for name, value in state.items():
-            if name not in STANDARD and type(value) in CONTAINERS and (new := _replaced(value, pairs, held)) is not value:
-                setattr(part, name, new)
+            if name not in STANDARD and type(value) in CONTAINERS:
+                new = _replaced(value, pairs, held)
+                if isinstance(value, tuple):
+                    setattr(part, name, new)
     own = [(tensors, dict(tensors)) for part in tree.parts for tensors in module_tensors(part.module)]
     for part in tree.parts:
         for tensors, places in zip(module_tensors(part.module), (part.params, part.buffers), strict=True):
@@ -44,7 +46,9 @@ def run_traced(
             for name in list(part.__dict__):
                 if name not in state:
                     delattr(part, name)
-                elif part.__dict__[name] is not state[name]:
+                elif (
+                    isinstance(state[name], tuple) or part.__dict__[name] is not state[name]
+                ):  # two tuples it cannot tell
                     setattr(part, name, state[name])
     return output, replaced, moved
 
@@ -74,7 +78,7 @@ def _refill(container: Any, before: Any) -> None:
             if name not in before:
                 del container[name]
         for name, x in before.items():
-            if container.get(name) is not x:
+            if isinstance(x, tuple) or container.get(name) is not x:
                 container[name] = x
 
 
@@ -86,16 +90,13 @@ def _replaced(value: Any, pairs: list[tuple[Tensor, Tensor]], held: list[tuple[A
         return tuple([_replaced(x, pairs, held) for x in value])
     if type(value) not in CONTAINERS:
         return value
-    if isinstance(value, dict):
-        held.append((value, dict(value)))
-        for name, x in held[-1][1].items():
-            if (new := _replaced(x, pairs, held)) is not x:
-                value[name] = new
-    elif isinstance(value, list):
-        held.append((value, list(value)))
-        for index, x in enumerate(held[-1][1]):
-            if (new := _replaced(x, pairs, held)) is not x:
-                value[index] = new
-    else:
+    if isinstance(value, set):
         held.append((value, value.copy()))
+        return value
+    elements = value.items() if isinstance(value, dict) else enumerate(value)
+    new = [(place, x, _replaced(x, pairs, held)) for place, x in elements]
+    held.append((value, dict(value) if isinstance(value, dict) else list(value)))
+    for place, old, x in new:
+        if isinstance(x, tuple) or x is not old:
+            value[place] = x
     return value
