@@ -62,12 +62,13 @@ class ModuleTree:
         modules = _with_hidden(module)
         self.ids = {id(part) for part in modules}
         self.parts = [_part(x, named) for x in modules if not isinstance(x, torch.jit.ScriptModule)]
-        # The tensors of scripted modules are not among their attributes: by name, the name, that in the tree.
+        # The tensors of scripted modules are not among their attributes: by name, the name, that in the tree, and
+        # whether it is a buffer.
         self.scripted = [
-            (tensors, name, named[id(tensors[name])])
+            (tensors, name, named[id(tensors[name])], bool(kind))
             for x in modules
             if isinstance(x, torch.jit.ScriptModule)
-            for tensors in module_tensors(x)
+            for kind, tensors in enumerate(module_tensors(x))
             for name in tensors.keys()  # noqa: SIM118 - not a dict
             if tensors[name] is not None
         ]
@@ -111,7 +112,7 @@ class ModuleTree:
                 if state[name].__class__ in CONTAINERS:
                     state[name] = reading.read(state[name])
             contents.states.append((module, state, own))
-        for tensors, name, key in self.scripted:
+        for tensors, name, key, _ in self.scripted:
             contents.slots.append((tensors, name, given[key]))
         return contents
 
@@ -124,8 +125,8 @@ class ModuleTree:
             for name in _attributes(state):
                 if state[name].__class__ in CONTAINERS:
                     reading.read(state[name])
-            contents.states.append((part.module, _copied(state), state))
-        contents.slots.extend((tensors, name, tensors[name]) for tensors, name, _ in self.scripted)
+            contents.states.append((part.module, _copied(state), {}))  # `state` itself may come to hold the graph
+        contents.slots.extend((tensors, name, tensors[name]) for tensors, name, *_ in self.scripted)
         return contents
 
     def after(self, contents: Contents, given: dict[str, Tensor]) -> tuple[str | None, dict[str, Tensor]]:
@@ -140,8 +141,7 @@ class ModuleTree:
             for name, key in part.buffers:
                 if key not in buffers and (x := state["_buffers"].get(name)) is not None:
                     buffers[key] = x
-        for tensors, name, key in self.scripted:
-            buffers.setdefault(key, tensors[name])
+        buffers |= {key: tensors[name] for tensors, name, key, is_buffer in self.scripted if is_buffer}
         return None, buffers
 
 
@@ -263,7 +263,8 @@ class _Reading:
                 return value
             self.known.add(id(value))
         values = value.values() if isinstance(value, dict) else value
-        if not any(issubclass(kind, (Tensor, *CONTAINERS)) for kind in {*map(type, values)}):
+        kinds: set[Any] = {*map(type, values)}
+        if kinds.isdisjoint(CONTAINERS) and not any(issubclass(kind, Tensor) for kind in kinds):
             if value.__class__ is not tuple:
                 self.held.append((value, value.copy()))
             return value
