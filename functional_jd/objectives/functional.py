@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from functional_jd.torch_compat.module_tree import Filled, ModuleTree
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
@@ -22,8 +23,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     `output, buffers = apply(params, buffers, *args, **kwargs)`
 
     Args:
-        module: the module. It is read when `functional` is called and when `apply` is called (its mode, its hooks), and
-            never changed. Shared parameters and buffers have one name, the first.
+        module: the module. Its parts are read when `functional` is called, its mode and its hooks when `apply` is, and
+            it is afterwards what it was. Shared parameters and buffers have one name, the first.
 
     Returns:
         `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers`: dicts of tensors like
@@ -32,19 +33,25 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
 
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
-        ValueError: names are missing or unknown.
+        ValueError: names are missing or unknown; the module has other parts than when it was read; it has parameters
+            without a shape; its forward changes or replaces a parameter, or returns what would compute later.
 
     Laws:
-        Pure: neither the module nor `params` and `buffers` change, not even during the call. Right where something runs
-        the module again in the backward pass (`torch.utils.checkpoint`, adjoints). Composes with vmap, grad, jvp and
-        compile, as far as the module does.
+        Pure: afterwards neither the module nor `params` and `buffers` have changed, also where forward raises: neither
+        tensors nor hooks, attributes, and what its lists, dicts and sets hold. Right however a layer is reached
+        (lambdas, other objects, compiled and scripted parts, graphs of torch.fx), and where something runs the module
+        again in the backward pass (`torch.utils.checkpoint`, custom functions such as adjoints). Composes with vmap,
+        grad, jvp and compile, as far as the module does.
 
     Differs:
-        From `torch.func.functional_call`, which puts tensors into the module for the time of the call: what runs again
-        in the backward pass finds the module's own parameters there, and gradients are silently wrong. Here a shallow
-        copy of the tree of modules, whose parameters are the arguments, is called; values that a module sets on itself
-        while it runs stay in the copy, hooks and entries of its dicts and lists too. So do conversions (`to`, `float`)
-        and the rows that an embedding with `max_norm` shortens.
+        From `torch.func.functional_call`, which also puts tensors into the module for the time of the call: what runs
+        again in the backward pass finds the module's own parameters there, gradients are silently wrong, and what the
+        module sets on itself stays. Conversions (`to`, `float`) and the rows that an embedding with `max_norm` shortens
+        leave the parameters here. Threads that call one `apply` wait for one another; those that call several of one
+        module, or the module itself meanwhile, must not share it. A forward that writes a parameter is refused once it
+        has: only `train_state`, which sees `.data.copy_` and its like too, puts the values back. A tensor that a
+        function of the module keeps for itself is not replaced; `train_state` refuses it where it finds one. Hooks of
+        tensors that call the module in the backward pass find its own parameters.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -55,6 +62,12 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional: expected an nn.Module, found {type(module).__name__}. Pass the module itself.")
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module first "
+            "runs. Call the module once before."
+        )
     tree = ModuleTree(module)
     param_names = [name for name, _ in module.named_parameters()]
     buffer_names = [name for name, _ in module.named_buffers()]

@@ -73,7 +73,9 @@ class ModuleTree:
             if tensors[name] is not None
         ]
         # Hooks are added to dicts that are mostly empty, and remain the same ones.
-        self.hooks = [part.module.__dict__[name] for part in self.parts for name in _HOOKS]
+        self.hooks = [
+            part.module.__dict__[name] for part in self.parts for name in _HOOKS if name in part.module.__dict__
+        ]
         self.embeddings = [
             (part.module, part.params[0][1])
             for part in self.parts
@@ -86,19 +88,13 @@ class ModuleTree:
         """What the tree holds, with these tensors by name in all of their places."""
         contents = Contents([], [(hooks, hooks.copy()) for hooks in filter(None, self.hooks)], [])
         reading = _Reading(self.parts, given, contents.held)
-        for module, params, buffers, blank, children, attributes, size, convert in self.parts:
+        for part in self.parts:
+            module, params, buffers, _, _, attributes, size, convert = part
             own = module.__dict__
             state = own.copy()
             tensors = state["_parameters"] = own["_parameters"].copy()
-            if len(tensors) != len(params) + len(blank) or (blank and any(tensors[name] is not None for name in blank)):
-                raise _changed(module)
-            modules = own["_modules"]
-            if modules or children:
-                state["_modules"] = modules.copy()
-                if tuple(modules.values()) != children:
-                    raise _changed(module)
-            else:
-                state["_modules"] = {}
+            state["_modules"] = own["_modules"].copy()
+            check_part(part, own)
             for name, key in params:
                 tensors[name] = given[key]
             others = state["_buffers"] = own["_buffers"].copy()
@@ -165,7 +161,12 @@ class Filled(RunsAgain):
 
     def __enter__(self) -> Self:
         self.tree.lock.acquire()
-        self.fill()
+        try:
+            self.fill()
+        except BaseException:
+            self.put_back()
+            self.tree.lock.release()
+            raise
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -228,11 +229,19 @@ def _refill(held: list[tuple[Any, Any]], slots: list[tuple[Any, str, Tensor]]) -
         tensors[name] = tensor
 
 
-def _changed(module: nn.Module) -> ValueError:
-    return ValueError(
-        f"functional: expected the module as it was when functional(module) was called, found other parts or "
-        f"parameters in its {type(module).__name__}. Call functional again."
-    )
+def check_part(part: _Part, state: dict[str, Any]) -> None:
+    """Refuse a module that has other parameters or other children than when it was read."""
+    tensors, children = state["_parameters"], [*state["_modules"].values()]
+    same = len(tensors) == len(part.params) + len(part.blank) and len(children) == len(part.children)
+    if same and part.blank:
+        same = all(tensors[name] is None for name in part.blank)
+    if same and children:
+        same = all(x is y for x, y in zip(children, part.children, strict=True))
+    if not same:
+        raise ValueError(
+            "functional: expected the module as it was when functional(module) was called, found other parts or "
+            f"parameters in its {type(part.module).__name__}. Call functional again."
+        )
 
 
 def _with_hidden(module: nn.Module) -> list[nn.Module]:

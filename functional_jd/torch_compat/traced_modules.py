@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleTree
+from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleTree, check_part
 from functional_jd.torch_compat.torch_internals import module_tensors
 
 
@@ -23,6 +23,8 @@ def run_traced(
     ]
     states = [(part.module, dict(part.module.__dict__)) for part in tree.parts]
     held: list[tuple[Any, Any]] = []
+    for part, (_, state) in zip(tree.parts, states, strict=True):
+        check_part(part, state)
     for part, state in states:
         for name, value in state.items():
             if name not in STANDARD and type(value) in CONTAINERS:

@@ -542,7 +542,9 @@ class Lazy(Base):
 @pytest.mark.parametrize("make", [Later, Lazy])
 def test_an_output_that_would_compute_later_is_refused(make):
     module = made(make)
-    with pytest.raises(ValueError, match=r"functional: expected an output of tensors, found .* holds a part of the mod"):
+    with pytest.raises(
+        ValueError, match=r"functional: expected an output of tensors, found .* holds a part of the mod"
+    ):
         fj.functional(module)(*moved(module), X)
 
 
