@@ -38,7 +38,7 @@ def check_learning(plan: Plan) -> None:
         with torch.enable_grad():
             args = (tree_unflatten(structure, points), *plan.args[1:])
             _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
-        _refuse_written(plan, points, [x for x, _ in journal.before.values()])
+        _refuse_written(plan, points, journal)
     finally:
         journal.undo()
         set_random_state(draws)
@@ -48,9 +48,12 @@ def check_learning(plan: Plan) -> None:
     _warn_unless_finite(where, values)
 
 
-def _refuse_written(plan: Plan, points: list[Tensor], written: list[Tensor]) -> None:
+def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
     """Refuse losses that change parameters in place, also by `.data`: only an optimizer may."""
-    memory = {x.untyped_storage().data_ptr() for x in written if type(x) in _PLAIN and x.numel()}
+    noted = [(x, old) for x, old in journal.before.values() if type(x) in _PLAIN and x.numel()]
+    # An op that may change what it is given is noted where it does not, too.
+    written = [x for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
+    memory = {x.untyped_storage().data_ptr() for x in written}
     for name, x in zip(tree_names(plan.args[0]), points, strict=True):
         if memory and type(x) is Tensor and x.numel() and x.untyped_storage().data_ptr() in memory:
             raise ValueError(

@@ -527,6 +527,15 @@ def test_train_state_refuses_it_for_every_engine_and_puts_the_values_back(make, 
         assert torch.equal(p, values[key])
 
 
+def test_an_embedding_without_a_largest_norm_is_not_taken_for_one_that_writes():
+    module = made(lambda: nn.Embedding(5, 3))
+    apply, params = fj.functional(module), dict(module.named_parameters())
+    losses = lambda params, ids: apply(params, {}, ids)[0].square().mean((0, 1))
+    ids = torch.tensor([[0, 2], [2, 3]])
+    state = fj.train_state(params, ids, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1))
+    assert torch.equal(state.params["weight"], module.weight)
+
+
 class Later(Base):
     def forward(self, x):
         return {"later": lambda: self.last(self.first(x))}
