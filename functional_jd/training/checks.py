@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
@@ -37,12 +38,47 @@ def check_learning(plan: Plan) -> None:
         with torch.enable_grad():
             args = (tree_unflatten(structure, points), *plan.args[1:])
             _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
+        _refuse_written(plan, points, journal)
     finally:
         journal.undo()
         set_random_state(draws)
     _refuse_unreached(where, values, points)
     _report_unlearned(plan, values, args[0])
+    _refuse_own(plan, values, points)
     _warn_unless_finite(where, values)
+
+
+def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
+    """Refuse losses that change parameters in place, also by `.data`: only an optimizer may."""
+    noted = [(x, old) for x, old in journal.before.values() if type(x) in _PLAIN and x.numel()]
+    # An op that may change what it is given is noted where it does not, too.
+    written = [x for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
+    memory = {x.untyped_storage().data_ptr() for x in written}
+    for name, x in zip(tree_names(plan.args[0]), points, strict=True):
+        if memory and type(x) is Tensor and x.numel() and x.untyped_storage().data_ptr() in memory:
+            raise ValueError(
+                f"{plan.where}: expected losses that leave the parameters, found that they change {name!r} in place. "
+                "Let them compute with another tensor, or carry it as a buffer."
+            )
+
+
+def _refuse_own(plan: Plan, values: Losses, points: list[Tensor]) -> None:
+    """Refuse losses that compute with the very tensors that the parameters start from, beside the parameters."""
+    nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
+    found: dict[int, Any] = {id(x): x for node in nodes if type(x := getattr(node, "variable", None)) in _PLAIN}
+    reached = {id(x) for x in points} & found.keys()
+    others = {x.data_ptr(): x for key, x in found.items() if key not in reached and x.numel()}
+    for name, point in zip(tree_names(plan.args[0]), points, strict=True):
+        other = others.get(point.data_ptr()) if id(point) in reached else None
+        if other is not None and other.shape == point.shape:
+            raise ValueError(
+                f"{plan.where}: expected losses that use the parameters that they receive, found that they also use "
+                f"the tensor that {name!r} starts from, which never moves: a module, or a function that it calls, "
+                "keeps it elsewhere than in its parameters. Let it look it up whenever it runs, or detach it."
+            )
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:

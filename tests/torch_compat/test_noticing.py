@@ -23,7 +23,7 @@ RULES = {"mean": jd.mean, "upgrad": jd.upgrad}
 
 
 def stored():
-    return [vars(home)[name] for home, name, _ in noticing._PLACES]
+    return [vars(home).get(name) for home, name, _ in noticing._PLACES]
 
 
 OWN = stored()
