@@ -11,6 +11,7 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_
 from functional_jd.core.types import Losses, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.plan import Plan
+from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 
@@ -23,22 +24,22 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
 
 
-def check_learning(plan: Plan) -> None:
+def check_learning(plan: Plan, journal: StateJournal) -> None:
     """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
 
-    The losses are evaluated once, as if they had not been: what they change is put back.
+    The losses are evaluated once, as if they had not been: what they change is noted in the journal, and put back.
     """
-    journal, draws = StateJournal(), random_state()
+    draws = random_state()
     where, losses, kind = plan.where, plan.losses, plan.kind
     leaves, structure = tree_flatten(plan.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), noting_assignments(journal.note_attribute):
             args = (tree_unflatten(structure, points), *plan.args[1:])
             _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
     finally:
-        journal.undo()
+        journal.undo(again=True)
         set_random_state(draws)
     _refuse_unreached(where, values, points)
     _report_unlearned(plan, values, args[0])
