@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,14 @@ def attempt(
     result = slow()
     warnings.warn(f"{where}: {instead}, because {reason}", SlowPathWarning, stacklevel=user_level())
     return result
+
+
+def refuse_export(where: str) -> NoReturn:
+    """Refuse to be traced by torch.export, to which what torch.func returns is a constant."""
+    raise ValueError(
+        f"{where}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func returns "
+        "for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
+    )
 
 
 def random_state() -> list[Tensor]:

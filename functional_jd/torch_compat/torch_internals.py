@@ -119,6 +119,9 @@ class _UnknownContainers:
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
+name_record: Any = private("utils._pytree._register_namedtuple", "records in exports", otherwise=lambda *_, **__: None)
+"""Names a class of named tuples in programs of torch.export that are saved."""
+
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
