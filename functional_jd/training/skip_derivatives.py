@@ -26,10 +26,12 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     The token is None, and the inputs are what they were, where no derivatives in reverse mode are asked for by a
     transform or a tensor, where inputs are sharded, and under torch.compile, which traces no function with a `jvp`.
     """
+    if torch.compiler.is_compiling():
+        return None, tree
     leaves, structure = tree_flatten(tree)
     places = [index for index, x in enumerate(leaves) if _is_real(x)]
     inputs = [leaves[index] for index in places]
-    if not inputs or torch.compiler.is_compiling() or any_sharded(inputs):
+    if any_sharded(inputs):
         return None, tree
     if not (differentiates() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))):
         return None, tree
