@@ -10,6 +10,7 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import View, losses
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.types import Weights
+from functional_jd.torch_compat.slow_path import refuse_export
 
 
 def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], *, on_host: bool = False) -> Aggregator:
@@ -80,5 +81,9 @@ def scalarized_with(s: Callable[..., Tensor], *given: Callable[[Tensor], Tensor]
             )
         return number
 
-    gradient = torch.func.grad(scalar)
+    def gradient(values: Tensor, *numbers: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            refuse_export("scalarized")
+        return torch.func.grad(scalar)(values, *numbers)
+
     return stateless(losses, lambda values: gradient(values, *(f(values) for f in given)))

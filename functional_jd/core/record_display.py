@@ -1,14 +1,14 @@
 """Short `repr`s of records as text and HTML tables: structure, shapes, element counts and the values that fit."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
+from functional_jd.torch_compat.torch_internals import has_values, name_record, pytree_nodes
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""
@@ -17,6 +17,13 @@ Record = TypeVar("Record")
 
 # The maximum number of values in a cell, of children shown per container, and of rows in a table.
 _MAX_VALUES, _MAX_CHILDREN, _MAX_ROWS = 6, 8, 20
+
+
+def name_in_exports(records: Iterable[type]) -> None:
+    """Give classes of records the names by which programs of torch.export are saved and loaded."""
+    for record in records:
+        if pytree_nodes.get(record) is None:  # else the package is loaded again
+            name_record(record, serialized_type_name=f"{record.__module__}.{record.__name__}")
 
 
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:

@@ -10,7 +10,7 @@ from functional_jd.core.arguments import check_flag, check_function, described, 
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
-from functional_jd.torch_compat.slow_path import StateJournal, WatchingMode
+from functional_jd.torch_compat.slow_path import StateJournal, WatchingMode, refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
 
 
@@ -67,6 +67,8 @@ def evaluate_losses(
 ) -> tuple[list[Tensor], Any]:
     """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned."""
     where, has_aux = options.where, options.has_aux
+    if torch.compiler.is_exporting():
+        refuse_export(where)
     result = with_op_tables(losses, options.journal, where, examples=options.examples, inner=recorder)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(

@@ -20,8 +20,11 @@ from functional_jd.optimizers.base import (
     in_dtype_of,
     no_steps,
     on_shards,
+    refuse_tensor,
 )
 from functional_jd.torch_compat.torch_internals import clone_each, fused_adamw, fused_devices, under_transform
+
+_TENSORS = ("lr", "eps", "weight_decay")
 
 
 @displayed_as(outline)
@@ -52,7 +55,7 @@ def adamw(
 
     Args:
         lr: a number, a tensor `[]`, or a schedule of the number of steps taken so far.
-        betas: how much of the running averages of the direction and of its square stays.
+        betas: how much of the running averages of the direction and of its square stays: two numbers.
         eps: added to the root, in the unit of the direction; a number or a tensor `[]`.
         weight_decay: the share of params that goes in a step, in units of lr; a number or a tensor `[]`.
 
@@ -80,7 +83,7 @@ def adamw(
         >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
         >>> optimizer = adamw(lr=warm_up)
     """
-    check_settings("adamw", tensors=("lr", "eps", "weight_decay"), lr=lr, eps=eps, weight_decay=weight_decay)
+    check_settings("adamw", tensors=_TENSORS, lr=lr, eps=eps, weight_decay=weight_decay)
     are_numbers = not (isinstance(eps, Tensor) or isinstance(weight_decay, Tensor))  # which the fused kernel reads
     b1, b2 = _pair(betas)
     for name, beta in (("betas[0]", b1), ("betas[1]", b2)):
@@ -201,7 +204,10 @@ def _undisturbed(values: list[Tensor]) -> bool:
 
 def _pair(betas: Any) -> tuple[float, float]:
     pair: Any = tuple(betas) if isinstance(betas, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(beta, Real | Tensor) for beta in pair):
+    for index, beta in enumerate(pair):
+        if isinstance(beta, Tensor):
+            refuse_tensor("adamw", f"betas[{index}]", beta, _TENSORS)
+    if len(pair) != 2 or not all(isinstance(beta, Real) for beta in pair):
         raise TypeError(f"adamw: betas must be a pair of numbers, found {betas!r}. Usual values are (0.9, 0.999).")
     return pair
 

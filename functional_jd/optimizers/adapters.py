@@ -19,6 +19,7 @@ from functional_jd.optimizers.base import (
     in_dtypes_of,
     no_steps,
     on_shards,
+    refuse_tensor,
 )
 from functional_jd.torch_compat.torch_internals import capturable_devices, under_functorch
 
@@ -52,8 +53,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     Args:
         cls: a class such as `torch.optim.Adam`; all tensors that it changes must be in its `state`.
         hyper: its keyword arguments, the same for all leaves; `by_label` makes groups. `lr` is a number, a tensor `[]`,
-            or a schedule of the number of steps taken so far. On an accelerator, `capturable=True` keeps the step count
-            and the rate on the device, for classes that support it; others read a rate that is a tensor.
+            or a schedule of the number of steps taken so far; no other is a tensor. On an accelerator,
+            `capturable=True` keeps the step count and the rate on the device, for classes that support it; others read
+            a rate that is a tensor.
 
     Returns:
         An `Optimizer` with `TorchState`. Its results do not require grad.
@@ -95,6 +97,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         ) from None
     schedule: Any = hyper.get("lr", 0.0)
     check_settings("from_torch", lr=schedule)
+    for setting, value in hyper.items():
+        for part in tree_leaves(value) if setting != "lr" else []:
+            if isinstance(part, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                refuse_tensor("from_torch", setting, part)
     scheduled = isinstance(schedule, Tensor) or callable(schedule)
     if scheduled:
         hyper = hyper | {"lr": 1.0}  # the constructors compare the rate with zero, which would wait for the device

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_scalar, described, is_too_large
+from functional_jd.core.arguments import check_scalar, described, is_too_large, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
 from functional_jd.core.tree import (
@@ -55,8 +55,16 @@ def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: An
     for name, value in values.items():
         if isinstance(value, Tensor) and name in tensors:
             check_scalar(where, name, value, f"Pass for instance {name}=0.1.")
+        elif isinstance(value, Tensor):
+            refuse_tensor(where, name, value, tensors)
         elif name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
             _check_number(where, name, value)
+
+
+def refuse_tensor(where: str, name: str, value: Tensor, tensors: Sequence[str] = ("lr",)) -> NoReturn:
+    """Refuse a tensor as a setting that must be a number, as branches or kernels depend on it."""
+    others = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
+    refuse(where, name, "a number", value, f"Tensors may stand for {others} only.")
 
 
 def _check_number(where: str, name: str, value: Any) -> None:

@@ -3,14 +3,16 @@
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.assignments import put_back
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
@@ -33,28 +35,43 @@ class SlowPathWarning(UserWarning):
 
 
 class StateJournal:
-    """Keeps a copy of every tensor that losses change in place, so that an evaluation that failed can be undone.
+    """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
     `Watch` sees the ops and hands them to `note`.
     """
 
     def __init__(self) -> None:
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
+        self.before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = {}
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what this op is about to change."""
-        for x in _targets(func, args, kwargs):
-            # What has a history in the graph was made by the losses themselves.
-            state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
-            if state and id(x) not in self.before:
-                self.before[id(x)] = (x, x.detach().clone())
+        drawn = kwargs.get("generator")
+        if drawn is not None and id(drawn) not in self.before:
+            self.before[id(drawn)] = drawn, partial(drawn.set_state, drawn.get_state()), None
+        if func == _SET_DATA and not is_wrapped(args[0]):
+            old = args[0].data
+            self.before.setdefault((id(args[0]), "data"), (args[0], partial(func, args[0], old), old))
+        elif changes_in_place(func, args, kwargs):
+            for x in _targets(func, args, kwargs):
+                # What has a history in the graph was made by the losses themselves.
+                state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
+                if state and id(x) not in self.before:
+                    old = x.detach().clone()
+                    self.before[id(x)] = x, partial(x.copy_, old), old
 
-    def undo(self) -> None:
-        """Give every tensor the values that it had."""
+    def note_attribute(self, module: nn.Module, name: str) -> None:
+        """Keep what a module is about to lose."""
+        if (id(module), name) not in self.before:
+            self.before[id(module), name] = module, put_back(module, name), None
+
+    def undo(self, *, again: bool = False) -> None:
+        """Put everything back to what it was; `again`: it may have to be put back once more."""
         with torch.no_grad():
-            for x, old in self.before.values():
-                x.copy_(old)
-        self.before.clear()
+            for _, put, _ in reversed(self.before.values()):
+                put()
+        if not again:
+            self.before.clear()
 
     def watch(self, *, examples: bool = False) -> TorchFunctionMode:
         """A mode that notes every op, and for the loss of one example does what `Watch` says."""
@@ -82,19 +99,18 @@ class Watch(TorchFunctionMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SEEN and "out" not in kwargs:
+        if func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
             return func(*args, **kwargs)
         return self.call(func, *args, **kwargs)
 
     def call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an op of `SEEN`, or one with `out`."""
+        """Call an op of `SEEN`, or one with an argument of `SEEN_WITH`."""
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
-        if changes_in_place(func, args, kwargs):
-            if self.level is not None and func in BATCH_NORMS:
-                refuse_statistics_of_one(args, kwargs, self.where)
-            if self.journal is not None:
-                self.journal.note(func, args, kwargs)
+        if self.level is not None and func in BATCH_NORMS and changes_in_place(func, args, kwargs):
+            refuse_statistics_of_one(args, kwargs, self.where)
+        if self.journal is not None:
+            self.journal.note(func, args, kwargs)
         func = self.forms.get(func, func)
         form = None if self.level is None or kwargs else batched_form(func, args)
         return (form or func)(*args, **kwargs)
@@ -151,6 +167,14 @@ def attempt(
     return result
 
 
+def refuse_export(where: str) -> NoReturn:
+    """Refuse to be traced by torch.export, to which what torch.func returns is a constant."""
+    raise ValueError(
+        f"{where}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func returns "
+        "for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
+    )
+
+
 def random_state() -> list[Tensor]:
     """The state of torch's default generators: of the CPU, and of all devices of the accelerator if there is one. While
     a graph of launches is captured only that of the CPU, as nothing may be read from a device.
@@ -199,7 +223,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if func is nn.functional.embedding:  # with max_norm it changes its weight
         return [args[1] if len(args) > 1 else kwargs.get("weight")]
     out = kwargs.get("out")
-    return [*args[:1], *(out if isinstance(out, tuple | list) else [out])]
+    return [x for given in (*args[:1], out) for x in (given if isinstance(given, tuple | list) else [given])]
 
 
 _PYTHON_NORMS = {nn.functional.batch_norm, nn.functional.instance_norm}
@@ -214,9 +238,12 @@ IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if
 _IN_PLACE = (
     {getattr(Tensor, name) for name in IN_PLACE_NAMES}
     | {f for home in (torch, nn.functional, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[0]}
+    | {f for name, f in vars(torch).items() if name.startswith("_foreach_") and name[-1] == "_"}
     | _WITH_STATISTICS
     | {nn.functional.embedding}
 )
 
-SEEN = {*GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
-"""The ops with which a `Watch` may have something to do, beside those with `out`."""
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
+SEEN = {_SET_DATA, *GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
+SEEN_WITH = {"out", "generator"}
+"""The ops with which a `Watch` may have something to do, and the arguments by which others concern it."""

@@ -119,6 +119,9 @@ class _UnknownContainers:
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
 
+name_record: Any = private("utils._pytree._register_namedtuple", "records in exports", otherwise=lambda *_, **__: None)
+"""Names a class of named tuples in programs of torch.export that are saved."""
+
 # From torch 2.14 on it is written in C and has no frame.
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
@@ -308,6 +311,11 @@ def functorch_depth() -> int:
     return len(_interpreters() or [])
 
 
+def differentiates() -> bool:
+    """Whether a transform of torch.func other than vmap is active."""
+    return any(interpreter.key() != _transforms.Vmap for interpreter in _interpreters() or [])
+
+
 @constant_while_tracing
 def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
     """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
@@ -330,6 +338,17 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
 def as_batch(x: Tensor, level: int) -> Tensor:
     """A tensor whose first dimension is the one that the vmap at this level hides."""
     return _add_batch_dim(x, 0, level)
+
+
+def zero_of_members(device: torch.device) -> Tensor:
+    """A zero `[]` of its own for every member of every active `torch.vmap`."""
+    vmaps = vmaps_inside(0)
+    zero = torch.zeros([size for _, size, _ in vmaps], device=device)
+    while is_wrapped(zero):  # by a level inside of the first vmap
+        zero = unwrapped(zero)
+    for level, _, _ in vmaps:
+        zero = as_batch(zero, level)
+    return zero
 
 
 def _never_wrapped(_: Tensor) -> bool:

@@ -12,6 +12,7 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_
 from functional_jd.core.types import Losses, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.plan import Plan
+from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 
@@ -24,23 +25,23 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
 
 
-def check_learning(plan: Plan) -> None:
+def check_learning(plan: Plan, journal: StateJournal) -> None:
     """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
 
-    The losses are evaluated once, as if they had not been: what they change is put back.
+    The losses are evaluated once, as if they had not been: what they change is noted in the journal, and put back.
     """
-    journal, draws = StateJournal(), random_state()
+    draws = random_state()
     where, losses, kind = plan.where, plan.losses, plan.kind
     leaves, structure = tree_flatten(plan.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), noting_assignments(journal.note_attribute):
             args = (tree_unflatten(structure, points), *plan.args[1:])
             _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
         _refuse_written(plan, points, journal)
     finally:
-        journal.undo()
+        journal.undo(again=True)
         set_random_state(draws)
     _refuse_unreached(where, values, points)
     _report_unlearned(plan, values, args[0])
@@ -50,7 +51,7 @@ def check_learning(plan: Plan) -> None:
 
 def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
     """Refuse losses that change parameters in place, also by `.data`: only an optimizer may."""
-    noted = [(x, old) for x, old in journal.before.values() if type(x) in _PLAIN and x.numel()]
+    noted = [(x, old) for x, _, old in journal.before.values() if old is not None and type(x) in _PLAIN and x.numel()]
     # An op that may change what it is given is noted where it does not, too.
     written = [x for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
     memory = {x.untyped_storage().data_ptr() for x in written}

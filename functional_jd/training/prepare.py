@@ -2,6 +2,7 @@
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -18,6 +19,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
+from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.training.state import TrainState, check_state
 
 
@@ -39,6 +41,8 @@ def prepare(
     Raises:
         ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
+    if torch.compiler.is_exporting():
+        refuse_export(where)
     own_kind, view = kind_of(losses), as_view(rule.view)
     carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux))
     args = (params, *carrying.args)

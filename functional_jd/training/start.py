@@ -10,9 +10,10 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.arguments import described
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.engines.plan import Engine
+from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
+from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.training.checks import check_batch, check_learning
 from functional_jd.training.driver import started
@@ -64,9 +65,10 @@ def train_state(
         UserWarning: losses that are not finite; parameters that no loss reaches.
 
     Laws:
-        Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
-        place is put back. Under a transform and torch.compile they are evaluated once, and not checked. Under vmap,
-        every element of the state has memory of its own.
+        Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by
+        `.data =`, and attributes of modules are put back to what they were. Under a transform they are evaluated once,
+        and not checked, and generators alone are put back; under torch.compile nothing is. Under vmap, every element of
+        the state has memory of its own.
 
     Example:
         >>> net = nn.Linear(3, 2)
@@ -111,10 +113,22 @@ def train_state(
         has_aux=has_aux,
         engine=engine,
     )
-    if not under_transform():
-        check_learning(plan)
-    state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), placed)
+    state = TrainState(params, buffers, optimizer.init(params), _started(plan, chosen), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
+
+
+def _started(plan: Plan, engine: Engine) -> Tree:
+    """The rule's initial state, from losses that leave no trace."""
+    if torch.compiler.is_compiling():
+        return started(plan, engine)
+    journal, draws = StateJournal(), random_state()
+    try:
+        if not under_transform():
+            check_learning(plan, journal)
+        return started(plan, engine)
+    finally:
+        journal.undo()  # the second evaluation changed what the first one did
+        set_random_state(draws)
 
 
 def detach_parameters(params: Params) -> Params:

@@ -4,16 +4,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
-from functional_jd.precision.loss_scale import select, update_scale
+from functional_jd.precision.loss_scale import select, update_scale, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
+from functional_jd.training.skip_derivatives import closed, opened
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
 
 
@@ -60,6 +64,10 @@ def step(
         scale per objective, the backward pass runs at the largest scale that serves all, and all flags are equal. The
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
         the device, unless the rule does: its docstring says so.
+        A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
+        under torch.compile, those in reverse mode are NaN. In forward mode the tangents of float16 rows carry the
+        scale: second derivatives above 65504 / scale make them infinite, and derivatives NaN. Start with a smaller
+        scale, such as 2**10, or take reverse mode.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
@@ -85,9 +93,13 @@ def step(
         has_aux=has_aux,
         engine=engine,
     )
+    token, used = None, state
+    if plan.options.differentiable:
+        token, plan, used = _opened(plan, state)
     if optimizer.search is not None:
         optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
-    return _finished(plan, state, optimizer, directed(plan, chosen, state.aggregator))  # the only one who holds it
+    # Nobody else holds the direction.
+    return _finished(plan, state, optimizer, directed(plan, chosen, used.aggregator), token, used)
 
 
 def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
@@ -110,23 +122,42 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
     return Optimizer(optimizer.init, partial(search, losses_at))
 
 
-def _finished(plan: Plan, state: TrainState, optimizer: Optimizer, found: Directed) -> tuple[TrainState, StepInfo]:
+_NOTHING: Any = ()  # of which there is one: what most losses and rules keep
+
+
+def _opened(plan: Plan, state: TrainState) -> tuple[Tensor | None, Plan, TrainState]:
+    """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
+    inputs = plan.args, plan.options.scale, state.optimizer, state.aggregator
+    token, (args, factor, moments, rule_state) = opened(inputs)
+    plan = plan._replace(args=args, options=plan.options._replace(scale=factor))
+    return token, plan, state._replace(params=args[0], optimizer=moments, aggregator=rule_state)
+
+
+def _finished(
+    plan: Plan, state: TrainState, optimizer: Optimizer, found: Directed, token: Tensor | None, used: TrainState
+) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
     direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (own, aux), gramian = found
     buffers = plan.next_buffers(own)
     finite = rows_finite if rows_finite is losses_finite else rows_finite & losses_finite
     moved = finite.all() if finite.ndim else finite
     moved = moved if direction_finite is losses_finite else moved & direction_finite
-    # torch.compile fuses `select` by itself.
-    guarded = None if plan.options.differentiable and under_transform() else optimizer.guarded_update
+    plain = token is None and not (plan.options.differentiable and under_transform())
+    guarded = optimizer.guarded_update if plain else None  # torch.compile fuses `select` by itself
+    update = optimizer.update if guarded is None else partial(guarded, moved)
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
     try:
-        if guarded is not None:
-            params, moments = guarded(moved, direction, state.optimizer, state.params)
-        else:
-            params, moments = optimizer.update(direction, state.optimizer, state.params)
-            del direction
+        direction = direction if token is None else zeros_unless(moved, direction)
+        params, moments = update(direction, used.optimizer, used.params)
+        for leaf in tree_leaves(params) if plain and torch.is_grad_enabled() else ():
+            if leaf.requires_grad:  # as a rate does, whose derivative is infinite times zero where this is skipped
+                params, moments = update(zeros_unless(moved, direction), used.optimizer, used.params)
+                break
+        del direction
+        if token is not None:
+            params, moments, buffers, rule_state = closed(token, moved, (params, moments, buffers, rule_state))
+        if guarded is None:
             params = select(moved, params, state.params)
             moments = select(moved, moments, state.optimizer)
     except Exception as error:
@@ -134,11 +165,13 @@ def _finished(plan: Plan, state: TrainState, optimizer: Optimizer, found: Direct
         raise
     new = TrainState(
         params,
-        select(moved, buffers, state.buffers) if tree_leaves(buffers) else state.buffers,
+        state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers),
         moments,
-        select(moved, rule_state, state.aggregator) if tree_leaves(rule_state) else state.aggregator,
+        state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator),
         update_scale(state.scale, rows_finite, losses_finite=losses_finite),
     )
     # The flags show that the step was skipped, also where the direction alone is not finite.
     finite = finite & (moved | ~finite.all()) if finite.ndim else moved
+    if token is not None:  # what is reported is differentiated whether the step was taken or not
+        values, weights, gramian, aux = closed(token, moved | True, (values, weights, gramian, aux))
     return new, StepInfo(values, weights, finite, moved, gramian, aux)

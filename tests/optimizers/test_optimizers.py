@@ -14,7 +14,12 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.by_label import by_label
+from functional_jd.optimizers.clipping import clip_by_norm, clip_by_value, global_norm
+from functional_jd.optimizers.line_search import line_search
+from functional_jd.optimizers.noised import noised
 from functional_jd.optimizers.sgd import sgd
+from functional_jd.random import key
 
 RTOL = {torch.float32: 1e-6, torch.float64: 1e-12}
 seeds = st.integers(0, 2**16)
@@ -285,15 +290,58 @@ def test_vmap_over_learning_rates_is_the_loop(build, dtype):
         assert_close(tree_map(lambda x, i=i: x[i], found), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+def searched(rate):
+    optimizer = line_search(sgd(1.0), torch.stack([rate, 0 * rate]) if isinstance(rate, torch.Tensor) else [rate, 0.0])
+    nearer = lambda params: -sum(x.square().sum() for x in tree_leaves(params))  # of all rates the largest
+    return Optimizer(optimizer.init, partial(optimizer.search, nearer))
+
+
+def clipping(clip):
+    inner = sgd(0.1)
+    return Optimizer(inner.init, lambda direction, state, params: inner.update(clip(direction), state, params))
+
+
+# What may be a tensor, with numbers to put in its place; or where it is refused.
 SETTINGS = {
-    "eps": (lambda eps: adamw(0.1, eps=eps), [1e-3, 0.1, 2.0]),
-    "weight_decay": (lambda decay: adamw(0.1, weight_decay=decay), [0.0, 0.1, 3.0]),
+    "sgd lr": (sgd, [0.0, 0.1, 0.5]),
+    "sgd momentum": (lambda x: sgd(0.1, momentum=x), r"sgd: momentum must be a number, .* lr only"),
+    "sgd nesterov": (lambda x: sgd(0.1, momentum=0.9, nesterov=x), r"sgd: nesterov must be True or False"),
+    "sgd weight_decay": (lambda x: sgd(0.1, weight_decay=x), r"sgd: weight_decay must be a number, .* lr only"),
+    "adamw lr": (adamw, [0.0, 0.1, 0.5]),
+    "adamw betas[0]": (lambda x: adamw(betas=(x, 0.9)), r"adamw: betas\[0\] must be a number, .* lr, eps and weight_d"),
+    "adamw betas[1]": (lambda x: adamw(betas=(0.9, x)), r"adamw: betas\[1\] must be a number, .* lr, eps and weight_d"),
+    "adamw eps": (lambda x: adamw(0.1, eps=x), [1e-3, 0.1, 2.0]),
+    "adamw weight_decay": (lambda x: adamw(0.1, weight_decay=x), [0.0, 0.1, 3.0]),
+    "from_torch betas": (
+        lambda x: from_torch(torch.optim.Adam, betas=(0.9, x)),
+        r"from_torch: betas must be a .* lr only",
+    ),
+    "from_torch momentum": (
+        lambda x: from_torch(torch.optim.SGD, momentum=x),
+        r"from_torch: momentum must be .* lr only",
+    ),
+    "by_label": (lambda x: by_label({"all": adamw(x)}, lambda *_: "all"), [0.0, 0.1, 0.5]),
+    "noised multiplier": (lambda x: noised(sgd(0.1), key(0), x, 1.0, 2), [0.0, 0.5, 2.0]),
+    "noised max_norm": (lambda x: noised(sgd(0.1), key(0), 1.0, x, 2), [0.0, 0.5, 2.0]),
+    "noised batch_size": (lambda x: noised(sgd(0.1), key(0), 1.0, 1.0, x), [1.0, 3.0]),
+    "line_search rates": (searched, [0.1, 0.5]),
+    "clip_by_norm max_norm": (lambda x: clipping(lambda d: clip_by_norm(d, x)), [0.5, 1.0]),
+    "clip_by_norm norm_type": (
+        lambda x: clip_by_norm(torch.ones(2), 1.0, x),
+        r"clip_by_norm: norm_type must be a number",
+    ),
+    "clip_by_value limit": (lambda x: clipping(lambda d: clip_by_value(d, x)), [0.1, 0.5]),
+    "global_norm norm_type": (lambda x: global_norm(torch.ones(2), x), r"global_norm: norm_type must be a number"),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_are_tensors_are_the_numbers_with_derivatives(name):
+def test_settings_that_are_tensors_are_the_numbers_with_derivatives_or_refused(name):
     build, numbers = SETTINGS[name]
+    if isinstance(numbers, str):
+        with pytest.raises(TypeError, match=numbers):
+            build(torch.tensor(0.9))
+        return
     params, directions = tree(0, torch.float64), [tree(i, torch.float64) for i in range(1, 4)]
     last = lambda value: run(build(value), params, directions)[0][-1]
     values = torch.tensor(numbers, dtype=torch.float64)
@@ -308,6 +356,7 @@ def test_settings_that_are_tensors_are_the_numbers_with_derivatives(name):
         # Rounding divided by h, and h^2 times a third derivative, which 1/eps^4 bounds.
         bound = float(size(point)) * 64 * torch.finfo(torch.float64).eps / h + h**2 / min(1.0, float(point)) ** 4
         assert abs(torch.func.grad(size)(point) - difference) <= bound
+        assert abs(torch.func.jvp(size, (point,), (torch.ones_like(point),))[1] - difference) <= bound
         leaf = point.clone().requires_grad_()
         assert torch.equal(torch.autograd.grad(size(leaf), leaf)[0], torch.func.grad(size)(point))
 

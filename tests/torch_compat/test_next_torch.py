@@ -251,6 +251,7 @@ REPLACED = {
     "_C._is_any_autocast_enabled": step,
     "_guards.detect_fake_mode": shown,
     "_is_functional_tensor": shown,
+    "utils._pytree._register_namedtuple": step,
 }
 """By name, a feature that is as good without it."""
 

@@ -88,6 +88,10 @@ CHANGES = {
     ),
     "dropout": lambda b, x: nn.functional.dropout(b, 0.5, training=True, inplace=True),
     "init": lambda b, x: nn.init.ones_(b),
+    "data": lambda b, x: setattr(b, "data", b.data + x),
+    "through data": lambda b, x: b.data.mul_(2),
+    "data, and then the new": lambda b, x: (setattr(b, "data", x), b.add_(1)),
+    "several": lambda b, x: torch._foreach_mul_([b, x], 2.0),
 }
 
 
@@ -101,6 +105,16 @@ def test_what_is_changed_in_place_is_put_back(name):
         assert not torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
     journal.undo()
     assert torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_a_generator_of_ones_own_is_put_back():
+    journal, own = StateJournal(), torch.Generator().manual_seed(0)
+    with journal.watch():
+        first = torch.rand(2, generator=own)
+    journal.undo(again=True)
+    assert torch.equal(torch.rand(2, generator=own), first)
+    journal.undo()
+    assert torch.equal(torch.rand(2, generator=own), first)
 
 
 def test_what_the_graph_made_is_not_copied():

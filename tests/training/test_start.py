@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
+from functional_jd.testing.table import RULES, rule_of
 
 METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -146,31 +147,84 @@ def test_an_empty_batch_is_refused_and_losses_that_are_not_finite_are_said():
         begin(losses)
 
 
-class Noted(nn.Module):
-    """Counts its calls in a buffer, and draws a number in each."""
+class Teacher(nn.Module):
+    """Changes itself in every call, in all the ways that models do."""
 
-    def __init__(self):
+    def __init__(self, own):
         super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.online, self.momentum, self.averaged = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
         self.register_buffer("calls", torch.zeros(()))
-        self.drawn = []
+        self.register_buffer("center", torch.zeros(2))
+        self.own, self.count, self.drawn, self.unseen = own, 0, [], torch.Generator()
+        self.requires_grad_(False)
 
     def forward(self, x):
         self.calls.add_(1)
-        self.drawn.append(torch.rand(()))
+        self.count, self.center, self.last = self.count + 1, self.center + 1, x
+        for slow, fast in zip(self.momentum.parameters(), self.online.parameters(), strict=True):
+            slow.data = 0.9 * slow.data + 0.1 * fast.data
+            slow.data.mul_(0.5)
+        torch._foreach_lerp_(list(self.averaged.parameters()), list(self.online.parameters()), 0.5)
+        self.averaged.training = False
+        self.drawn.append(torch.rand(()) + torch.rand((), generator=self.own))
         return x * self.drawn[-1]
 
 
-@pytest.mark.parametrize("rule", [fj.upgrad, fj.mean])
-def test_the_look_at_the_losses_leaves_no_trace(rule):
-    noted = Noted()
-    torch.manual_seed(0)
-    begin(lambda p, x: noted(output(p, x)).mean(0), aggregator=rule())
-    assert noted.calls == 1
-    assert torch.equal(*noted.drawn)
-    after = torch.rand(())
-    torch.manual_seed(0)
-    torch.rand(())
-    assert torch.equal(torch.rand(()), after)
+def student(p, x):
+    return x @ p["trunk"] * p["head"]
+
+
+def plain(teacher, m):
+    def losses(p, x):
+        y = teacher.norm(teacher(student(p, x))) + student(p, x)
+        return torch.stack([(y - i).square().mean() for i in range(m)])
+
+    return losses, {"trunk": torch.ones(3, 2), "head": torch.ones(2)}
+
+
+def multitask(teacher, m):
+    def heads(own, y, x):
+        return {name: (teacher(y) * w - 1).square().mean() for name, w in own.items()}
+
+    own = {str(i): torch.tensor([1.0, i]) for i in range(m)}
+    return fj.multitask(student, heads), {"shared": plain(teacher, m)[1], "heads": own}
+
+
+def per_example(teacher, m):
+    return fj.per_example(lambda p, x: (teacher(student(p, x)) - 1).square().mean()), plain(teacher, m)[1]
+
+
+def snapshot(teacher):
+    """All that can be seen of a module and of generators, as text."""
+    tensors = {**dict(teacher.named_parameters()), **dict(teacher.named_buffers())}
+    seen = {name: (id(x), x.data_ptr(), x.tolist()) for name, x in tensors.items()}
+    seen |= {name: sorted(vars(module)) for name, module in teacher.named_modules()}
+    generators = [hash(bytes(state)) for state in (torch.get_rng_state(), teacher.own.get_state())]
+    return seen | {"count": teacher.count, "mode": teacher.averaged.training, "generators": generators}
+
+
+@pytest.mark.parametrize("kind", [plain, multitask, per_example])
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
+    teacher, started = Teacher(torch.Generator().manual_seed(1)), set()
+    before = snapshot(teacher)
+    for name, entry in RULES.items():
+        m = entry.rows if isinstance(entry.rows, int) else min(4, entry.rows[1])
+        losses, params = kind(teacher, m)
+        for engine in ("auto", "jacobian", "gramian", "weighted"):
+            x = torch.randn(m, 3, generator=teacher.unseen)
+            try:
+                begin(losses, params, x, engine=engine, aggregator=rule_of(name))
+                started.add(name)
+            except ValueError as error:
+                if "serves rules that need" not in str(error) and "compares" not in str(error):
+                    raise
+            after = snapshot(teacher)
+            changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+            assert not changed, (name, engine)
+    assert started >= set(RULES) - {"modo", "sdmgrad"}
+    assert kind is not plain or torch.equal(*teacher.drawn[:2])  # of both evaluations
 
 
 def test_under_vmap_nothing_is_checked():

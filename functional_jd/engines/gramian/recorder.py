@@ -20,7 +20,7 @@ from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
-from functional_jd.torch_compat.slow_path import SEEN, WatchingMode
+from functional_jd.torch_compat.slow_path import SEEN, SEEN_WITH, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     GRAPH_ATTRIBUTES,
@@ -103,7 +103,7 @@ class LayerRecorder(WatchingMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         watch, call = self.watch, func
-        if watch is not None and (func in SEEN or "out" in kwargs):
+        if watch is not None and (func in SEEN or not kwargs.keys().isdisjoint(SEEN_WITH)):
             call = partial(watch.call, func)
         if func not in _WATCHED:
             return call(*args, **kwargs)

@@ -1,0 +1,149 @@
+"""Tracers beside torch.compile: make_fx, fake tensors, torch.export, and the control flow that traces its functions."""
+
+import io
+
+import pytest
+import torch
+from torch._higher_order_ops import cond, scan, while_loop
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+
+import functional_jd as jd
+from functional_jd.aggregation.views import as_view
+from functional_jd.testing.table import RULES, rule_of
+
+X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
+PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
+
+
+def losses(params, x):
+    return (x @ params["w"] + params["b"] - 1).square().mean(0)
+
+
+METHODS = {
+    "rows": {"losses": losses, "aggregator": jd.upgrad(), "engine": "jacobian"},
+    "layers": {"losses": losses, "aggregator": jd.upgrad(), "engine": "gramian"},
+    "weighted": {"losses": losses, "aggregator": jd.mean(), "engine": "weighted"},
+    "half": {"losses": jd.autocast(losses), "aggregator": jd.upgrad()},
+    "examples": {"losses": jd.per_example(lambda p, x: losses(p, x[None]).sum()), "aggregator": jd.clipped(1.0)},
+}
+
+
+def start(name):
+    """The state, and a step of its leaves: all that tracers take."""
+    method = METHODS[name] | {"optimizer": jd.adamw(0.1)}
+    state = jd.train_state(PARAMS, X[0], scale=jd.scale_state(2.0), **method)
+    leaves, structure = tree_flatten(state)
+
+    def stepped(x, *leaves):
+        state, _ = jd.step(tree_unflatten(leaves, structure), x, **method)
+        return [leaf.clone() for leaf in tree_leaves(state)]  # control flow refuses results that are its arguments
+
+    return leaves, stepped
+
+
+def steps(stepped, leaves, batches):
+    for x in batches:
+        leaves = stepped(x, *leaves)
+    return leaves
+
+
+def aggregated(name):
+    """Two calls of a rule, as a function of tensors; and the tensors."""
+    rule, entry = rule_of(name), RULES[name]
+    m = entry.rows if isinstance(entry.rows, int) else min(4, entry.rows[1])
+    draw = torch.Generator().manual_seed(1)
+    like = entry.like or {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
+    batches = [{k: torch.randn(m, *v.shape, generator=draw) for k, v in like.items()} for _ in range(2)]
+    view = as_view(rule.view)
+
+    def f(values, first, second):
+        others, given = [second] * (view.batches - 1), {"losses": values} if view.losses else {}
+        once = jd.aggregate(rule, first, None, *others, **given)
+        return once, jd.aggregate(rule, second, once.state, *others[:1], **given)
+
+    return f, (torch.rand(m, generator=draw) + 0.5, *batches)
+
+
+@pytest.mark.slow
+def test_every_rule_traces_by_make_fx_and_runs_on_fake_tensors():
+    for name in RULES:
+        f, args = aggregated(name)
+        traced = make_fx(f)(*args)
+        later = tree_map(lambda x: 2 * x + 0.1, args)
+        torch.testing.assert_close(traced(*later), f(*later), msg=lambda text, name=name: f"{name}: {text}")
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the keys of random rules
+            found = f(*tree_map(mode.from_tensor, args))
+        assert [x.shape for x in tree_leaves(found)] == [x.shape for x in tree_leaves(f(*args))], name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_traces_by_make_fx_and_runs_on_fake_tensors(name):
+    leaves, stepped = start(name)
+    traced = make_fx(stepped)(X[0], *leaves)
+    torch.testing.assert_close(steps(traced, leaves, X), steps(stepped, leaves, X))
+    mode = FakeTensorMode()
+    fakes = tree_map(mode.from_tensor, [X[0], *leaves])
+    with mode:
+        found = stepped(*fakes)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+def test_control_flow_takes_a_step_that_make_fx_traced():
+    leaves, stepped = start("layers")
+    traced = make_fx(stepped)(X[0], *leaves)
+    found, _ = scan(lambda carried, x: (list(traced(x, *carried)), x.sum()), leaves, X)
+    torch.testing.assert_close(list(found), steps(stepped, leaves, X))
+    for taken in (True, False):
+        found = cond(torch.tensor(taken), traced, lambda x, *old: [leaf.clone() for leaf in old], (X[0], *leaves))
+        torch.testing.assert_close(list(found), steps(stepped, leaves, X[:taken]))
+    _, *found = while_loop(
+        lambda k, *_: k < 3, lambda k, *old: (k + 1, *traced(X[0], *old)), (torch.tensor(0), *leaves)
+    )
+    torch.testing.assert_close(found, steps(stepped, leaves, [X[0]] * 3))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args):
+        return self.f(*args)
+
+
+def exported(f, args):
+    """What is saved and loaded again."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(f, args, strict=False), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def test_what_torch_export_would_get_wrong_is_refused_and_make_fx_is_the_cure():
+    f, args = aggregated("stch")
+    leaves, stepped = start("rows")
+    for g, given in ((f, args), (stepped, (X[0], *leaves)), (jd.jacobian_fn(losses), (PARAMS, X[0]))):
+        with pytest.raises(
+            ValueError, match=r"(scalarized|step|jacobian_fn): .* torch\.export, .*make_fx\(f\)\(\*args"
+        ):
+            torch.export.export(Module(g), given, strict=False)
+        later = tree_map(lambda x: 2 * x, given)
+        torch.testing.assert_close(exported(make_fx(g)(*given), given)(*later), g(*later))
+
+
+def test_an_exported_aggregation_is_saved_and_loaded():
+    rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(2))
+    found = exported(Module(lambda rows: jd.aggregate(jd.upgrad(), rows)), (rows,))(2 * rows)
+    assert type(found) is jd.aggregation.Aggregation
+    torch.testing.assert_close(found, jd.aggregate(jd.upgrad(), 2 * rows))
+
+
+def test_every_record_has_a_name_in_programs_that_are_saved():
+    records = [r for r in tuple.__subclasses__() if r.__module__.startswith("functional_jd.") and hasattr(r, "_fields")]
+    assert {jd.TrainState, jd.StepInfo, jd.FoundWeights, jd.precision.ScaleState} <= set(records)
+    for record in records:
+        if record.__module__.split(".")[1] not in ("testing", "plotting", "distributed"):  # which load later
+            spec = tree_flatten(record(*range(len(record._fields))))[1]
+            assert treespec_loads(treespec_dumps(spec)) == spec
