@@ -156,7 +156,8 @@ _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torc
 
 def _named(what: str, given: Any, names: list[str], method: str) -> State:
     """The tensors by name, in the order of the module."""
-    if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
+    tensors = [x for x in given.values() if isinstance(x, Tensor)] if isinstance(given, Mapping) else None
+    if tensors is None or len(tensors) != len(given):
         found = type(given).__name__ if not isinstance(given, Mapping) else "a dict with other values"
         raise TypeError(
             f"functional: {what} must be a dict of tensors by name, found {found}. Start with dict(module.{method}())."

@@ -89,12 +89,13 @@ class ModuleTree:
         contents = Contents([], [(hooks, hooks.copy()) for hooks in filter(None, self.hooks)], [])
         reading = _Reading(self.parts, given, contents.held)
         for part in self.parts:
-            module, params, buffers, _, _, attributes, size, convert = part
+            module, params, buffers, blank, children, attributes, size, convert = part
             own = module.__dict__
             state = own.copy()
             tensors = state["_parameters"] = own["_parameters"].copy()
-            state["_modules"] = own["_modules"].copy()
-            check_part(part, own)
+            modules = state["_modules"] = own["_modules"].copy()
+            if len(tensors) != len(params) or blank or tuple(modules.values()) != children:
+                check_part(part, own)
             for name, key in params:
                 tensors[name] = given[key]
             others = state["_buffers"] = own["_buffers"].copy()
