@@ -110,6 +110,7 @@ def train_state(
         buffers=buffers,
         has_aux=has_aux,
         engine=engine,
+        starting=True,
     )
     if not under_transform():
         check_learning(plan)

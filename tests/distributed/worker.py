@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import replica_drift
+import replica_weights
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -331,7 +332,7 @@ def check_nothing_runs_in_half_under_autocast_outside():
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for names in (globals(), vars(replica_drift))
+    for names in (globals(), vars(replica_drift), vars(replica_weights))
     for name, f in list(names.items())
     if name.startswith("check_")
 }

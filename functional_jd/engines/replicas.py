@@ -14,7 +14,9 @@ from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree, Weights
-from functional_jd.distributed.group import (
+from functional_jd.engines.by_name import ENGINES
+from functional_jd.engines.choose import choose_replica_engine
+from functional_jd.engines.group import (
     Group,
     check_alike,
     check_dense,
@@ -25,8 +27,6 @@ from functional_jd.distributed.group import (
     shard_columns,
     sum_over_group,
 )
-from functional_jd.engines.by_name import ENGINES
-from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.loss_scale import unscale
@@ -246,7 +246,7 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     one than on another, where asking does not wait for a device.
     """
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
-    if examples or plan.where == "train_state":
+    if examples or plan.starting:
         check_alike(plan.where, values, group, "losses")
 
 
