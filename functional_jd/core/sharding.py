@@ -102,8 +102,14 @@ def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
 def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
     """The `"least"` or `"most"` of all ranks that hold shards of some leaf; the value itself where there are none."""
     for mesh in dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf)):
-        for dim in range(mesh.ndim):
-            value = over_dimension(kind, value, mesh, dim)
+        value = over_mesh(kind, value, mesh)
+    return value
+
+
+def over_mesh(kind: str, value: Tensor, mesh: Any) -> Tensor:
+    """A collective that keeps shapes, over all ranks of a mesh."""
+    for dim in range(mesh.ndim):
+        value = over_dimension(kind, value, mesh, dim)
     return value
 
 

@@ -27,7 +27,6 @@ class Plan(NamedTuple):
         options: how to differentiate; its scale is None where nothing is scaled.
         guarded: whether a step is skipped for what is not finite, so that the rule need not see it.
         next_buffers: the buffers of the next step, from those that the losses returned.
-        starting: whether training starts: several ranks compare what they are about to do.
     """
 
     where: str
@@ -40,7 +39,6 @@ class Plan(NamedTuple):
     options: Options
     guarded: bool
     next_buffers: Callable[[Tree], Tree]
-    starting: bool
 
 
 def _accept(plan: Plan) -> None:

@@ -246,8 +246,9 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     one than on another, where asking does not wait for a device.
     """
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
-    if examples or plan.starting:
-        check_alike(plan.where, values, group, "losses")
+    starting = plan.options.starting
+    if examples or starting:
+        check_alike(plan.where, values, group, "losses", plan.rule if starting else None)
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:

@@ -46,12 +46,12 @@ def prepare(
     args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, is_differentiable((args, factor)))
+    options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting)
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = of_arguments(carrying.losses, sharded=sharded)
     kind = own_kind if whole is carrying.losses else kind_of(whole)
-    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers, starting)
+    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers)
     if isinstance(engine, str) and engine == "auto":
         return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine

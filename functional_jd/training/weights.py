@@ -1,7 +1,7 @@
 """The weights alone, for training loops that call `.backward()` themselves."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -119,7 +119,7 @@ def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engin
         return "auto"
     over_mesh = isinstance(losses, Sharded) and losses.mesh is not None
     if group is None:
-        meshes = [leaf.device_mesh for leaf in tree_leaves(params) if is_sharded(leaf)]
+        meshes = [cast(Any, leaf).device_mesh for leaf in tree_leaves(params) if is_sharded(leaf)]
         if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes):
             return "auto"
         raise ValueError(

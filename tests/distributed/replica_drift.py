@@ -53,7 +53,7 @@ def check_more_rows_on_one_replica_are_refused_on_all():
     for rule in (fj.upgrad(), fj.mean()):
         how = {"losses": PER_EXAMPLE, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
         state = begin(params, *part, **how)
-        with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this replica: value float64"):
+        with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this rank: value float64"):
             step(state, *unequal, **how)
 
 

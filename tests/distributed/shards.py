@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import shard_checkpoints
+import shard_disagreements
 import shard_dtypes
 import shard_functions
 import shard_steps
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for module in (shard_dtypes, shard_steps, shard_functions, shard_trainers, shard_checkpoints)
+    for module in (shard_dtypes, shard_steps, shard_functions, shard_trainers, shard_disagreements, shard_checkpoints)
     for name, f in vars(module).items()
     if name.startswith("check_")
 }

@@ -307,6 +307,14 @@ def check_replicas_that_differ_are_told_when_training_starts():
     for rule in (fj.upgrad(), stch()):
         with pytest.raises(ValueError, match=r"train_state: expected losses .*value float64 \[[12]\]"):
             begin(params, *mine(batch), **how | {"losses": more, "aggregator": rule})
+    for one, other in ((fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), (fj.constant([1.0, 2.0]),) * 2):
+        if one is other:  # weights of one dtype and shape, which nothing but their values tells
+            other = fj.constant([2.0, 1.0])
+        with pytest.raises(ValueError, match="train_state: expected the same rule on all ranks, found different ones"):
+            begin(params, *mine(batch), **how | {"aggregator": other if last else one})
+    named = lambda p, *batch: dict(zip(("b", "a") if last else ("b", "c"), plain(p, *batch).values(), strict=True))
+    with pytest.raises(ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "):
+        begin(params, *mine(batch), **how | {"losses": named})
 
 
 def check_only_the_members_of_a_group_count():
