@@ -16,7 +16,9 @@ from functional_jd.core.sharding import is_sharded
 _DEEPEST, _SHOWN = 12, 160
 
 
-def check_alike(where: str, parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str) -> None:
+def check_alike(
+    where: str, parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str
+) -> None:
     """Raise ValueError, on all ranks, unless each part has the same description on all of them: one exchange of digests.
 
     Args:

@@ -124,6 +124,11 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
     return collective(kind, value, group.group_name, group.size())
 
 
+def place_in(mesh: Any) -> int:
+    """The place of this rank in a mesh, the last dimension first."""
+    return reduce(lambda place, dim: place * mesh.size(dim) + mesh.get_local_rank(dim), range(mesh.ndim), 0)
+
+
 def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
     """The whole leaf from the shards of all ranks, differentiable and with a vmap rule.
 

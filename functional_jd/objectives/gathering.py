@@ -65,7 +65,9 @@ class Gathers:
                 f"{self.where}: expected the same leaves, used in the same order, on all ranks, found different ones; on "
                 f"this rank: {', '.join(self.names)}. {_CURE}"
             )
-        return [part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)]
+        return [
+            part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)
+        ]
 
 
 _CURE = "Let all ranks compute their losses alike, whatever their batches hold."

@@ -10,7 +10,15 @@ from torch import Tensor
 from functional_jd.core.declared import Declared
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, sharded_as
-from functional_jd.core.tree import described_leaves, floating_leaves, shards_of, tree_flatten, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import (
+    described_leaves,
+    floating_leaves,
+    shards_of,
+    tree_flatten,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Losses, Params, Tree
 from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Keep, saved_shards
 from functional_jd.objectives.structured import ExampleSets, Multitask, PerExample

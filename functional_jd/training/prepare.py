@@ -42,7 +42,8 @@ def prepare(
         ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
     own_kind, view = kind_of(losses), as_view(rule.view)
-    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux))
+    place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
+    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
     args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None

@@ -46,7 +46,9 @@ def check_ranks_that_use_leaves_differently_are_told_so_when_training_starts():
                 how = {"losses": distributed.sharded(losses, mesh(), mode), "aggregator": rule}
                 if not mode and "gathers" in words:  # each leaf is gathered once, in the order of the parameters
                     continue
-                with pytest.raises(ValueError, match=f"^train_state: expected the same leaves, used in .*{words}Let all"):
+                with pytest.raises(
+                    ValueError, match=f"^train_state: expected the same leaves, used in .*{words}Let all"
+                ):
                     fj.train_state(own, x, optimizer=fj.sgd(0.1), **how)
 
 
@@ -59,7 +61,9 @@ def check_a_warm_step_that_mixes_leaves_is_refused_on_all_ranks():
     for alike in orders:  # all ranks in another order than at the start: right
         fj.step(state, x, losses=distributed.sharded(used(*alike), mesh()), **how)
     mixed = used(*orders[rank() == 0])
-    with pytest.raises(ValueError, match="step: expected the same leaves, used in the same order, .*on this rank: [ab], "):
+    with pytest.raises(
+        ValueError, match="step: expected the same leaves, used in the same order, .*on this rank: [ab], "
+    ):
         fj.step(state, x, losses=distributed.sharded(mixed, mesh()), **how)
 
 

@@ -313,7 +313,9 @@ def check_replicas_that_differ_are_told_when_training_starts():
         with pytest.raises(ValueError, match="train_state: expected the same rule on all ranks, found different ones"):
             begin(params, *mine(batch), **how | {"aggregator": other if last else one})
     named = lambda p, *batch: dict(zip(("b", "a") if last else ("b", "c"), plain(p, *batch).values(), strict=True))
-    with pytest.raises(ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "):
+    with pytest.raises(
+        ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "
+    ):
         begin(params, *mine(batch), **how | {"losses": named})
 
 

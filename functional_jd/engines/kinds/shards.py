@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.core.sharding import agreed, over_dimension
+from functional_jd.core.sharding import agreed, over_dimension, place_in
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
@@ -110,6 +110,8 @@ def _expected_m(losses: Sharded, params: Params, batch: Args) -> int:
 
 def _carrying(losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
     """Buffers that are floating-point are averaged over the mesh, others are those of its first rank."""
+    if losses.mesh is not None:
+        extras = extras._replace(rank=place_in(losses.mesh), ranks=losses.mesh.size())
     inner = _inner(losses).carrying(losses.losses, batch, extras)
     if losses.mesh is None:
         return inner._replace(losses=Sharded(inner.losses, None))
