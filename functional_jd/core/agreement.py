@@ -19,7 +19,7 @@ _DEEPEST, _SHOWN = 12, 160
 def check_alike(
     where: str, parts: Mapping[str, Any], least: Callable[[Tensor], Tensor], device: Any, cure: str
 ) -> None:
-    """Raise ValueError, on all ranks, unless each part has the same description on all of them: one exchange of digests.
+    """Raise ValueError, on all ranks, unless each part has the same description on all: one exchange of digests.
 
     Args:
         where: the function that the user called.

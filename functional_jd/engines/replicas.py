@@ -121,9 +121,9 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         examples need equally many on each, or `weighted_by_examples`. The rows of `per_example` losses are the examples
         of all replicas, the first one's first: R m rows, with equally many on each; scale i of `[m]` serves the rows i
         of all replicas. The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's
-        own. Of buffers, floating-point tensors are averaged, and others are the first replica's. Keys in them (as `step`
-        says) give each example of `per_example` losses what one process with all examples would draw, and other losses
-        draws of each replica's own: `random.fold_in(key, rank)`.
+        own. Of buffers, floating-point tensors are averaged, and others are the first replica's. Keys in them (see
+        `step`) give each example of `per_example` losses what one process with all examples would draw, and other
+        losses draws of each replica's own: `random.fold_in(key, rank)`.
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or

@@ -62,8 +62,8 @@ class Gathers:
             found = torch.where(alike, found, torch.nan)
         elif not alike:
             raise ValueError(
-                f"{self.where}: expected the same leaves, used in the same order, on all ranks, found different ones; on "
-                f"this rank: {', '.join(self.names)}. {_CURE}"
+                f"{self.where}: expected the same leaves, used in the same order, on all ranks, found different ones; "
+                f"on this rank: {', '.join(self.names)}. {_CURE}"
             )
         return [
             part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)

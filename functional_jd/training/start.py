@@ -129,7 +129,7 @@ def detach_parameters(params: Params) -> Params:
 
 
 def _check_ranks(losses: LossFunction, leaves: list[Any], values: tuple[Tree, ...], method: tuple[Any, ...]) -> None:
-    """Refuse shards of different trainings: nothing but the first values would tell, and what follows would be mixed."""
+    """Refuse shards of different trainings: what follows would mix them."""
     own = [losses.mesh] if isinstance(losses, Sharded) and losses.mesh is not None else []
     meshes = dict.fromkeys([*own, *(leaf.device_mesh for leaf in leaves if is_sharded(leaf))])
     if not meshes or under_transform():

@@ -62,7 +62,7 @@ def check_a_warm_step_that_mixes_leaves_is_refused_on_all_ranks():
         fj.step(state, x, losses=distributed.sharded(used(*alike), mesh()), **how)
     mixed = used(*orders[rank() == 0])
     with pytest.raises(
-        ValueError, match="step: expected the same leaves, used in the same order, .*on this rank: [ab], "
+        ValueError, match=r"step: expected the same leaves, used in the same order, .*on this rank: [ab], "
     ):
         fj.step(state, x, losses=distributed.sharded(mixed, mesh()), **how)
 
