@@ -170,6 +170,8 @@ def saved_shards(gathers: Gathers) -> Generator[Keep]:
         return None if reference.expired() or version(x) != before else source
 
     def pack(x: Tensor) -> Any:
+        if isinstance(x, GatheredWhereUsed):  # an argument of a checkpoint: what runs again gathers it
+            return (x, None)
         source = source_of(x)
         # What is returned as it is would keep its own graph alive.
         return (x.detach(), version(x)) if source is None else (source, x.size(), x.stride(), x.storage_offset())
@@ -177,7 +179,7 @@ def saved_shards(gathers: Gathers) -> Generator[Keep]:
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed[0], Tensor):
             saved, before = packed
-            if version(saved) != before:  # under hooks, autograd itself does not ask
+            if before is not None and version(saved) != before:  # under hooks, autograd itself does not ask
                 raise RuntimeError(
                     "sharded: a tensor that the backward pass needs was changed in place after it was saved: shape "
                     f"{list(saved.shape)}, expected version {before}, found {version(saved)}. Change a clone of it."

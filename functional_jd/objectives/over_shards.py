@@ -1,7 +1,7 @@
 """Losses of sharded parameters: each leaf is opened to this rank's shard, and gathered where the losses use it."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +9,13 @@ from torch import Tensor
 
 from functional_jd.core.declared import Declared
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import is_sharded, sharded_as
+from functional_jd.core.sharding import any_sharded, is_sharded, shard_of, sharded_as
 from functional_jd.core.tree import (
     described_leaves,
     floating_leaves,
     shards_of,
     tree_flatten,
+    tree_leaves,
     tree_map,
     tree_names,
     tree_unflatten,
@@ -76,15 +77,16 @@ class Sharded(Declared):
         def entered(
             f: Callable[..., Any], likes: Sequence[Tree], leave: Callable[[Any], Any], prefix: str = ""
         ) -> Callable[..., Any]:
-            names = [[prefix + name for name in tree_names(like)] for like in likes]
-
             def of_shards(*args: Any) -> Any:
-                with saved_shards(gathers) if reshard else nullcontext() as keep:
+                with saved_shards(gathers) if reshard else nullcontext() as keep, _told_of_mixed_leaves(where):
                     whole = list(args)
-                    for position, like, own in zip(at, likes, names, strict=True):
-                        names_of = iter(own)
-                        enter = lambda old, x: self.enter(x, old, next(names_of), gathers, keep)  # noqa: B023
-                        whole[position] = tree_map(enter, like, args[position])
+                    for k, like in zip(at, likes, strict=True):
+                        names = iter([prefix + name for name in tree_names(like)])
+                        enter = lambda old, x: self.enter(x, old, next(names), gathers, keep)  # noqa: B023
+                        whole[k] = tree_map(enter, like, args[k])
+                    for k, given in enumerate(args):
+                        if k not in at and self.mesh is not None and any_sharded(tree_leaves(given)):
+                            whole[k] = self.constant(given, f"argument {k}", gathers, keep)
                     return leave(f(*whole))
 
             return of_shards
@@ -113,6 +115,16 @@ class Sharded(Declared):
             return gathers.gathered(shard, like, name)
         return GatheredWhereUsed.of(shard, like, name, gathers, keep)
 
+    def constant(self, tree: Tree, name: str, gathers: Gathers, keep: Keep | None) -> Tree:
+        """An argument that is not differentiated, such as a frozen base, with whole leaves for sharded ones."""
+        names = iter([f"{name}.{leaf}" for leaf in tree_names(tree)])
+
+        def entered(leaf: Any) -> Any:
+            own = next(names)
+            return self.enter(shard_of(leaf).detach(), leaf, own, gathers, keep) if is_sharded(leaf) else leaf
+
+        return tree_map(entered, tree)
+
     def common(self, values: Losses, gathers: Gathers) -> Losses:
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
         leaves, structure = tree_flatten(values)
@@ -127,6 +139,21 @@ class Sharded(Declared):
                 leaves[k] = mean
         gathers.names.clear()
         return tree_unflatten(structure, leaves)
+
+
+@contextmanager
+def _told_of_mixed_leaves(where: str) -> Generator[None]:
+    """Say how what a closure captures gets to the losses whole."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}: expected sharded(losses, mesh) whose losses take every DTensor as an argument, which is gathered "
+            "where it is used, found that they compute with one that they capture. Pass it with the batch: "
+            "losses(params, base, *batch)."
+        ) from error
 
 
 def _whole(value: Any, where: str) -> Tensor:

@@ -17,6 +17,7 @@ import shard_checkpoints
 import shard_disagreements
 import shard_dtypes
 import shard_functions
+import shard_layers
 import shard_steps
 import shard_trainers
 import torch
@@ -26,7 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for module in (shard_dtypes, shard_steps, shard_functions, shard_trainers, shard_disagreements, shard_checkpoints)
+    for module in (
+        shard_dtypes,
+        shard_steps,
+        shard_functions,
+        shard_trainers,
+        shard_disagreements,
+        shard_layers,
+        shard_checkpoints,
+    )
     for name, f in vars(module).items()
     if name.startswith("check_")
 }
