@@ -150,8 +150,8 @@ def _told_of_mixed_leaves(where: str) -> Generator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ValueError(
-            f"{where}: expected sharded(losses, mesh) whose losses take every DTensor as an argument, which is gathered "
-            "where it is used, found that they compute with one that they capture. Pass it with the batch: "
+            f"{where}: expected sharded(losses, mesh) whose losses take every DTensor as an argument and get it whole, "
+            "found that they compute with one that they capture. Pass it with the batch: "
             "losses(params, base, *batch)."
         ) from error
 

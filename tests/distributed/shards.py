@@ -25,6 +25,8 @@ import torch.distributed as dist
 from shard_models import MESHES, rank
 from torch.distributed.device_mesh import init_device_mesh
 
+from functional_jd import distributed
+
 CHECKS = {
     name.removeprefix("check_"): f
     for module in (
@@ -63,8 +65,7 @@ def main(me, count, folder, only):
             results[name] = traceback.format_exc()
             break  # the others wait for an answer in vain: all stop here
     Path(folder, f"{rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 def launch(count, folder, *only):

@@ -363,8 +363,7 @@ def main(me, count, folder, skipped):
             results[name] = traceback.format_exc()
             break  # the others wait for an answer in vain: all stop here
     Path(folder, f"{rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 def launch(count, folder, *skipped):
