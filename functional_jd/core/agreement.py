@@ -77,12 +77,44 @@ def description(value: Any, keys: bool = True, depth: int = 0) -> Any:
         return ["partial", inner(cast(Any, value).func), inner(value.args), inner(value.keywords)]
     if not isinstance(value, FunctionType):
         kind: Any = cast(Any, value) if isinstance(value, type) else type(value)
-        return f"{kind.__module__}.{kind.__qualname__}"
+        return f"{kind.__module__}.{kind.__qualname__} {getattr(value, '__name__', '')}"
     name = f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
     if not value.__module__.startswith("functional_jd."):
         return name
     filled = [cell for cell in value.__closure__ or () if _is_filled(cell)]
     return [name, *(inner(cell.cell_contents) for cell in filled), *map(inner, value.__defaults__ or ())]
+
+
+def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[str]:
+    """The names of the functions and classes that a rule or an optimizer is made of, whatever its hyper-parameters.
+
+    Args:
+        value: the rule or the optimizer, or a part of it.
+        of_users: whether functions that are not the package's own have names, as schedules of a rate need not.
+        depth: how deep this value stands in another.
+    """
+    if depth > _DEEPEST:
+        return []
+    parts: list[Any] = []
+    names: list[str] = []
+    if isinstance(value, Mapping):
+        parts = list(cast("Mapping[Any, Any]", value).values())
+    elif isinstance(value, list | tuple):
+        parts = list(cast("list[Any]", value))
+    elif isinstance(value, partial):
+        parts = [cast(Any, value).func, *value.args, *value.keywords.values()]
+    elif not isinstance(value, FunctionType):  # classes, and functions of torch
+        names = [getattr(value, "__name__", "")]
+    else:
+        own = value.__module__.startswith("functional_jd.")
+        name = value.__qualname__.partition(".<locals>")[0]
+        if own:
+            names = [value.__module__.rpartition(".")[2] if name == "<lambda>" else name]
+        elif of_users and not value.__qualname__.endswith("<lambda>"):
+            names = [name]
+        parts = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)] if own else []
+    found = [*names, *(name for part in parts for name in function_names(part, of_users, depth + 1))]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def _is_filled(cell: Any) -> bool:

@@ -151,6 +151,24 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
     return shard
 
 
+def gathered_leaf(leaf: Any) -> Tensor:
+    """The whole of a leaf: all ranks that hold shards of it must ask at the same time."""
+    return leaf.full_tensor() if is_sharded(leaf) else leaf
+
+
+def laid_out_as(found: Any, like: Any) -> Any:
+    """A tensor with the layout of another of its shape, whichever of the two are sharded."""
+    if same_layout(found, like):
+        return found
+    found = gathered_leaf(found)
+    if not is_sharded(like):
+        return found
+    for index, size in enumerate(like.shape):
+        dims = [i for i, p in enumerate(like.placements) if p.is_shard(index)]
+        found = found.narrow(index, *shard_range(size, like.device_mesh, dims))
+    return sharded_as(found.to(shard_of(like).device).contiguous(), like)
+
+
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:
     """Where this rank's part of a dimension begins and how long it is, sharded over some dimensions of the mesh.
 
