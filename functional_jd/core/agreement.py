@@ -47,10 +47,12 @@ def _shown(part: Any) -> str:
     return ", ".join(str(item)[:_SHOWN] for item in items[:5]) + f" and {len(items) - 5} others" * (len(items) > 5)
 
 
-def bits_of(text: str) -> list[float]:
-    """A digest as 24 zeros and ones, whose means over ranks are zeros and ones only where all ranks have the same."""
-    digest = zlib.crc32(text.encode())
-    return [float(digest >> bit & 1) for bit in range(24)]
+def bits_of(text: str, device: torch.device) -> Tensor:
+    """A digest as 24 zeros and ones, whose means over ranks are zeros and ones only where all ranks have the same.
+
+    Made on the device, from a number: a copy of a list would wait for it.
+    """
+    return (zlib.crc32(text.encode()) >> torch.arange(24, device=device)) & 1
 
 
 def description(value: Any, keys: bool = True, depth: int = 0) -> Any:

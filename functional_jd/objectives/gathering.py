@@ -54,8 +54,8 @@ class Gathers:
         """The means over the ranks of losses, which a digest of the names goes with."""
         sizes = [value.numel() for value in values]
         joined = torch.cat([value.reshape(-1) for value in values])
-        bits = joined.new_tensor(bits_of(" ".join(self.names)))
-        found = over_mesh("mean", torch.cat([joined, bits]), mesh=self.mesh)
+        bits = bits_of(" ".join(self.names), joined.device)
+        found = over_mesh("mean", torch.cat([joined, bits.to(joined.dtype)]), mesh=self.mesh)
         found, shared = found[: len(joined)], found[len(joined) :].detach()
         alike = ((shared - shared.round()).abs() < 0.25 / self.mesh.size()).all()
         if not alike.is_cpu:  # without waiting for the device: the step is skipped

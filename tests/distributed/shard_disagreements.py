@@ -1,9 +1,12 @@
 """Ranks that do different things with shards: all of them are told so, and go on."""
 
+from collections import Counter
+
 import pytest
 import torch
 from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -91,3 +94,31 @@ def check_other_starts_of_shards_are_refused_on_all_ranks():
     with pytest.raises(ValueError, match=r"train_state: expected the same parameters on all ranks.*gain float32 \[\]"):
         fj.train_state(plain, *mine(batch), **how)
     close(fj.train_state(own, *mine(batch), **how).params, params, 0)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the collectives by their kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional":
+            self.calls[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_digests_add_no_collective_to_a_warm_step():
+    """Two layers and two losses: gathers there and back, a scatter a row and a leaf; losses, Gramian and flags."""
+    own, x = equal_leaves()
+    named = lambda p, x: dict(zip(("one", "two"), used("a", "b")(p, x)[:2], strict=True))
+    how = {"losses": distributed.sharded(named, mesh()), "optimizer": fj.adamw(0.1)}
+    gathers, scatters, reduces = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    for rule, expected in ((fj.upgrad(), (4, 4, 3)), (fj.mean(), (3, 2, 2))):
+        state = fj.train_state({name: own[name] for name in "ab"}, x, aggregator=rule, **how)
+        state, _ = fj.step(state, x, aggregator=rule, **how)
+        with Sent() as sent:
+            fj.step(state, x, aggregator=rule, **how)
+        assert tuple(sent.calls[kind] for kind in (gathers, scatters, reduces)) == expected
+        assert sent.calls.keys() == {gathers, scatters, reduces, "wait_tensor"}
