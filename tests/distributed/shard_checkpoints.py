@@ -68,6 +68,7 @@ def check_whole_checkpoints_become_shards_and_back():
         k: x.tolist() for k, x in fj.to_checkpoint(state).items()
     }
     damaged = fj.to_checkpoint(own)
-    damaged["params.w"].to_local()[0, 0] += rank() == 0  # on one rank only: refused on all
+    if rank() == 0:  # on one rank only: refused on all
+        damaged["params.w"].to_local()[0, 0] += 1
     with pytest.raises(ValueError, match=r"from_checkpoint: expected tensors as .*found others in 'params\.w'"):
         fj.from_checkpoint(damaged, like=fresh)
