@@ -92,8 +92,14 @@ def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
 def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
     """The `"least"` or `"most"` of all ranks that hold shards of some leaf; the value itself where there are none."""
     for mesh in dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf)):
-        for dim in range(mesh.ndim):
-            value = over_dimension(kind, value, mesh, dim)
+        value = over_mesh(kind, value, mesh)
+    return value
+
+
+def over_mesh(kind: str, value: Tensor, mesh: Any) -> Tensor:
+    """A collective that keeps shapes, over all ranks of a mesh."""
+    for dim in range(mesh.ndim):
+        value = over_dimension(kind, value, mesh, dim)
     return value
 
 
@@ -106,6 +112,11 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
     """A collective over the ranks along one dimension of a mesh."""
     group = mesh.get_group(dim)
     return collective(kind, value, group.group_name, group.size())
+
+
+def place_in(mesh: Any) -> int:
+    """The place of this rank in a mesh, the last dimension first."""
+    return reduce(lambda place, dim: place * mesh.size(dim) + mesh.get_local_rank(dim), range(mesh.ndim), 0)
 
 
 def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
@@ -128,6 +139,24 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
             first = torch.cat([first, first.new_zeros(chunk - len(first), *first.shape[1:])])
         shard = over_dimension("gather", first, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
     return shard
+
+
+def gathered_leaf(leaf: Any) -> Tensor:
+    """The whole of a leaf: all ranks that hold shards of it must ask at the same time."""
+    return leaf.full_tensor() if is_sharded(leaf) else leaf
+
+
+def laid_out_as(found: Any, like: Any) -> Any:
+    """A tensor with the layout of another of its shape, whichever of the two are sharded."""
+    if same_layout(found, like):
+        return found
+    found = gathered_leaf(found)
+    if not is_sharded(like):
+        return found
+    for index, size in enumerate(like.shape):
+        dims = [i for i, p in enumerate(like.placements) if p.is_shard(index)]
+        found = found.narrow(index, *shard_range(size, like.device_mesh, dims))
+    return sharded_as(found.to(shard_of(like).device).contiguous(), like)
 
 
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:

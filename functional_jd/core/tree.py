@@ -144,6 +144,12 @@ def tree_names(tree: Tree) -> list[str]:
     return names
 
 
+def described_leaves(tree: Tree) -> list[str]:
+    """Name, dtype and shape of each leaf."""
+    pairs = zip(tree_names(tree), tree_leaves(tree), strict=True)
+    return [f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for name, leaf in pairs]
+
+
 def all_finite(tree: Tree) -> Tensor:
     """Return whether every value of a pytree of floating-point tensors is finite: bool `[]`.
 

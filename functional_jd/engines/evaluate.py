@@ -47,6 +47,7 @@ class Options(NamedTuple):
             `"factors"` that they are made of.
         groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
         on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
+        starting: whether training starts: several ranks compare what they are about to do.
     """
 
     where: str
@@ -60,6 +61,7 @@ class Options(NamedTuple):
     products: Literal["gramian", "norms", "factors"] = "gramian"
     groups: Sequence[Group] | None = None
     on_shards: bool = False
+    starting: bool = False
 
 
 def evaluate_losses(

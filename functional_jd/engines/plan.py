@@ -49,6 +49,10 @@ def _unchanged(tree: Tree) -> Tree:
     return tree
 
 
+def _alone() -> tuple[int, int]:
+    return 0, 1
+
+
 @displayed_as(outline)
 class Engine(NamedTuple):
     """How a step differentiates. `jacobian_engine`, `gramian_engine` and `weighted_engine` make one.
@@ -57,11 +61,13 @@ class Engine(NamedTuple):
         observe: `observe(plan)` returns an `Observation`: the losses, what the rule needs, and the pullback of weights.
         check: `check(plan)` raises ValueError unless the engine gives the rule what it needs.
         replicate: `replicate(tree)` returns the tensors that must be equal on all replicas, equal.
+        place: `place()` returns the rank of this process among the replicas, and how many they are.
     """
 
     observe: Callable[[Plan], Observation]
     check: Callable[[Plan], None] = _accept
     replicate: Callable[[Tree], Tree] = _unchanged
+    place: Callable[[], tuple[int, int]] = _alone
 
     @property
     def is_replicated(self) -> bool:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import tree_flatten, tree_names
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Losses, Tree
+from functional_jd.random import fold_in
 
 Carried = tuple[Tree, Tree]
 """`(buffers, aux)`; `()` in the place of what the losses do not return."""
@@ -20,11 +21,15 @@ class Extras(NamedTuple):
         where: the function that the user called, for errors.
         buffers: the buffers that the losses take after the parameters; `()` where they take none.
         has_aux: whether they return aux, last.
+        rank: the place of this rank's part in the batch.
+        ranks: how many parts there are.
     """
 
     where: str
     buffers: Tree
     has_aux: bool
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def takes_buffers(self) -> bool:
@@ -99,8 +104,25 @@ def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
 
 def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
     """Whether a leaf of the buffers is a key of `functional_jd.random`: int64 `[2]`, with a name that ends in `key`."""
-    shaped = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
-    return shaped and (name.endswith("key") or leaf is buffers)
+    return _may_be_key(leaf) and (name.endswith("key") or leaf is buffers)
+
+
+def own_buffers(extras: Extras) -> Tree:
+    """The buffers for this rank's part of the batch: the rank is folded into keys, but for the first, whose next keys
+    are those of all ranks.
+    """
+    leaves = tree_leaves(extras.buffers)
+    if not extras.rank or not any(_may_be_key(x) for x in leaves):
+        return extras.buffers
+    names, structure = tree_names(extras.buffers), tree_flatten(extras.buffers)[1]
+    own = [
+        fold_in(x, extras.rank) if is_key(name, x, extras.buffers) else x for name, x in zip(names, leaves, strict=True)
+    ]
+    return tree_unflatten(structure, own)
+
+
+def _may_be_key(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
 
 
 def _shaped(value: Any, rows: bool = False) -> str:

@@ -2,18 +2,75 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_jd.core.sharding import gathered, is_sharded
+from functional_jd.core.agreement import bits_of, check_alike
+from functional_jd.core.sharding import gathered, is_sharded, over_mesh
 from functional_jd.core.tree import tree_map
 from functional_jd.torch_compat.torch_internals import version
 
-Keep = Callable[[Tensor, Tensor, Any], None]
-"""`keep(whole, shard, like)`: autograd may save the shard in the place of the whole leaf."""
+Keep = Callable[[Tensor, Tensor, Any, str], None]
+"""`keep(whole, shard, like, name)`: autograd may save the shard in the place of the whole leaf."""
+
+
+class Gathers:
+    """The names of the leaves that one evaluation of the losses has gathered on this rank, so far.
+
+    Where training starts, ranks tell one another what comes next before each gather, and before each gradient is
+    scattered. Later a digest of all names travels with the losses. Otherwise shards of different leaves would be mixed,
+    or messages of different sizes would end the processes.
+
+    Args:
+        where: the function that the user called.
+        mesh: over which leaves are gathered.
+        starting: whether training starts.
+    """
+
+    def __init__(self, where: str, mesh: Any, starting: bool):
+        self.where, self.mesh, self.starting = where, mesh, starting
+        self.names: list[str] = []
+
+    def gathered(self, shard: Tensor, like: Any, name: str) -> Tensor:
+        """The whole leaf of this name."""
+        self.names.append(name)
+        self.announce(f"gathers {name!r}, number {len(self.names)}", shard.device)
+        whole = gathered(shard, like, self.mesh)
+        if self.starting and whole.requires_grad:
+            whole.register_hook(lambda gradient: self.announce(f"has a gradient of {name!r}", gradient.device))
+        return whole
+
+    def announce(self, doing: Any, device: Any) -> None:
+        """Raise ValueError on all ranks, where training starts, unless all do the same."""
+        if self.starting:
+            parts = {"the same leaves, used in the same order, and the same losses": doing}
+            check_alike(self.where, parts, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
+
+    def mean(self, values: list[Tensor]) -> list[Tensor]:
+        """The means over the ranks of losses, which a digest of the names goes with."""
+        sizes = [value.numel() for value in values]
+        joined = torch.cat([value.reshape(-1) for value in values])
+        bits = bits_of(" ".join(self.names), joined.device)
+        found = over_mesh("mean", torch.cat([joined, bits.to(joined.dtype)]), mesh=self.mesh)
+        found, shared = found[: len(joined)], found[len(joined) :].detach()
+        alike = ((shared - shared.round()).abs() < 0.25 / self.mesh.size()).all()
+        if not alike.is_cpu:  # without waiting for the device: the step is skipped
+            found = torch.where(alike, found, torch.nan)
+        elif not alike:
+            raise ValueError(
+                f"{self.where}: expected the same leaves, used in the same order, on all ranks, found different ones; "
+                f"on this rank: {', '.join(self.names)}. {_CURE}"
+            )
+        return [
+            part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)
+        ]
+
+
+_CURE = "Let all ranks compute their losses alike, whatever their batches hold."
 
 
 class GatheredWhereUsed(Tensor):
@@ -29,16 +86,16 @@ class GatheredWhereUsed(Tensor):
     whole: Callable[[], Tensor]
 
     @staticmethod
-    def of(shard: Tensor, like: Any, mesh: Any, keep: Keep) -> "GatheredWhereUsed":
-        """The leaf `like`, of which this rank holds the shard."""
+    def of(shard: Tensor, like: Any, name: str, gathers: Gathers, keep: Keep) -> "GatheredWhereUsed":
+        """The leaf `like` of this name, of which this rank holds the shard."""
         shape_of = torch.empty(like.shape, dtype=shard.dtype, device="meta")
         leaf = shape_of.as_subclass(GatheredWhereUsed)
         partly = is_sharded(like) and any(p.is_shard() for p in like.placements)
 
         def whole_leaf() -> Tensor:
-            whole = gathered(shard, like, mesh)
+            whole = gathers.gathered(shard, like, name)
             if partly:
-                keep(whole, shard.detach(), like)
+                keep(whole, shard.detach(), like, name)
             return whole
 
         leaf.shape_of, leaf.shard, leaf.whole = shape_of, shard, whole_leaf
@@ -96,23 +153,25 @@ _OF_KIND = {
 
 
 @contextmanager
-def saved_shards() -> Generator[Keep]:
+def saved_shards(gathers: Gathers) -> Generator[Keep]:
     """Let autograd save shards in the place of gathered leaves and their views, and gather them again when needed."""
-    known: dict[int, tuple[StorageWeakRef, int, Tensor, Any]] = {}
+    known: dict[int, tuple[StorageWeakRef, int, tuple[Tensor, Any, str]]] = {}
 
-    def keep(whole: Tensor, shard: Tensor, like: Any) -> None:
+    def keep(whole: Tensor, shard: Tensor, like: Any, name: str) -> None:
         storage = whole.untyped_storage()
-        known[storage.data_ptr()] = (StorageWeakRef(storage), version(whole), shard, like)
+        known[storage.data_ptr()] = (StorageWeakRef(storage), version(whole), (shard, like, name))
 
-    def source_of(x: Tensor) -> tuple[Tensor, Any] | None:
+    def source_of(x: Tensor) -> tuple[Tensor, Any, str] | None:
         if x.layout != torch.strided or not x.numel() or x.untyped_storage().data_ptr() not in known:
             return None
-        reference, before, shard, like = known[x.untyped_storage().data_ptr()]
+        reference, before, source = known[x.untyped_storage().data_ptr()]
         # The memory of a leaf that is gone may be another tensor's now, and what was changed in place is no longer
         # what would be gathered.
-        return None if reference.expired() or version(x) != before else (shard, like)
+        return None if reference.expired() or version(x) != before else source
 
     def pack(x: Tensor) -> Any:
+        if isinstance(x, GatheredWhereUsed):  # an argument of a checkpoint: what runs again gathers it
+            return (x, None)
         source = source_of(x)
         # What is returned as it is would keep its own graph alive.
         return (x.detach(), version(x)) if source is None else (source, x.size(), x.stride(), x.storage_offset())
@@ -120,13 +179,14 @@ def saved_shards() -> Generator[Keep]:
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed[0], Tensor):
             saved, before = packed
-            if version(saved) != before:  # under hooks, autograd itself does not ask
+            if before is not None and version(saved) != before:  # under hooks, autograd itself does not ask
                 raise RuntimeError(
                     "sharded: a tensor that the backward pass needs was changed in place after it was saved: shape "
                     f"{list(saved.shape)}, expected version {before}, found {version(saved)}. Change a clone of it."
                 )
             return saved
-        (shard, like), *view = packed
+        (shard, like, name), *view = packed
+        gathers.announce(f"gathers {name!r} again", shard.device)
         with torch.no_grad():
             return gathered(shard, like, like.device_mesh).as_strided(*view)
 

@@ -1,7 +1,7 @@
 """Losses of sharded parameters: each leaf is opened to this rank's shard, and gathered where the losses use it."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +9,20 @@ from torch import Tensor
 
 from functional_jd.core.declared import Declared
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import gathered, is_sharded, over_dimension, sharded_as
-from functional_jd.core.tree import floating_leaves, shards_of, tree_map
+from functional_jd.core.sharding import is_sharded, shard_of, sharded_as
+from functional_jd.core.tree import (
+    any_sharded,
+    described_leaves,
+    floating_leaves,
+    shards_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Losses, Params, Tree
-from functional_jd.objectives.gathering import GatheredWhereUsed, Keep, saved_shards
+from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Keep, saved_shards
 from functional_jd.objectives.structured import ExampleSets, Multitask, PerExample
 
 
@@ -36,12 +46,12 @@ class Sharded(Declared):
 
     def __call__(self, params: Params, *batch: Any) -> Losses:
         floating_leaves(params, "sharded")
-        return self.of_shards([params], "sharded")(shards_of(params), *batch)
+        return self.of_shards([params], Gathers("sharded", self.mesh, False))(shards_of(params), *batch)
 
     def of_shards(
         self,
         likes: Sequence[Tree],
-        where: str,
+        gathers: Gathers,
         *,
         has_aux: bool = False,
         reshard: bool = False,
@@ -51,12 +61,12 @@ class Sharded(Declared):
 
         Args:
             likes: the arguments that may be sharded, as they were given: their layouts count.
-            where: the function that the user called.
+            gathers: takes the names of what is gathered.
             has_aux: whether the losses return `(losses, aux)`.
             reshard: whether to gather again in the backward pass.
             at: the positions of these arguments.
         """
-        examples = isinstance(self.losses, PerExample | ExampleSets)
+        where, examples = gathers.where, isinstance(self.losses, PerExample | ExampleSets)
         if examples or (self.mesh is None and isinstance(self.losses, Multitask)):
             found = "per_example" if examples else "multitask"
             cure = "" if found == "per_example" else ", or sharded(multitask(...), mesh)"
@@ -65,60 +75,94 @@ class Sharded(Declared):
                 f"{found} losses. Pass a plain function{cure}."
             )
 
-        def entered(f: Callable[..., Any], likes: Sequence[Tree], leave: Callable[[Any], Any]) -> Callable[..., Any]:
+        def entered(
+            f: Callable[..., Any], likes: Sequence[Tree], leave: Callable[[Any], Any], prefix: str = ""
+        ) -> Callable[..., Any]:
             def of_shards(*args: Any) -> Any:
-                with saved_shards() if reshard else nullcontext() as keep:
+                with saved_shards(gathers) if reshard else nullcontext() as keep, _told_of_mixed_leaves(where):
                     whole = list(args)
-                    for position, like in zip(at, likes, strict=True):
-                        whole[position] = tree_map(lambda old, x: self.enter(x, old, where, keep), like, args[position])
+                    for k, like in zip(at, likes, strict=True):
+                        names = iter([prefix + name for name in tree_names(like)])
+                        enter = lambda old, x: self.enter(x, old, next(names), gathers, keep)  # noqa: B023
+                        whole[k] = tree_map(enter, like, args[k])
+                    for k, given in enumerate(args):
+                        if k not in at and self.mesh is not None and any_sharded(tree_leaves(given)):
+                            whole[k] = self.constant(given, f"argument {k}", gathers, keep)
                     return leave(f(*whole))
 
             return of_shards
 
         def leave(result: Any) -> Any:
             if has_aux and isinstance(result, tuple) and len(result) == 2:
-                return self.common(result[0], where), result[1]
-            return self.common(result, where)
+                return self.common(result[0], gathers), result[1]
+            return self.common(result, gathers)
 
         if isinstance(self.losses, Multitask):
             shared, heads = self.losses.split(likes[0])
-            features = entered(self.losses.features, [shared], lambda found: found)
-            return Multitask(features, entered(self.losses.heads, [heads], leave))
+            features = entered(self.losses.features, [shared], lambda found: found, "shared.")
+            return Multitask(features, entered(self.losses.heads, [heads], leave, "heads."))
         return entered(self.losses, likes, leave)
 
-    def enter(self, shard: Tensor, like: Any, where: str, keep: Keep | None) -> Any:
+    def enter(self, shard: Tensor, like: Any, name: str, gathers: Gathers, keep: Keep | None) -> Any:
         """What the losses compute with, from this rank's shard of a leaf."""
         if self.mesh is None:
             return sharded_as(shard, like, differentiable=True)
         if is_sharded(like) and like.device_mesh != self.mesh:
             raise ValueError(
-                f"{where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
+                f"{gathers.where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
                 f"{like.device_mesh}. Distribute them with the same mesh."
             )
         if keep is None:
-            return gathered(shard, like, self.mesh)
-        return GatheredWhereUsed.of(shard, like, self.mesh, keep)
+            return gathers.gathered(shard, like, name)
+        return GatheredWhereUsed.of(shard, like, name, gathers, keep)
 
-    def common(self, values: Losses, where: str) -> Losses:
+    def constant(self, tree: Tree, name: str, gathers: Gathers, keep: Keep | None) -> Tree:
+        """An argument that is not differentiated, such as a frozen base, with whole leaves for sharded ones."""
+        names = iter([f"{name}.{leaf}" for leaf in tree_names(tree)])
+
+        def entered(leaf: Any) -> Any:
+            own = next(names)
+            return self.enter(shard_of(leaf).detach(), leaf, own, gathers, keep) if is_sharded(leaf) else leaf
+
+        return tree_map(entered, tree)
+
+    def common(self, values: Losses, gathers: Gathers) -> Losses:
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""
-        return tree_map(lambda value: self._common(value, where) if isinstance(value, Tensor) else value, values)
-
-    def _common(self, value: Any, where: str) -> Tensor:
+        leaves, structure = tree_flatten(values)
         if self.mesh is None:
-            if is_sharded(value) and any(p.is_partial() and p.reduce_op != "sum" for p in value.placements):
-                raise ValueError(
-                    f"{where}: expected losses that are placed Shard, Replicate or Partial('sum'), found "
-                    f"{list(value.placements)}. Redistribute what is averaged before the loss averages it."
-                )
-            return _replicated(value) if is_sharded(value) else value
-        if value.is_floating_point():
-            value = at_least_float32(value)
-            for dim in range(self.mesh.ndim):
-                value = over_dimension("mean", value, self.mesh, dim)
-        return value
+            return tree_unflatten(structure, [_whole(x, gathers.where) if is_sharded(x) else x for x in leaves])
+        places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        if places:
+            if gathers.starting:
+                gathers.announce(described_leaves(values), leaves[places[0]].device)
+            means = gathers.mean([at_least_float32(leaves[k]) for k in places])
+            for k, mean in zip(places, means, strict=True):
+                leaves[k] = mean
+        gathers.names.clear()
+        return tree_unflatten(structure, leaves)
 
 
-def _replicated(value: Any) -> Tensor:
+@contextmanager
+def _told_of_mixed_leaves(where: str) -> Generator[None]:
+    """Say how what a closure captures gets to the losses whole."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}: expected sharded(losses, mesh) whose losses take every DTensor as an argument and get it whole, "
+            "found that they compute with one that they capture. Pass it with the batch: "
+            "losses(params, base, *batch)."
+        ) from error
+
+
+def _whole(value: Any, where: str) -> Tensor:
+    if any(p.is_partial() and p.reduce_op != "sum" for p in value.placements):
+        raise ValueError(
+            f"{where}: expected losses that are placed Shard, Replicate or Partial('sum'), found "
+            f"{list(value.placements)}. Redistribute what is averaged before the loss averages it."
+        )
     from torch.distributed.tensor import Replicate  # takes a second to import: not before there is a DTensor
 
     return value.full_tensor(grad_placements=[Replicate()] * value.device_mesh.ndim)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_device, described, is_size
-from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw
+from functional_jd.core.arguments import check_device, described, is_size, refuse
+from functional_jd.random.stream import ROOT, UNIFORM_BITS, draw, signed
 
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -65,6 +65,31 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     check_key(key, "split")
     _check_size(n, "split")
     return draw(key, 2 * n, "split", torch.int64).reshape(n, 2)
+
+
+def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
+    """The key of a number, such as a rank or the place of an example in the whole batch.
+
+    Args:
+        key: int64 `[2]`. Do not draw with it, nor split it: fold other numbers into it.
+        number: an integer from -2^63 to 2^63 - 1, or an int64 tensor `[]`.
+
+    Returns:
+        int64 `[2]`: a key that is independent of those of other numbers, and of those that `split` gives.
+
+    Raises:
+        TypeError, ValueError: `key` is not a key, or `number` is none.
+
+    Laws:
+        Different numbers (modulo 2^64) give different keys. Composes with vmap, over the number too.
+    """
+    check_key(key, "fold_in")
+    is_one = number.dtype == torch.int64 and not number.ndim if isinstance(number, Tensor) else is_size(number)
+    if not is_one:
+        refuse("fold_in", "number", "an integer of 64 bits, or an int64 tensor []", number, "Pass for instance a rank.")
+    first, second = draw(key, 2, "fold", torch.int64).unbind()
+    moved = number * ROOT if isinstance(number, Tensor) else signed(number * ROOT)
+    return draw(torch.stack([first + moved, second]), 2, "key", torch.int64)
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch.float32) -> Tensor:

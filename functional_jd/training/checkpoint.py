@@ -8,60 +8,86 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.agreement import function_names
+from functional_jd.core.checksum import checksums
 from functional_jd.core.record_display import children
+from functional_jd.core.sharding import gathered_leaf, laid_out_as
 from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.optimizers.base import Optimizer
 
 State = TypeVar("State")
 
 VERSION = 1
 """The version of the format."""
 
-_VERSION, _FIELDS = "functional_jd.version", "functional_jd.fields"
+_VERSION, _FIELDS, _SUMS = "functional_jd.version", "functional_jd.fields", "functional_jd.checksums"
+_METHOD = {"aggregator": "functional_jd.aggregator", "optimizer": "functional_jd.optimizer"}
+_OWN = {_VERSION, _FIELDS, _SUMS, *_METHOD.values()}
 
 
-def to_checkpoint(state: Any) -> dict[str, Tensor]:
+def to_checkpoint(
+    state: Any, *, aggregator: Aggregator | None = None, optimizer: Optimizer | None = None, whole: bool = False
+) -> dict[str, Tensor]:
     """Turn a state into a flat dict of plain tensors by dotted name.
 
     `{"params.0.weight": ..., "optimizer.step": ..., "scale.scale": ..., "functional_jd.version": ...}`
 
     Args:
         state: from `train_state` or `step`, or any pytree of tensors: records, dicts, lists, of any dtypes and shapes.
+        aggregator: the rule that made the state, whose name is written: rules without a memory have equal states.
+        optimizer: the optimizer that made it, likewise: Adam and AdamW of `from_torch` have equal states.
+        whole: whether `DTensor`s are gathered, on all ranks at the same time, for files that know none: safetensors,
+            and `torch.save` by one rank.
 
     Returns:
         A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
-        and with memory of their own; `DTensor`s stay sharded. Names consist of fields, keys and positions. Beside them
-        stand two entries:
-        `functional_jd.version`, int64 `[]`, and `functional_jd.fields`, uint8 `[n]`, the classes of the records and the
-        names of their fields as JSON.
+        and with memory of their own; `DTensor`s stay sharded unless `whole`. Names consist of fields, keys and
+        positions. Beside them stand `functional_jd.version`, int64 `[]`; `functional_jd.fields`, uint8 `[n]`, the
+        classes of the records and the names of their fields as JSON; `functional_jd.checksums`, int64 `[k]`, one for
+        each entry by sorted name; and the names of the rule and the optimizer, if they are given.
 
     Raises:
         TypeError: a leaf is not a tensor.
         ValueError: two leaves have the same name.
 
     Laws:
-        Pure. `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit.
+        Pure. `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit. Checksums of sharded tensors
+        are those of whole ones: all ranks add up theirs, at the same time.
 
     Example:
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))
-        ['functional_jd.fields', 'functional_jd.version', 'w']
+        ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
     named = _named("to_checkpoint", state)
     entries = {
-        name: leaf.detach().clone(memory_format=torch.contiguous_format)
+        name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
         for name, leaf in zip(named.names, named.leaves, strict=True)
     }
-    fields = torch.frombuffer(bytearray(json.dumps(named.records).encode()), dtype=torch.uint8).clone()
-    return entries | {_VERSION: torch.tensor(VERSION), _FIELDS: fields}
+    entries[_FIELDS] = _written(named.records)
+    for what, record in (("aggregator", aggregator), ("optimizer", optimizer)):
+        if record is not None:
+            entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
+    return entries | {_VERSION: torch.tensor(VERSION), _SUMS: torch.tensor(list(_sums(entries).values()))}
 
 
-def from_checkpoint(checkpoint: Mapping[str, Tensor], like: State) -> State:
+def from_checkpoint(
+    checkpoint: Mapping[str, Tensor],
+    like: State,
+    *,
+    aggregator: Aggregator | None = None,
+    optimizer: Optimizer | None = None,
+) -> State:
     """Turn what `to_checkpoint` returned into a state again.
 
     Args:
-        checkpoint: the dict of tensors, as it was saved. Its device does not matter.
+        checkpoint: the dict of tensors, as it was saved. Its device does not matter, nor whether leaves are sharded:
+            `like` decides how those of the state lie.
         like: a state with the structure, shapes, dtypes and devices that are expected, such as
             `train_state(params, *batch, **method)`; its values are not used. The exception: a field that was added to
             a record after the checkpoint was written, as its list of fields tells, keeps the value of `like`.
+        aggregator: the rule of `like`; needed if the checkpoint names one, which must be the same.
+        optimizer: the optimizer of `like`, likewise.
 
     Returns:
         A state like `like`: new tensors with the values of the checkpoint.
@@ -69,7 +95,8 @@ def from_checkpoint(checkpoint: Mapping[str, Tensor], like: State) -> State:
     Raises:
         TypeError: `checkpoint` is not a dict of tensors, or a leaf of `like` is not a tensor.
         ValueError: the checkpoint has no version, or one that this version of the package does not know; records are of
-            another class; names are missing or unknown; a shape or dtype differs.
+            another class; names are missing or unknown; a shape or dtype differs; a tensor is not what was written,
+            as its checksum tells (checkpoints of older versions have none); another rule or optimizer.
 
     Laws:
         Pure. Names decide, never positions: fields and keys in another order stay what they are.
@@ -82,7 +109,9 @@ def from_checkpoint(checkpoint: Mapping[str, Tensor], like: State) -> State:
     named = _named("from_checkpoint", like)
     _check_records(records, named.records)
     added = {name for name in named.names if name not in checkpoint and _is_added(name, records, named.records)}
-    _check_names(set(named.names) - added, set(checkpoint) - {_VERSION, _FIELDS})
+    _check_names(set(named.names) - added, set(checkpoint) - _OWN)
+    _check_sums(checkpoint)
+    _check_method(checkpoint, {"aggregator": aggregator, "optimizer": optimizer})
     leaves: list[Any] = []
     for name, leaf in zip(named.names, named.leaves, strict=True):
         found = leaf if name in added else checkpoint[name]
@@ -94,7 +123,7 @@ def from_checkpoint(checkpoint: Mapping[str, Tensor], like: State) -> State:
             )
         # The strides of `like`, which decide how some ops round; `like` may have no memory at all.
         target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
-        leaves.append(target.copy_(found.detach()))
+        leaves.append(target.copy_(laid_out_as(found.detach(), target)))
     return tree_unflatten(named.structure, leaves)
 
 
@@ -143,7 +172,7 @@ def _named(where: str, tree: Any) -> _Named:
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
                 "torch.utils._pytree."
             )
-    twice = sorted(name for name, count in Counter([*names, _VERSION, _FIELDS]).items() if count > 1)
+    twice = sorted(name for name, count in Counter([*names, *_OWN]).items() if count > 1)
     if twice:
         raise ValueError(f"{where}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
     return _Named(leaves, structure, names, records)
@@ -180,6 +209,48 @@ def _written_records(checkpoint: Any) -> dict[str, list[str]]:
         raise ValueError(
             f"from_checkpoint: expected the names of fields in {_FIELDS!r}, found what is no JSON. Is the file damaged?"
         ) from error
+
+
+def _written(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).clone()
+
+
+def _sums(entries: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of each entry that is not meta, by sorted name."""
+    names = sorted(name for name in entries if name not in (_VERSION, _SUMS))
+    found = checksums([entries[name] for name in names])
+    return dict(zip(names, map(int, found), strict=True))
+
+
+def _check_sums(checkpoint: Mapping[str, Tensor]) -> None:
+    if _SUMS not in checkpoint:
+        return
+    found, expected = _sums(checkpoint), checkpoint[_SUMS].tolist()
+    pairs = list(zip(found.items(), expected, strict=False)) if isinstance(expected, list) else []
+    damaged = [name for (name, value), written in pairs if value != written]
+    if damaged or len(pairs) != len(found) or len(pairs) != checkpoint[_SUMS].numel():
+        raise ValueError(
+            f"from_checkpoint: expected tensors as they were written, found others in {_few(damaged or [_SUMS])}: "
+            "their checksums differ. The file is damaged, or entries were changed: take another checkpoint."
+        )
+
+
+def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:
+    """Refuse a state of another rule or optimizer, where the checkpoint names them."""
+    for what, entry in _METHOD.items():
+        if entry not in checkpoint:
+            continue
+        written: list[str] = json.loads(bytes(checkpoint[entry].tolist()).decode())
+        expected = [] if given[what] is None else function_names(given[what], what == "aggregator")
+        if written != expected:
+            found = f"a state of {' of '.join(written)}"
+            wanted = (
+                f"that of {' of '.join(expected)}" if expected else f"{what}= to be given, which the checkpoint names"
+            )
+            raise ValueError(
+                f"from_checkpoint: expected {wanted}, found {found}. Pass the {what} that wrote the checkpoint and "
+                "start `like` with it. To go on with another one, write a checkpoint without names."
+            )
 
 
 def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:

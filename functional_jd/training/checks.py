@@ -12,6 +12,8 @@ from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_
 from functional_jd.core.types import Losses, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.plan import Plan
+from functional_jd.objectives import Sharded
+from functional_jd.objectives.gathering import Gathers
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
@@ -43,8 +45,12 @@ def check_learning(plan: Plan, journal: StateJournal) -> None:
     finally:
         journal.undo(again=True)
         set_random_state(draws)
+    unlearned = _unlearned(values, args[0])
+    if isinstance(losses, Sharded) and losses.mesh is not None:
+        without = f"uses all leaves but {', '.join(unlearned) or 'none'}"
+        Gathers(where, losses.mesh, True).announce(without, losses.mesh.device_type)
     _refuse_unreached(where, values, points)
-    _report_unlearned(plan, values, args[0])
+    _report_unlearned(plan, unlearned, args[0])
     _refuse_own(plan, values, points)
     _warn_unless_finite(where, values)
 
@@ -99,19 +105,24 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
         )
 
 
-def _report_unlearned(plan: Plan, values: Losses, params: Params) -> None:
-    """Refuse a trunk that no loss reaches, and warn of other parameters that none does."""
+def _unlearned(values: Losses, params: Params) -> list[str]:
+    """The names of the parameters that no loss reaches."""
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
     found = {id(getattr(node, "variable", None)) for node in nodes} | {id(y) for y in tree_leaves(values)}
-    trunk = tree_leaves(plan.kind.row_params(plan.losses, params))
-    if trunk and not any(id(x) in found for x in trunk):  # the engines say what an empty one lacks
+    pairs = zip(tree_names(params), tree_leaves(params), strict=True)
+    return [repr(name) for name, x in pairs if id(x) not in found]
+
+
+def _report_unlearned(plan: Plan, unlearned: list[str], params: Params) -> None:
+    """Refuse a trunk that no loss reaches, and warn of other parameters that none does."""
+    trunk = plan.kind.row_params(plan.losses, params)
+    names = {id(x): repr(name) for name, x in zip(tree_names(params), tree_leaves(params), strict=True)}
+    if tree_leaves(trunk) and all(names[id(x)] in unlearned for x in tree_leaves(trunk)):  # engines say what is empty
         raise ValueError(
             f"{plan.where}: expected features that depend on params['shared'], found that no loss reaches one of them, "
             "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) and "
             "not trunk(...), and do not detach the features."
         )
-    pairs = zip(tree_names(params), tree_leaves(params), strict=True)
-    unlearned = [repr(name) for name, x in pairs if id(x) not in found]
     if unlearned:
         warnings.warn(
             f"{plan.where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "

@@ -35,6 +35,7 @@ def prepare(
     has_aux: bool = False,
     engine: str | Engine = "auto",
     guarded: bool = True,
+    starting: bool = False,
 ) -> tuple[Plan, Engine]:
     """What is to be done, and the engine that does it: the arguments are those of `step`, and fields of `Plan`.
 
@@ -44,11 +45,12 @@ def prepare(
     if torch.compiler.is_exporting():
         refuse_export(where)
     own_kind, view = kind_of(losses), as_view(rule.view)
-    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux))
+    place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
+    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
     args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, is_differentiable((args, factor)))
+    options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting)
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = of_shards(carrying.losses) if sharded else carrying.losses

@@ -1,16 +1,20 @@
 """How training starts: the state that the first step takes."""
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import described
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map, tree_names
+from functional_jd.core.checksum import checksums
+from functional_jd.core.sharding import is_sharded, over_mesh
+from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine, Plan
+from functional_jd.objectives import Sharded
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state
@@ -102,6 +106,7 @@ def train_state(
 
     placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
     buffers = tree_map(lambda x: beside_parameters(x.detach().clone()), buffers)
+    _check_ranks(losses, leaves, (params, buffers, placed), (aggregator, optimizer))
     plan, chosen = prepare(
         "train_state",
         losses,
@@ -112,6 +117,7 @@ def train_state(
         buffers=buffers,
         has_aux=has_aux,
         engine=engine,
+        starting=True,
     )
     state = TrainState(params, buffers, optimizer.init(params), _started(plan, chosen), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
@@ -134,6 +140,24 @@ def _started(plan: Plan, engine: Engine) -> Tree:
 def detach_parameters(params: Params) -> Params:
     """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
     return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
+
+
+def _check_ranks(losses: LossFunction, leaves: list[Any], values: tuple[Tree, ...], method: tuple[Any, ...]) -> None:
+    """Refuse shards of different trainings: what follows would mix them."""
+    own = [losses.mesh] if isinstance(losses, Sharded) and losses.mesh is not None else []
+    meshes = dict.fromkeys([*own, *(leaf.device_mesh for leaf in leaves if is_sharded(leaf))])
+    if not meshes or under_transform():
+        return
+    parts: dict[str, Any] = {}
+    for name, tree in zip(("parameters", "buffers", "scale"), values, strict=True):
+        found: list[Any] = tree_leaves(tree)
+        held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
+        parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
+    for name, record in zip(("rule", "optimizer"), method, strict=True):
+        parts[f"the same {name}"] = [description(record)]
+    for mesh in meshes:
+        least = partial(over_mesh, "least", mesh=mesh)
+        check_alike("train_state", parts, least, mesh.device_type, "Build them alike everywhere.")
 
 
 def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:

@@ -1,16 +1,21 @@
 """The weights alone, for training loops that call `.backward()` themselves."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.tree import floating_leaves
+from functional_jd.core.sharding import is_sharded
+from functional_jd.core.tree import floating_leaves, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
+from functional_jd.engines.plan import Engine
+from functional_jd.engines.replicas import replicated
+from functional_jd.objectives import Sharded
 from functional_jd.training.driver import weighed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.start import detach_parameters
@@ -33,7 +38,7 @@ class FoundWeights(NamedTuple):
     state: Tree
 
 
-def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., FoundWeights]:
+def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = None) -> Callable[..., FoundWeights]:
     """Turn losses and a rule into a function that returns the weights of the losses, and no direction.
 
     For trainers that call `.backward()` on one loss themselves: the gradient of `sum_i weights_i losses_i` is the
@@ -45,15 +50,24 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
             `nn.Parameter` are taken and its graph is left behind, so that weights are constants; other tensors keep
             theirs.
         aggregator: the rule; one that weights rows, not single entries.
+        group: the ranks, each with its own part of the batch: a `torch.distributed.ProcessGroup`, such as
+            `torch.distributed.group.WORLD`. The weights are those of the whole batch, the same bits on all ranks, as
+            with `replicated(group=group)`; the mean of the ranks' gradients of `sum_i weights_i losses_i`, which data
+            parallel trainers take, is the rule's direction. `False`: those of this rank's part alone. `None`, where
+            there is one rank only, or the losses are those of `distributed.sharded`, whose mesh tells.
 
     Returns:
         `f(params, *batch, state=None) -> FoundWeights(weights, losses, state)`. `state` is what the last call returned,
         None for the rule's initial state. What the rule needs decides what is computed: nothing but the losses, their
-        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters.
+        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters. With a group,
+        the losses are the means over the ranks, or, of `per_example` losses, those of all ranks' examples, and so are
+        the weights: the first rank's come first.
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
-        ValueError: a rule that weights single entries; what `aggregate` and `jacobian_fn` raise.
+        ValueError: a rule that weights single entries; several ranks and no group; what `aggregate`, `jacobian_fn` and,
+            with a group, `replicated` raise. Losses that differ between the ranks in names or shapes are refused in
+            calls without a state.
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
@@ -75,7 +89,17 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
 
     def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
         floating_leaves(params, _WHERE)
-        plan, engine = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, guarded=False)
+        engine = _engine_for(group, losses, params)
+        plan, engine = prepare(
+            _WHERE,
+            losses,
+            detach_parameters(params),
+            batch,
+            aggregator,
+            engine=engine,
+            guarded=False,
+            starting=state is None,
+        )
         seen, decided = weighed(plan, engine, state)
         found = FoundWeights(decided.weights, seen.losses, decided.rule_state)
         if not isinstance(found.weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -86,3 +110,27 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator) -> Callable[..., Fo
         return found
 
     return weights_of
+
+
+def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engine:
+    """The engine of the ranks whose batches count."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if group is False or (group is None and not several):
+        return "auto"
+    over_mesh = isinstance(losses, Sharded) and losses.mesh is not None
+    if group is None:
+        meshes = [cast(Any, leaf).device_mesh for leaf in tree_leaves(params) if is_sharded(leaf)]
+        if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes):
+            return "auto"
+        raise ValueError(
+            f"{_WHERE}: expected a group, since there are {dist.get_world_size()} ranks, each with its part of the "
+            "batch, found none. Pass group=torch.distributed.group.WORLD for the weights of the whole batch, or "
+            "group=False for those of this rank alone."
+        )
+    if over_mesh or not isinstance(group, dist.ProcessGroup):
+        found = "losses of sharded(losses, mesh), whose mesh tells the ranks" if over_mesh else described(group)
+        raise ValueError(
+            f"{_WHERE}: expected group to be a ProcessGroup that this process is in, for losses of whole parameters, "
+            f"found {found}. Pass group=torch.distributed.group.WORLD, or leave it out for sharded losses."
+        )
+    return replicated(group=group)

@@ -53,7 +53,7 @@ def check_more_rows_on_one_replica_are_refused_on_all():
     for rule in (fj.upgrad(), fj.mean()):
         how = {"losses": PER_EXAMPLE, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
         state = begin(params, *part, **how)
-        with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this replica: value float64"):
+        with pytest.raises(ValueError, match=r"step: expected losses with the same .* on this rank: value float64"):
             step(state, *unequal, **how)
 
 
@@ -94,3 +94,40 @@ def check_weights_of_batches_compose_with_transforms():
     for wrong in (1.5, True, torch.ones(2)):
         with pytest.raises(TypeError, match="weighted_by_examples: examples must be an int or a tensor"):
             distributed.weighted_by_examples(x, wrong)
+
+
+def dropped(p, buffers, x, y, z):
+    """Losses of what is left of the inputs, and the mask."""
+    now, following = fj.random.split(buffers["key"])
+    mask = fj.random.uniform(now, x.shape) < 0.5
+    return plain(p, mask * x, y, z), {"key": following}, mask
+
+
+def check_keyed_losses_draw_what_one_process_would_and_each_replica_its_own():
+    params, batch = problem()
+    buffers, n = {"key": fj.random.key(7)}, EXAMPLES // replicas()
+
+    def one(p, buffers, x, y, z):
+        losses, _, mask = dropped(p, buffers, x[None], y[None], z[None])
+        return sum(losses.values()), buffers, mask
+
+    for rule in (fj.upgrad(), fj.mean()):  # rows, and one backward pass
+        how = {"losses": fj.per_example(one), "aggregator": rule, "optimizer": fj.sgd(1e-2), "has_aux": True}
+        state = begin(params, *mine(batch), buffers=buffers, **how)
+        expected = fj.train_state(params, *batch, buffers=buffers, **how)
+        for _ in range(2):
+            state, info = step(state, *mine(batch), **how)
+            expected, wanted = fj.step(expected, *batch, **how)
+            assert torch.equal(info.aux, wanted.aux[rank() * n : rank() * n + n])
+            assert same_everywhere(state)
+            close(state, expected, rtol=1e-7, atol=1e-9)
+    how |= {"losses": dropped}
+    state, key = begin(params, *mine(batch), buffers=buffers, **how), buffers["key"]
+    for _ in range(2):
+        state, info = step(state, *mine(batch), **how)
+        own = fj.random.fold_in(key, rank()) if rank() else key
+        assert torch.equal(info.aux, dropped(params, {"key": own}, *mine(batch))[2])
+        assert same_everywhere(state)
+        assert not same_everywhere(info.aux)
+        key = fj.random.split(key)[1]
+        assert torch.equal(state.buffers["key"], key)

@@ -1,10 +1,12 @@
 """Checkpoints of sharded training, by torch.distributed.checkpoint."""
 
+import pytest
 import torch
-from shard_models import close, mesh, mine, mlp, placed, same
+from shard_models import close, mesh, mine, mlp, placed, rank, same, same_everywhere
 from shard_training import STEPS, trained
 from torch.distributed.checkpoint import load, save
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -42,3 +44,31 @@ def check_checkpoints_of_another_number_of_ranks_go_on_with_the_same_losses():
         expected, wanted = fj.step(expected, *batch, **how)
         state, info = fj.step(state, *mine(batch), **own)
         close(info.losses, wanted.losses, 1e-6)
+
+
+def check_whole_checkpoints_become_shards_and_back():
+    """Whole tensors of one process, shards of these ranks in other layouts, and files that know no shards."""
+    params, losses, batch = mlp()
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.adamw(1e-2)}
+    own_how = how | {"losses": distributed.sharded(losses, mesh())}
+    state, _ = trained(params, batch, how)
+    fresh = fj.train_state(placed(params), *mine(batch), **own_how)
+    own = fj.from_checkpoint(fj.to_checkpoint(state), like=fresh)
+    assert [type(x) for x in tree_leaves(own)] == [type(x) for x in tree_leaves(fresh)]
+    close(own, state, 0)
+    rows = {name: distribute_tensor(p, mesh(), [Shard(0) if p.ndim else Replicate()]) for name, p in params.items()}
+    like = fj.train_state(rows, *mine(batch), **own_how)
+    for back in (fj.to_checkpoint(own), fj.to_checkpoint(own, whole=True)):
+        assert same(fj.from_checkpoint(back, like=state), state)
+        close(fj.from_checkpoint(back, like=like), state, 0)
+    whole = fj.to_checkpoint(own, whole=True)
+    assert all(type(x) is torch.Tensor and x.untyped_storage().nbytes() == x.nbytes for x in whole.values())
+    assert same_everywhere(whole)
+    assert {name: x.tolist() for name, x in whole.items()} == {
+        k: x.tolist() for k, x in fj.to_checkpoint(state).items()
+    }
+    damaged = fj.to_checkpoint(own)
+    if rank() == 0:  # on one rank only: refused on all
+        damaged["params.w"].to_local()[0, 0] += 1
+    with pytest.raises(ValueError, match=r"from_checkpoint: expected tensors as .*found others in 'params\.w'"):
+        fj.from_checkpoint(damaged, like=fresh)

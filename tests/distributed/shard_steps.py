@@ -64,6 +64,23 @@ def check_buffers_are_averaged_and_others_are_the_first_ranks():
     assert same_everywhere(state)
 
 
+def check_keys_among_the_buffers_are_each_ranks_own():
+    params, losses, batch = mlp()
+
+    def keyed(p, buffers, *batch):
+        now, following = fj.random.split(buffers["key"])
+        return losses(p, *batch), {"key": following}, fj.random.uniform(now, (4,))
+
+    how = {"losses": distributed.sharded(keyed, mesh()), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    key = fj.random.key(3)
+    state = fj.train_state(placed(params), *mine(batch), buffers={"key": key}, has_aux=True, **how)
+    state, info = fj.step(state, *mine(batch), has_aux=True, **how)
+    own = fj.random.fold_in(key, rank()) if rank() else key
+    assert torch.equal(info.aux, fj.random.uniform(fj.random.split(own)[0], (4,)))
+    assert torch.equal(state.buffers["key"], fj.random.split(key)[1])
+    assert same_everywhere(state)
+
+
 def check_unequal_batches_count_by_their_examples_and_what_drifts_is_found():
     params, losses, batch = mlp(torch.float64)
     parts = [1] * (ranks() - 1) + [EXAMPLES + 1 - ranks()]

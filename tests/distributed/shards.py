@@ -14,8 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import shard_checkpoints
+import shard_disagreements
 import shard_dtypes
 import shard_functions
+import shard_layers
 import shard_steps
 import shard_trainers
 import torch
@@ -23,9 +25,19 @@ import torch.distributed as dist
 from shard_models import MESHES, rank
 from torch.distributed.device_mesh import init_device_mesh
 
+from functional_jd import distributed
+
 CHECKS = {
     name.removeprefix("check_"): f
-    for module in (shard_dtypes, shard_steps, shard_functions, shard_trainers, shard_checkpoints)
+    for module in (
+        shard_dtypes,
+        shard_steps,
+        shard_functions,
+        shard_trainers,
+        shard_disagreements,
+        shard_layers,
+        shard_checkpoints,
+    )
     for name, f in vars(module).items()
     if name.startswith("check_")
 }
@@ -53,8 +65,7 @@ def main(me, count, folder, only):
             results[name] = traceback.format_exc()
             break  # the others wait for an answer in vain: all stop here
     Path(folder, f"{rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 def launch(count, folder, *only):

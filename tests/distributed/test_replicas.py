@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 WORKER = HERE / "worker.py"
 CHECKS = [
     line[len("def check_") : line.index("(")]
-    for file in (WORKER, HERE / "replica_drift.py")
+    for file in (WORKER, HERE / "replica_drift.py", HERE / "replica_weights.py")
     for line in file.read_text().splitlines()
     if "def check_" in line
 ]

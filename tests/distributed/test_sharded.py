@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 WORKER = HERE / "shards.py"
 CHECKS = [
     line[len("def check_") : line.index("(")]
-    for file in ("dtypes", "steps", "functions", "trainers", "checkpoints")
+    for file in ("dtypes", "steps", "functions", "trainers", "disagreements", "layers", "checkpoints")
     for line in (HERE / f"shard_{file}.py").read_text().splitlines()
     if "def check_" in line
 ]

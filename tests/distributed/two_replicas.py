@@ -46,7 +46,7 @@ def main():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shards = {"losses": distributed.sharded(losses, mesh)}
     train({"w": distribute_tensor(start, mesh, [Shard(0)])}, batch, how | shards, "shards")
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main():
     _, (first, second) = train(net, (x[mine], (x @ targets)[mine]), mesh, fj.upgrad(), steps=100)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, 100 steps: losses {first:.4f} and {second:.4f}")
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import replica_drift
+import replica_weights
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -306,6 +307,16 @@ def check_replicas_that_differ_are_told_when_training_starts():
     for rule in (fj.upgrad(), stch()):
         with pytest.raises(ValueError, match=r"train_state: expected losses .*value float64 \[[12]\]"):
             begin(params, *mine(batch), **how | {"losses": more, "aggregator": rule})
+    for one, other in ((fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), (fj.constant([1.0, 2.0]),) * 2):
+        if one is other:  # weights of one dtype and shape, which nothing but their values tells
+            other = fj.constant([2.0, 1.0])
+        with pytest.raises(ValueError, match="train_state: expected the same rule on all ranks, found different ones"):
+            begin(params, *mine(batch), **how | {"aggregator": other if last else one})
+    named = lambda p, *batch: dict(zip(("b", "a") if last else ("b", "c"), plain(p, *batch).values(), strict=True))
+    with pytest.raises(
+        ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "
+    ):
+        begin(params, *mine(batch), **how | {"losses": named})
 
 
 def check_only_the_members_of_a_group_count():
@@ -331,7 +342,7 @@ def check_nothing_runs_in_half_under_autocast_outside():
 
 CHECKS = {
     name.removeprefix("check_"): f
-    for names in (globals(), vars(replica_drift))
+    for names in (globals(), vars(replica_drift), vars(replica_weights))
     for name, f in list(names.items())
     if name.startswith("check_")
 }
@@ -352,8 +363,7 @@ def main(me, count, folder, skipped):
             results[name] = traceback.format_exc()
             break  # the others wait for an answer in vain: all stop here
     Path(folder, f"{rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    distributed.leave()
 
 
 def launch(count, folder, *skipped):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from functional_jd.objectives.gathering import GatheredWhereUsed, saved_shards
+from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, saved_shards
 
 
 @pytest.fixture
@@ -16,9 +16,13 @@ def like(tmp_path):
     dist.destroy_process_group()
 
 
+def gathers(like):
+    return Gathers("step", like.device_mesh, False)
+
+
 def leaf_of(like, keep=lambda *_: None):
     shard = like.to_local().clone().requires_grad_()
-    return shard, GatheredWhereUsed.of(shard, like, like.device_mesh, keep)
+    return shard, GatheredWhereUsed.of(shard, like, "w", gathers(like), keep)
 
 
 def test_functions_get_the_whole_leaf_and_gradients_reach_the_shard(like):
@@ -59,7 +63,7 @@ def test_the_backward_pass_reaches_a_leaf_before_what_was_recorded_earlier(like)
 
 
 def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
-    with saved_shards() as keep:
+    with saved_shards(gathers(like)) as keep:
         _, leaf = leaf_of(like, keep)
         whole = leaf + 0
         del whole
@@ -71,7 +75,7 @@ def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
 
 
 def test_a_saved_tensor_that_was_changed_is_refused_as_autograd_refuses_it(like):
-    with saved_shards() as keep:
+    with saved_shards(gathers(like)) as keep:
         shard, leaf = leaf_of(like, keep)
         x = torch.ones(2, 3)
         y = (x @ leaf).exp()  # autograd saves the result
@@ -83,7 +87,7 @@ def test_a_saved_tensor_that_was_changed_is_refused_as_autograd_refuses_it(like)
 @pytest.mark.parametrize("through", [lambda whole: whole, lambda whole: whole[1:], lambda whole: whole.detach()])
 def test_a_gathered_leaf_that_was_changed_is_saved_itself(like, through):
     x = torch.ones(3, 2, requires_grad=True)
-    with saved_shards() as keep:
+    with saved_shards(gathers(like)) as keep:
         _, leaf = leaf_of(like, keep)
         whole = leaf.view(3, 2)
         with torch.no_grad():

@@ -27,6 +27,7 @@ DRAWS = {
     "normal": lambda key: random.normal(key, (3, 3)),
     "normal16": lambda key: random.normal(key, (5,), dtype=torch.bfloat16),
     "permutation": lambda key: random.permutation(key, 9),
+    "fold_in": lambda key: random.fold_in(key, 5),
     "mixture": lambda key: random.uniform(random.split(key)[1], (4,)) + random.normal(random.split(key)[0], (4,)),
 }
 # torch's own modules still script functions when forward mode or inductor is first used.
@@ -302,6 +303,29 @@ def test_one_bit_of_a_key_turns_over_half_of_its_children(half):
     rates = flip_rates(children(keys), torch.vmap(children)(keys ^ single[:, None]))
     assert ((rates - 0.5).abs() * 2 * math.sqrt(n)).max() < 6
     assert abs(rates.mean() - 0.5) < 0.002
+
+
+@given(seeds, st.integers(-(2**63), 2**63 - 1))
+def test_fold_in_is_its_definition(seed, number):
+    """Two words of the key in a range of their own, a stride for each number, and two words of the sum, by NumPy."""
+    key = random.key(seed)
+    words = stream(key, 2, 7)
+    words[:1] += np.array([number % 2**64], np.uint64) * np.array([streams.ROOT % 2**64], np.uint64)  # modulo 2^64
+    expected = stream(torch.from_numpy(words.view(np.int64)), 2, 0)
+    assert np.array_equal(random.fold_in(key, number).numpy().view(np.uint64), expected)
+    assert torch.equal(random.fold_in(key, torch.tensor(number)), random.fold_in(key, number))
+
+
+def test_folded_keys_never_collide():
+    key = random.key(0)
+    numbers = torch.arange(-500, 20000)
+    found = torch.vmap(lambda number: random.fold_in(key, number))(numbers)
+    words = torch.cat([found, random.split(key, 1000), key[None]]).flatten().tolist()
+    assert len(set(words)) == len(words)
+    assert torch.equal(found[507], random.fold_in(key, 7))
+    for wrong in (1.0, True, torch.ones(2, dtype=torch.int64), torch.tensor(1, dtype=torch.int32), 2**63):
+        with pytest.raises(TypeError, match="fold_in: number must be an integer of 64 bits, or an int64 tensor"):
+            random.fold_in(key, wrong)
 
 
 def test_split_keys_never_collide():

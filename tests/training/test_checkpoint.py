@@ -215,6 +215,7 @@ def test_names_consist_of_fields_keys_and_positions():
         "optimizer.second.0",
         "functional_jd.version",
         "functional_jd.fields",
+        "functional_jd.checksums",
     }
     assert fj.to_checkpoint(state).keys() == names | {f"scale.{field}" for field in fj.precision.ScaleState._fields}
     assert "value" in fj.to_checkpoint(torch.ones(1))
@@ -321,3 +322,78 @@ def test_a_state_of_another_optimizer_is_refused_also_where_its_tensors_would_fi
     one, two = (namedtuple(name, ["steps"])(torch.tensor(3)) for name in ("Sgd", "Lion"))
     with pytest.raises(ValueError, match=r"expected Lion in 'optimizer', as in `like`, found Sgd"):
         fj.from_checkpoint(fj.to_checkpoint({"optimizer": one}), like={"optimizer": two})
+
+
+# Damage, and other methods
+
+
+def flipped(x, bit):
+    """A copy of a tensor in which one bit differs."""
+    raw = x.clone().contiguous().reshape(-1).view(torch.uint8)
+    raw[bit // 8] ^= 1 << bit % 8
+    return raw.view(x.dtype).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2])
+def test_every_flipped_bit_is_found(dtype):
+    x = torch.arange(6.0).reshape(2, 3).to(dtype)
+    good = fj.to_checkpoint({"x": x, "key": fj.random.key(0)})
+    assert same(fj.from_checkpoint(good, like={"x": x, "key": fj.random.key(1)})["key"], fj.random.key(0))
+    for name in ("x", "key", "functional_jd.checksums"):
+        for bit in range(good[name].nbytes * 8):
+            with pytest.raises(
+                ValueError, match="from_checkpoint: expected tensors as they were written, found others"
+            ):
+                fj.from_checkpoint({**good, name: flipped(good[name], bit)}, like={"x": x, "key": fj.random.key(0)})
+
+
+def test_a_file_with_a_flipped_bit_is_refused_or_gives_the_same(tmp_path):
+    state = {"w": torch.randn(40, 7), "memory": namedtuple("Memory", ["mean", "steps"])(torch.ones(9), torch.tensor(3))}
+    file = io.BytesIO()
+    torch.save(fj.to_checkpoint(state), file)
+    raw, draw, refused = bytearray(file.getvalue()), torch.Generator().manual_seed(0), 0
+    for bit in torch.randint(len(raw) * 8, (300,), generator=draw).tolist():
+        raw[bit // 8] ^= 1 << bit % 8
+        try:
+            found = fj.from_checkpoint(torch.load(io.BytesIO(bytes(raw)), weights_only=True), like=state)
+        except Exception:
+            refused += 1
+        else:
+            assert same(found, state), f"bit {bit}"
+        raw[bit // 8] ^= 1 << bit % 8
+    assert refused > 50
+
+
+def test_checkpoints_without_checksums_and_names_still_load():
+    state = {"w": torch.ones(2)}
+    old = {k: x for k, x in fj.to_checkpoint(state).items() if k != "functional_jd.checksums"}
+    assert same(fj.from_checkpoint(old, like={"w": torch.zeros(2)}, aggregator=fj.mgda()), state)
+
+
+def test_other_rules_and_optimizers_are_refused_by_name():
+    params = torch.ones(2)
+    losses = lambda p: p.square()
+    rules = {"upgrad": fj.upgrad(), "mgda": fj.mgda(), "mean": fj.mean(), "total": fj.total()}
+    optimizers = {k: fj.from_torch(getattr(torch.optim, k), lr=0.1) for k in ("Adam", "AdamW")}
+    for rule, other in (("upgrad", "mgda"), ("mean", "total")):
+        for name, another in (("Adam", "AdamW"), ("AdamW", "Adam")):
+            method = {"aggregator": rules[rule], "optimizer": optimizers[name]}
+            state = fj.train_state(params, losses=losses, **method)
+            kept = reloaded(fj.to_checkpoint(state, **method))
+            assert same(fj.from_checkpoint(kept, state, **method), state)
+            with pytest.raises(ValueError, match=f"from_checkpoint: .* of .*{name}. Pass the optimizer that wrote"):
+                fj.from_checkpoint(kept, state, **method | {"optimizer": optimizers[another]})
+            with pytest.raises(ValueError, match=r"from_checkpoint: .*Pass the aggregator that wrote"):
+                fj.from_checkpoint(kept, state, **method | {"aggregator": rules[other]})
+            with pytest.raises(ValueError, match="expected aggregator= to be given, which the checkpoint names, found"):
+                fj.from_checkpoint(kept, state)
+    # Hyper-parameters may change: a state goes on at another rate.
+    how = {"aggregator": fj.cagrad(0.4), "optimizer": fj.adamw(0.1)}
+    state = fj.train_state(params, losses=losses, **how)
+
+    def rate(steps):
+        return 0.1 / (steps + 1)
+
+    for schedule in (rate, lambda steps: 0.1 / (steps + 1)):
+        slower = {"aggregator": fj.cagrad(0.5), "optimizer": fj.adamw(schedule)}
+        assert same(fj.from_checkpoint(fj.to_checkpoint(state, **how), state, **slower), state)

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.core.declared import Declared
 from functional_jd.core.heads import Heads
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
-from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
+from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, own_buffers, with_carried
 
 Args: TypeAlias = tuple[Any, ...]
 """What the losses are called with: the parameters and the batch."""
@@ -44,7 +44,9 @@ def _carrying(losses: Any, batch: Args, extras: Extras) -> CarryingLosses:
         return lambda params, *args: with_carried(f(params, *args), extras)
 
     found = losses.each(adapted) if isinstance(losses, Declared) else adapted(losses)
-    return CarryingLosses(found, (extras.buffers, *batch) if extras.takes_buffers else batch, next_as_found(extras))
+    return CarryingLosses(
+        found, (own_buffers(extras), *batch) if extras.takes_buffers else batch, next_as_found(extras)
+    )
 
 
 def _whole(losses: Any, args: Args) -> tuple[Any, Args]:

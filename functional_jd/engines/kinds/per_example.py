@@ -199,7 +199,8 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
         return CarryingLosses(alone, batch, next_as_found(extras))
     leaves, structure = tree_flatten(extras.buffers)
     names, m = tree_names(extras.buffers), losses.count(batch)
-    keys = {i: split(x, m + 1) for i, x in enumerate(leaves) if is_key(names[i], x, extras.buffers)}
+    # As many as there are examples on all ranks: each draws by its place in the whole batch.
+    keys = {i: split(x, extras.ranks * m + 1) for i, x in enumerate(leaves) if is_key(names[i], x, extras.buffers)}
 
     def loss(params: Params, own_keys: list[Tensor], shared: Tree, *example: Any) -> Any:
         filled = list(tree_leaves(shared))
@@ -215,7 +216,8 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
             moved[index] = rows[0]
         return tree_unflatten(structure, moved)
 
-    own_keys = [rows[1:] for rows in keys.values()]
+    start = 1 + extras.rank * m
+    own_keys = [rows[start : start + m] for rows in keys.values()]
     dims = (0 if keys else None, None, *losses.dims(batch))
     return CarryingLosses(PerExample(loss, dims), (own_keys, extras.buffers, *batch), next_buffers)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.core.sharding import agreed, over_dimension
+from functional_jd.core.sharding import agreed, over_dimension, place_in
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import Options, select_arguments
@@ -17,6 +17,7 @@ from functional_jd.engines.kinds.multitask import MULTITASK
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras
+from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import Sharded
 from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -30,7 +31,7 @@ def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options:
             f"{options.where}: sharded multitask losses are differentiated by argument 0, found {argnums}."
         )
     asked = options.mode
-    inner, args, options = _opened(losses, args, argnums, options)
+    inner, args, options, gathers = _opened(losses, args, argnums, options)
     if losses.mesh is None and asked == "auto":
         warnings.warn(
             f"{options.where}: differentiates one row after the other, which takes m backward passes, because the "
@@ -39,6 +40,7 @@ def jacobian(losses: Sharded, args: Args, argnums: int | Sequence[int], options:
             stacklevel=user_level(),
         )
     found, values, aux = _inner(losses).jacobian(inner, args, argnums, options)
+    gathers.announce("has all rows", tree_leaves(values)[0].device)
     rows, heads = split_heads(found)
     if heads:
         shared, own = chosen["shared"], chosen["heads"]
@@ -50,7 +52,7 @@ def weighted(losses: Sharded, args: Args, options: Options) -> FoundWeighted:
     """One backward pass on the shards."""
     params = args[0]
     leaves, _ = floating_leaves(params, options.where)
-    inner, args, options = _opened(losses, args, 0, options)
+    inner, args, options, _ = _opened(losses, args, 0, options)
     in_one_pass = cast("Callable[..., FoundWeighted]", _inner(losses).weighted)  # both kinds have it
     values, aux, pull = in_one_pass(inner, args, options)
 
@@ -70,8 +72,12 @@ def _inner(losses: Sharded) -> Kind:
     return MULTITASK if issubclass(type(losses.losses), Multitask) else PLAIN
 
 
-def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options) -> tuple[Any, Args, Options]:
-    """The losses as a function of shards, the arguments with shards in them, and how to differentiate."""
+def _opened(
+    losses: Sharded, args: Args, argnums: int | Sequence[int], options: Options
+) -> tuple[Any, Args, Options, Gathers]:
+    """The losses as a function of shards, the arguments with shards in them, how to differentiate, and what notes the
+    names of what is gathered.
+    """
     if under_transform():
         raise ValueError(
             f"{options.where}: expected no transform around a function of sharded parameters, found one of torch.func "
@@ -85,12 +91,13 @@ def _opened(losses: Sharded, args: Args, argnums: int | Sequence[int], options: 
     for position in at:
         floating_leaves(args[position], options.where)
     reshard = losses.reshard and not options.differentiable
+    gathers = Gathers(options.where, losses.mesh, options.starting and losses.mesh is not None)
     inner = losses.of_shards(
-        [args[position] for position in at], options.where, has_aux=options.has_aux, reshard=reshard, at=at
+        [args[position] for position in at], gathers, has_aux=options.has_aux, reshard=reshard, at=at
     )
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
     alone = options.mode == "auto" and losses.mesh is None
-    return inner, opened, options._replace(mode="loop" if alone else options.mode, on_shards=True)
+    return inner, opened, options._replace(mode="loop" if alone else options.mode, on_shards=True), gathers
 
 
 def _row_params(losses: Sharded, params: Params) -> Tree:
@@ -103,6 +110,8 @@ def _expected_m(losses: Sharded, batch: Args, others: int) -> int:
 
 def _carrying(losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
     """Buffers that are floating-point are averaged over the mesh, others are those of its first rank."""
+    if losses.mesh is not None:
+        extras = extras._replace(rank=place_in(losses.mesh), ranks=losses.mesh.size())
     inner = _inner(losses).carrying(losses.losses, batch, extras)
     if losses.mesh is None:
         return inner._replace(losses=Sharded(inner.losses, None))
@@ -120,7 +129,8 @@ def _carrying(losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
 
 
 def _sample(losses: Sharded, args: Args) -> tuple[Any, Args]:
-    inner = losses.of_shards([args[0]], "train_state", has_aux=True)
+    gathers = Gathers("train_state", losses.mesh, losses.mesh is not None)
+    inner = losses.of_shards([args[0]], gathers, has_aux=True, reshard=losses.reshard)
     return inner, (shards_of(args[0]), *args[1:])
 
 

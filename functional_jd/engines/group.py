@@ -1,17 +1,19 @@
 """Collective operations as differentiable functions with vmap rules."""
 
-import hashlib
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from functional_jd.core import agreement
+from functional_jd.core.agreement import description
 from functional_jd.core.arguments import refuse
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.tree import any_sharded, described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -108,22 +110,22 @@ def check_dense(where: str, tree: Tree) -> None:
             refuse(where, "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
 
 
-def check_alike(where: str, tree: Tree, group: Group, what: str) -> None:
+def check_alike(where: str, tree: Tree, group: Group, what: str, rule: Any = None) -> None:
     """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
     digest. Collectives of different sizes would end the process.
+
+    Args:
+        where: the function that the user called.
+        tree: the pytree.
+        group: the replicas.
+        what: what the pytree is called.
+        rule: what else must be alike, if anything: a rule, but for its keys, as the first replica's state counts.
     """
     leaves = tree_leaves(tree)
     if under_transform() or not leaves:
         return
-    described = [
-        f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-        for name, leaf in zip(tree_names(tree), leaves, strict=True)
-    ]
-    digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
-    least, negative = collective("least", torch.tensor([digest, -digest], device=leaves[0].device), group).tolist()
-    if least != -negative:
-        here = ", ".join(described[:5]) + f" and {len(described) - 5} others" * (len(described) > 5)
-        raise ValueError(
-            f"{where}: expected {what} with the same names, shapes and dtypes on all replicas, found different "
-            f"ones; on this replica: {here}. Build them alike everywhere."
-        )
+    parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
+    if rule is not None:
+        parts["the same rule"] = [description(rule, keys=False)]
+    least = partial(collective, "least", group=group)
+    agreement.check_alike(where, parts, least, leaves[0].device, "Build them alike everywhere.")

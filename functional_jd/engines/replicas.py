@@ -14,7 +14,9 @@ from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree, Weights
-from functional_jd.distributed.group import (
+from functional_jd.engines.by_name import ENGINES
+from functional_jd.engines.choose import choose_replica_engine
+from functional_jd.engines.group import (
     Group,
     check_alike,
     check_dense,
@@ -25,8 +27,6 @@ from functional_jd.distributed.group import (
     shard_columns,
     sum_over_group,
 )
-from functional_jd.engines.by_name import ENGINES
-from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.jacobian import rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.loss_scale import unscale
@@ -121,7 +121,9 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         examples need equally many on each, or `weighted_by_examples`. The rows of `per_example` losses are the examples
         of all replicas, the first one's first: R m rows, with equally many on each; scale i of `[m]` serves the rows i
         of all replicas. The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's
-        own. Of buffers, floating-point tensors are averaged, and others are the first replica's.
+        own. Of buffers, floating-point tensors are averaged, and others are the first replica's. Keys in them (see
+        `step`) give each example of `per_example` losses what one process with all examples would draw, and other
+        losses draws of each replica's own: `random.fold_in(key, rank)`.
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
@@ -150,7 +152,11 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         check_alike("train_state", tree, group, "parameters and states")
         return replicate(tree, group)
 
-    return Engine(observe, partial(_check, engine), replicate_state)
+    def place() -> tuple[int, int]:
+        _, replicas, rank = known_group(group)
+        return rank, replicas
+
+    return Engine(observe, partial(_check, engine), replicate_state, place)
 
 
 def _check(engine: str, plan: Plan) -> None:
@@ -246,8 +252,9 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     one than on another, where asking does not wait for a device.
     """
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
-    if examples or plan.where == "train_state":
-        check_alike(plan.where, values, group, "losses")
+    starting = plan.options.starting
+    if examples or starting:
+        check_alike(plan.where, values, group, "losses", plan.rule if starting else None)
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:

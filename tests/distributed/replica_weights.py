@@ -1,0 +1,56 @@
+"""The weights alone on several ranks, and one training step of a data parallel trainer that takes them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from replica_problems import MULTITASK, PER_EXAMPLE, close, mine, plain, problem, rank, replicas, same_everywhere
+from torch.nn.parallel import DistributedDataParallel
+
+import functional_jd as fj
+from functional_jd.aggregators.stch import stch
+
+BOUND = {"rtol": 1e-7, "atol": 1e-9}
+
+
+def check_weights_are_those_of_the_whole_batch():
+    params, batch = problem()
+    for losses in (plain, MULTITASK, PER_EXAMPLE):
+        for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), stch(), fj.config(), fj.random_weights(fj.random.key(1))):
+            expected, state = fj.weights_fn(losses, rule, group=False), None
+            found, own = fj.weights_fn(losses, rule, group=dist.group.WORLD), None
+            for _ in range(2):
+                wanted = expected(params, *batch, state=state)
+                result = found(params, *mine(batch), state=own)
+                assert same_everywhere(result)
+                close(result, wanted, **BOUND)
+                state, own = wanted.state, result.state
+    alone = fj.weights_fn(plain, fj.nash_mtl(), group=False)(params, *mine(batch))
+    assert not same_everywhere(alone.weights), "each rank's own part asks for other weights"
+
+
+def check_weights_of_several_ranks_need_a_group():
+    params, batch = problem()
+    with pytest.raises(ValueError, match=rf"weights_fn: expected a group, since there are {replicas()} ranks"):
+        fj.weights_fn(plain, fj.upgrad())(params, *mine(batch))
+    for wrong in (True, "gloo", None if rank() else 3):
+        words = "expected group to be a ProcessGroup" if wrong is not None else "expected a group"
+        with pytest.raises(ValueError, match=f"weights_fn: {words}"):
+            fj.weights_fn(plain, fj.upgrad(), group=wrong)(params, *mine(batch))
+    more = lambda p, x, y, z: torch.stack([*plain(p, x, y, z).values()][: None if rank() else 1])
+    with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
+        fj.weights_fn(more, fj.upgrad(), group=dist.group.WORLD)(params, *mine(batch))
+
+
+def check_a_data_parallel_loop_with_weights_takes_the_step_of_the_whole_batch():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(5, 3).double()
+    x, y = torch.randn(16, 5).double(), torch.randn(16, 3).double()
+    apply, start = fj.functional(net), {name: p.detach().clone() for name, p in net.named_parameters()}
+    losses = lambda p, x, y: ((apply(p, {}, x)[0] - y) ** 2).mean(0)
+    how = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    state = fj.step(fj.train_state(start, x, y, **how), x, y, **how)[0]
+    parallel, (own_x, own_y) = DistributedDataParallel(net), mine((x, y))
+    weights = fj.weights_fn(losses, fj.upgrad(), group=dist.group.WORLD)(dict(net.named_parameters()), own_x, own_y)[0]
+    (weights @ ((parallel(own_x) - own_y) ** 2).mean(0)).backward()
+    for name, p in net.named_parameters():
+        close(p.detach() - 0.1 * p.grad, state.params[name], rtol=1e-12, atol=1e-12)

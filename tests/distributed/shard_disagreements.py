@@ -1,0 +1,124 @@
+"""Ranks that do different things with shards: all of them are told so, and go on."""
+
+from collections import Counter
+
+import pytest
+import torch
+from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functional_jd as fj
+from functional_jd import distributed
+
+
+def equal_leaves():
+    draw = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(6, 6, generator=draw) for name in "abc"} | {"d": torch.randn(3, 6, generator=draw)}
+    own = {name: distribute_tensor(p, mesh(), [Shard(0)]) for name, p in params.items()}
+    return own, mine(torch.randn(EXAMPLES, 6, generator=draw))
+
+
+def used(*names):
+    """Losses that use these leaves, in this order."""
+
+    def losses(p, x):
+        for name in names:
+            x = torch.tanh(x @ p[name].mT)
+        return x.square().mean(0)[:3]
+
+    return losses
+
+
+def check_ranks_that_use_leaves_differently_are_told_so_when_training_starts():
+    own, x = equal_leaves()
+    last = rank() == ranks() - 1
+    unreached = lambda p, x: used("a", "b")(p, x) + (p["c"].detach() if last else p["c"]).sum()
+    cases = [
+        (used("a", "b") if last else used("b", "a"), r"gathers '[ab]', number 1\. "),
+        (used("a", "b") if last else used("a", "c"), r"gathers '[bc]', number 2\. "),
+        (used("a", "d") if last else used("a", "b"), r"gathers '[bd]', number 2\. "),
+        (used("a", "b") if last else used("a"), r"on this rank: (value float32 \[3\]|gathers 'b', number 2)\. "),
+        (unreached, r"on this rank: uses all leaves but ('c', )?'d'\. "),
+        (lambda p, x: {"one" if last else "two": used("a")(p, x)}, r"on this rank: (one|two) float32 \[3\]\. "),
+        (lambda p, x: used("a")(p, x)[: 2 if last else 3], r"value float32 \[[23]\]\. "),
+    ]
+    for rule in (fj.upgrad(), fj.mean()):
+        for mode in (True, False):
+            for losses, words in cases:
+                how = {"losses": distributed.sharded(losses, mesh(), mode), "aggregator": rule}
+                if not mode and "gathers" in words:  # each leaf is gathered once, in the order of the parameters
+                    continue
+                with pytest.raises(
+                    ValueError, match=f"^train_state: expected the same leaves, used in .*{words}Let all"
+                ):
+                    fj.train_state(own, x, optimizer=fj.sgd(0.1), **how)
+
+
+def check_a_warm_step_that_mixes_leaves_is_refused_on_all_ranks():
+    own, x = equal_leaves()
+    own = {name: own[name] for name in "ab"}
+    orders = [("a", "b"), ("b", "a")]
+    how = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(own, x, losses=distributed.sharded(used("a", "b"), mesh()), **how)
+    for alike in orders:  # all ranks in another order than at the start: right
+        fj.step(state, x, losses=distributed.sharded(used(*alike), mesh()), **how)
+    mixed = used(*orders[rank() == 0])
+    with pytest.raises(
+        ValueError, match=r"step: expected the same leaves, used in the same order, .*on this rank: [ab], "
+    ):
+        fj.step(state, x, losses=distributed.sharded(mixed, mesh()), **how)
+
+
+def check_other_starts_of_shards_are_refused_on_all_ranks():
+    params, losses, batch = mlp()
+    own, last = placed(params), rank() == ranks() - 1
+    key = fj.random.key(int(last))
+    how = {"losses": distributed.sharded(losses, mesh()), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    buffered = distributed.sharded(lambda p, b, *batch: (losses(p, *batch), b), mesh())
+    other = [
+        ("rule", {"aggregator": fj.upgrad() if last else fj.mgda()}),
+        ("rule", {"aggregator": fj.constant([1.0, 1.0, 2.0 if last else 1.0])}),
+        ("rule", {"aggregator": fj.random_weights(key)}),
+        ("rule", {"aggregator": fj.cagrad(0.5 if last else 0.4)}),
+        ("optimizer", {"optimizer": fj.sgd(0.1 if last else 0.2)}),
+        ("scale", {"scale": fj.scale_state(2.0**10 if last else 2.0**11)}),
+        ("scale", {"scale": fj.scale_state(shape=(3,) if last else ())}),
+        ("buffers", {"losses": buffered, "buffers": {"key": key}}),
+        ("buffers", {"losses": buffered, "buffers": {"mean": torch.full((2,), float(last))}}),
+    ]
+    for name, changed in other:
+        with pytest.raises(ValueError, match=f"^train_state: expected the same {name} on all ranks, found different"):
+            fj.train_state(own, *mine(batch), **how | changed)
+    plain = own | {"gain": torch.tensor(1.0 + last)}
+    with pytest.raises(ValueError, match=r"train_state: expected the same parameters on all ranks.*gain float32 \[\]"):
+        fj.train_state(plain, *mine(batch), **how)
+    close(fj.train_state(own, *mine(batch), **how).params, params, 0)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the collectives by their kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional":
+            self.calls[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_digests_add_no_collective_to_a_warm_step():
+    """Two layers and two losses: gathers there and back, a scatter a row and a leaf; losses, Gramian and flags."""
+    own, x = equal_leaves()
+    named = lambda p, x: dict(zip(("one", "two"), used("a", "b")(p, x)[:2], strict=True))
+    how = {"losses": distributed.sharded(named, mesh()), "optimizer": fj.adamw(0.1)}
+    gathers, scatters, reduces = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    for rule, expected in ((fj.upgrad(), (4, 4, 3)), (fj.mean(), (3, 2, 2))):
+        state = fj.train_state({name: own[name] for name in "ab"}, x, aggregator=rule, **how)
+        state, _ = fj.step(state, x, aggregator=rule, **how)
+        with Sent() as sent:
+            fj.step(state, x, aggregator=rule, **how)
+        assert tuple(sent.calls[kind] for kind in (gathers, scatters, reduces)) == expected
+        assert sent.calls.keys() == {gathers, scatters, reduces, "wait_tensor"}
