@@ -78,6 +78,7 @@ from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.fit import fit
 from functional_jd.training.prepare import chosen_engine
+from functional_jd.training.private import private
 from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
@@ -160,6 +161,7 @@ __all__ = [
     "pcd",
     "pcgrad",
     "per_example",
+    "private",
     "random",
     "random_weights",
     "scalarized",

@@ -53,9 +53,9 @@ def line_search(
 
     Raises:
         TypeError: `optimizer` is not an `Optimizer`; `rates` are no numbers; `merit` is not callable.
-        ValueError: no rates, or a negative one; an optimizer that itself compares losses; `merit` returns no scalar. In
-            `step`: replicas, which would choose by different batches and move apart; an optimizer around this one that
-            has no losses to give (`noised`, `by_label`): put this one around that.
+        ValueError: no rates, or a negative one; an optimizer that itself compares losses, or adds noise; `merit`
+            returns no scalar. In `step`: replicas, which would choose by different batches and move apart; an optimizer
+            around this one that has no losses to give (`noised`, `by_label`): put this one around that.
 
     Laws:
         The first of the best rates is taken; a merit that is not finite is never best, and where none is finite the
@@ -167,6 +167,11 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
         raise ValueError(
             "line_search: expected an optimizer that needs no losses, found one that itself compares losses. Pass all "
             "rates to one line_search."
+        )
+    if optimizer.sensitivity is not None:
+        raise ValueError(
+            "line_search: expected an optimizer without noise, found one made by noised: the search looks at losses of "
+            "the batch that no noise covers. Take the optimizer inside it alone."
         )
     expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.0]."
     if isinstance(rates, Tensor):

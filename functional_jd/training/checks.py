@@ -6,13 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, Params
+from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
+from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
+from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
+from functional_jd.torch_compat.torch_internals import has_values
+
+# Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
+_ROUNDING = 1e-6
 
 
 def check_batch(where: str, batch: tuple[Any, ...]) -> None:
@@ -21,6 +28,33 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
     if tensors and not any(x.numel() for x in tensors):
         shapes = ", ".join(str(list(x.shape)) for x in tensors[:3])
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
+
+
+def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer) -> None:
+    """Refuse noise that protects nobody: where a row is not that of one example, or not bounded by the norm that the
+    noise is for.
+    """
+    norm, bound = optimizer.sensitivity, rule.sensitivity
+    if norm is None:
+        return
+    cure = "Take private(loss, ...), which builds losses, rule and optimizer that fit."
+    if not kind_of(losses).rows_are_examples:
+        raise ValueError(
+            f"{where}: noised adds noise for single examples, expected losses made by per_example, found others: "
+            f"the noise protects nobody. {cure}"
+        )
+    if bound is None:
+        raise ValueError(
+            f"{where}: noised adds noise for rows of bounded norm, expected a rule that bounds every row, such as "
+            f"clipped(max_norm), found one that does not: the noise protects nobody. {cure}"
+        )
+    if all(not isinstance(x, Tensor) or has_values(x) for x in (norm, bound)):
+        norm, bound = float(norm), float(bound)
+        if abs(norm - bound) > _ROUNDING * bound:
+            raise ValueError(
+                f"{where}: noised adds noise for rows of norm {norm:g}, expected a rule with this bound, found one "
+                f"with {bound:g}: the noise is not what the multiplier says. {cure}"
+            )
 
 
 def check_learning(plan: Plan) -> None:

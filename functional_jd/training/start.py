@@ -14,7 +14,7 @@ from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
-from functional_jd.training.checks import check_batch, check_learning
+from functional_jd.training.checks import check_batch, check_learning, check_noise
 from functional_jd.training.driver import started
 from functional_jd.training.prepare import prepare, refuse_engine
 from functional_jd.training.state import TrainState, check_method
@@ -57,8 +57,8 @@ def train_state(
             and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
             (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
-            it as aux); `multitask` losses of which none reaches the trunk. The graph of the losses decides, never
-            values.
+            it as aux); `multitask` losses of which none reaches the trunk; noise that protects nobody (`noised`). The
+            graph of the losses decides, never values.
 
     Warns:
         UserWarning: losses that are not finite; parameters that no loss reaches.
@@ -89,6 +89,7 @@ def train_state(
     leaves, _ = floating_leaves(params, "train_state")
     _refuse_frozen(params)
     check_batch("train_state", batch)
+    check_noise("train_state", losses, aggregator, optimizer)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = engine.replicate if isinstance(engine, Engine) else lambda tree: tree
     params = replicate(detach_parameters(params))

@@ -190,13 +190,16 @@ def test_mistakes_are_named_with_their_cure():
     how = method(merit=lambda values: values)
     with pytest.raises(ValueError, match=r"line_search: merit must be .*one real number, found torch.float64 \[2\]"):
         fj.step(fj.train_state(START, **how), **how)
-    for around in (
-        fj.noised(search, fj.random.key(0), 0.0, 1.0, 1),
-        fj.by_label({"all": search}, lambda name, leaf: "all"),
+    examples = fj.per_example(lambda params, x: (rosenbrock(params) * x).sum())
+    for around, losses, batch in (
+        (fj.noised(search, fj.random.key(0), 0.0, 1.0, 1), examples, [torch.ones(1)]),
+        (fj.by_label({"all": search}, lambda name, leaf: "all"), rosenbrock, []),
     ):
-        how = {"losses": rosenbrock, "aggregator": fj.mean(), "optimizer": around}
+        how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": around}
         with pytest.raises(ValueError, match=r"line_search: expected the losses.*with this optimizer outermost"):
-            fj.step(fj.train_state(START, **how), **how)
+            fj.step(fj.train_state(START, *batch, **how), *batch, **how)
+    with pytest.raises(ValueError, match=r"line_search: expected an optimizer without noise, found .*noised"):
+        line_search(fj.noised(fj.sgd(1.0), fj.random.key(0), 1.0, 1.0, 1), [1.0])
     replicas = fj.engines.jacobian_engine()._replace(replicate=lambda tree: tree)
     with pytest.raises(ValueError, match=r"replicas have different batches.*found one that compares"):
         fj.step(fj.train_state(START, **method()), engine=replicas, **method())
