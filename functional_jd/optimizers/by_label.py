@@ -80,7 +80,7 @@ def _check(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], 
             )
         if optimizer.sensitivity is not None:
             raise ValueError(
-                f"by_label: expected optimizers without noise, found noise in {label!r}, which would leave out the other "
+                f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
                 "groups. Put it around all: noised(by_label(...), ...)."
             )
 

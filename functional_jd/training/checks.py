@@ -74,9 +74,25 @@ def check_learning(plan: Plan) -> None:
     finally:
         journal.undo()
         set_random_state(draws)
+    _warn_of_outputs(where, values)
     _refuse_unreached(where, values, points)
     _report_unlearned(plan, values, args[0])
     _warn_unless_finite(where, values)
+
+
+def _warn_of_outputs(where: str, values: Losses) -> None:
+    """Warn of a tuple of a loss and something larger: it looks like `(loss, logits)` without `has_aux`."""
+    pairs = list(zip(tree_names(values), tree_leaves(values), strict=True))
+    large = [f"{name!r} {list(leaf.shape)}" for name, leaf in pairs if leaf.ndim]
+    if type(values) not in (Tensor, dict, list) and 0 < len(large) < len(pairs):
+        m = sum(leaf.numel() for _, leaf in pairs)
+        warnings.warn(
+            f"{where}: every element of what the losses return is an objective, {m} in all, found single losses in one "
+            f"{type(values).__name__} with {', '.join(large[:3])}. If that is an output, return (losses, aux) with "
+            "has_aux=True; if these are losses, return a dict or a list.",
+            UserWarning,
+            stacklevel=user_level(),
+        )
 
 
 def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:

@@ -61,7 +61,8 @@ def train_state(
             graph of the losses decides, never values.
 
     Warns:
-        UserWarning: losses that are not finite; parameters that no loss reaches.
+        UserWarning: losses that are not finite; single losses and something larger in one tuple; parameters that no
+            loss reaches.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
