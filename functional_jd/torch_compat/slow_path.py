@@ -35,11 +35,12 @@ class SlowPathWarning(UserWarning):
 class StateJournal:
     """Keeps a copy of every tensor that losses change in place, so that an evaluation that failed can be undone.
 
-    `Watch` sees the ops and hands them to `note`.
+    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
     def __init__(self) -> None:
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.averages: list[Tensor] = []
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what this op is about to change."""
@@ -48,6 +49,8 @@ class StateJournal:
             state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
             if state and id(x) not in self.before:
                 self.before[id(x)] = (x, x.detach().clone())
+                if func in _WITH_STATISTICS:
+                    self.averages.append(x)
 
     def undo(self) -> None:
         """Give every tensor the values that it had."""

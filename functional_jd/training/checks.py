@@ -1,6 +1,7 @@
 """What `train_state` checks: that there is something to learn, and something to learn it from."""
 
 import warnings
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, LossFunction, Params
+from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
+from functional_jd.objectives import Multitask
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
@@ -57,20 +59,30 @@ def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: O
             )
 
 
-def check_learning(plan: Plan) -> None:
-    """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
+def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...]) -> None:
+    """Refuse losses that do not reach the parameters, and warn of what is likely to be wrong.
 
     The losses are evaluated once, as if they had not been: what they change is put back.
+
+    Args:
+        plan: its losses are evaluated.
+        losses: as the user gave them.
+        batch: what follows the parameters, and the buffers if there are any.
     """
     journal, draws = StateJournal(), random_state()
-    where, losses, kind = plan.where, plan.losses, plan.kind
+    where, kind = plan.where, plan.kind
     leaves, structure = tree_flatten(plan.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad():
             args = (tree_unflatten(structure, points), *plan.args[1:])
-            _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
+            _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, args), options)
+        _warn_of_lost_averages(where, journal, buffers)
+    except Exception as error:
+        if len(plan.args) == 1 + len(batch):
+            _blame_missing_buffers(where, losses, batch, error)
+        raise
     finally:
         journal.undo()
         set_random_state(draws)
@@ -78,6 +90,46 @@ def check_learning(plan: Plan) -> None:
     _refuse_unreached(where, values, points)
     _report_unlearned(plan, values, args[0])
     _warn_unless_finite(where, values)
+
+
+def _warn_of_lost_averages(where: str, journal: StateJournal, buffers: Tree) -> None:
+    """Warn of statistics that normalization moved, and that do not come back among the buffers."""
+    returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    moved = [x for x in journal.averages if not torch.equal(x, journal.before[id(x)][1])]
+    if not all(any(x.shape == y.shape and torch.equal(x, y) for y in returned) for x in moved):
+        warnings.warn(
+            f"{where}: normalization in training mode moves its running statistics, and the losses do not return them: "
+            "they are lost, or changed behind the step. Take output, buffers = functional(module)(params, buffers, "
+            "...), return (losses, buffers), and pass buffers=dict(module.named_buffers()); or call module.eval().",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _blame_missing_buffers(where: str, losses: LossFunction, batch: tuple[Any, ...], error: Exception) -> None:
+    """Say that no buffers were given, if that is why the losses could not be called."""
+    part = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
+    try:
+        expected = signature(part)
+    except (TypeError, ValueError):  # no function, or one written in C
+        return
+    cure = "If these are buffers, pass buffers=dict(module.named_buffers()), and return (losses, buffers)."
+    if not _takes(expected, 1 + len(batch)) and _takes(expected, 2 + len(batch)):
+        second = list(expected.parameters)[1]
+        raise TypeError(
+            f"{where}: expected losses of params and of the {len(batch)} arguments of the batch, found ones that take "
+            f"another, {second!r}, after params. {cure}"
+        ) from error
+    if list(expected.parameters)[1:2] == ["buffers"]:
+        error.add_note(f"{where}: the losses take 'buffers' after params, and received the first of the batch. {cure}")
+
+
+def _takes(expected: Signature, count: int) -> bool:
+    try:
+        expected.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _warn_of_outputs(where: str, values: Losses) -> None:

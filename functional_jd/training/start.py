@@ -61,8 +61,8 @@ def train_state(
             graph of the losses decides, never values.
 
     Warns:
-        UserWarning: losses that are not finite; single losses and something larger in one tuple; parameters that no
-            loss reaches.
+        UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
+            buffers; single losses and something larger in one tuple; parameters that no loss reaches.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: random numbers are drawn again, and what they change in
@@ -114,7 +114,7 @@ def train_state(
         engine=engine,
     )
     if not under_transform():
-        check_learning(plan)
+        check_learning(plan, losses, batch)
     state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
