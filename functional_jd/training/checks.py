@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
@@ -59,7 +60,7 @@ def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: O
             )
 
 
-def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...]) -> None:
+def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...], constant: Any = ()) -> None:
     """Refuse losses that do not reach the parameters, and warn of what is likely to be wrong.
 
     The losses are evaluated once, as if they had not been: what they change is put back.
@@ -68,6 +69,7 @@ def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...]) -> 
         plan: its losses are evaluated.
         losses: as the user gave them.
         batch: what follows the parameters, and the buffers if there are any.
+        constant: the names of the losses that may have no gradient on this batch.
     """
     journal, draws = StateJournal(), random_state()
     where, kind = plan.where, plan.kind
@@ -87,8 +89,8 @@ def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...]) -> 
         journal.undo()
         set_random_state(draws)
     _warn_of_outputs(where, values)
-    _refuse_unreached(where, values, points)
-    _report_unlearned(plan, values, args[0])
+    if _refuse_unreached(where, values, points, constant):
+        _report_unlearned(plan, values, args[0])
     _warn_unless_finite(where, values)
 
 
@@ -147,21 +149,31 @@ def _warn_of_outputs(where: str, values: Losses) -> None:
         )
 
 
-def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
+def _refuse_unreached(where: str, values: Losses, points: list[Tensor], constant: Any) -> bool:
+    """Refuse losses without a gradient, but for those that may be constant, and return whether all have one."""
     names = objective_names(values)
+    given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
+    if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
+        raise ValueError(
+            f"{where}: constant must hold names of losses, {', '.join(map(repr, names[:5]))}"
+            f"{' and others' * (len(names) > 5)}, found {described(unknown[0])}. objective_names(losses) returns them."
+        )
     reached = [found for y in tree_leaves(values) for found in _reached(y, {id(x) for x in points})]
-    if not any(reached):
+    needed = [yes for name, yes in zip(names, reached, strict=True) if name not in given]
+    if needed and not any(reached):
         raise ValueError(
             f"{where}: expected losses that depend on the parameters, found none that does. Use the parameters that "
             "the losses receive, functional(model)(params, ...) and not model(...), and do not detach the losses."
         )
-    if not all(reached):
-        unreached = [name for name, yes in zip(names, reached, strict=True) if not yes]
+    if not all(needed):
+        unreached = [name for name, yes in zip(names, reached, strict=True) if not yes and name not in given]
         raise ValueError(
             f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
             f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
-            "has_aux=True. For derivatives inside the losses, take torch.func.grad, or create_graph=True."
+            "has_aux=True. Of a task without labels on this batch: constant=[name]. For derivatives inside the losses, "
+            "take torch.func.grad, or create_graph=True."
         )
+    return all(reached)
 
 
 def _report_unlearned(plan: Plan, values: Losses, params: Params) -> None:

@@ -1,5 +1,6 @@
 """How training starts: the state that the first step takes."""
 
+from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
@@ -30,6 +31,7 @@ def train_state(
     buffers: Tree = (),
     engine: str | Engine = "auto",
     has_aux: bool = False,
+    constant: Collection[str] = (),
 ) -> TrainState:
     """Start training: the state that the first `step` takes.
 
@@ -48,6 +50,8 @@ def train_state(
             for losses without buffers.
         engine: as for `step`.
         has_aux: as for `step`.
+        constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
+            those of a task without labels in it.
 
     Returns:
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
@@ -57,8 +61,8 @@ def train_state(
             and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
             (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
-            it as aux); `multitask` losses of which none reaches the trunk; noise that protects nobody (`noised`). The
-            graph of the losses decides, never values.
+            it as aux, or name it in `constant`); `multitask` losses of which none reaches the trunk; noise that
+            protects nobody (`noised`). The graph of the losses decides, never values.
 
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
@@ -114,7 +118,7 @@ def train_state(
         engine=engine,
     )
     if not under_transform():
-        check_learning(plan, losses, batch)
+        check_learning(plan, losses, batch, constant)
     state = TrainState(params, buffers, optimizer.init(params), started(plan, chosen), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 

@@ -214,8 +214,9 @@ TRAINING = {
             "buffers": (),
             "engine": "auto",
             "has_aux": False,
+            "constant": (),
         },
-        {"x": EVERYTHING, "scale": OPTION},
+        {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
         _LOSSES,
     ),
     "step": Call(

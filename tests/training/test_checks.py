@@ -106,6 +106,55 @@ def test_a_batch_that_was_taken_for_buffers_is_told(batch):
         begin(losses, params, *batch)
 
 
+def with_missing_labels(kind):
+    """Two tasks, of which the second has labels in some batches only."""
+    params = {"shared": {"w": torch.ones(3, 2)}, "heads": {"a": torch.ones(2), "b": torch.ones(2)}}
+
+    def heads(own, h, x, labels):
+        known = ~labels.isnan()
+        other = (h @ own["b"])[known].sub(labels[known]).square().mean() if known.any() else torch.zeros(())
+        return {"a": (h @ own["a"]).square().mean(), "b": other}
+
+    losses = fj.multitask(lambda shared, x, labels: x @ shared["w"], heads)
+    return params, losses if kind == "tasks" else lambda p, *batch: losses(p, *batch)
+
+
+LABELS = torch.tensor([torch.nan, 1.0, torch.nan, 2.0, 0.0, torch.nan, 1.0, 3.0])
+
+
+@pytest.mark.parametrize("kind", ["tasks", "plain"])
+@pytest.mark.parametrize("rule", [fj.mean, fj.upgrad])
+def test_a_task_without_labels_in_the_first_batch_starts_by_name(kind, rule):
+    params, losses = with_missing_labels(kind)
+    method = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
+    nothing = torch.full((8,), torch.nan)
+    with pytest.raises(ValueError, match=r"found 'b' without a gradient.*on this batch: constant=\[name\]"):
+        fj.train_state(params, X, nothing, **method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = fj.train_state(params, X, nothing, constant=["b"], **method)
+    state, info = fj.step(state, X, nothing, **method)
+    assert info.moved
+    assert torch.equal(state.params["heads"]["b"], params["heads"]["b"])
+    labelled = fj.train_state(state.params, X, LABELS, constant=["b"], **method)  # may be, need not
+    found, info = fj.step(state, X, LABELS, **method)
+    assert info.moved
+    assert not torch.equal(found.params["heads"]["b"], params["heads"]["b"])
+    torch.testing.assert_close(found.params, fj.step(labelled, X, LABELS, **method)[0].params)
+
+
+def test_losses_that_may_be_constant_are_names_and_others_may_not():
+    losses = lambda p, x, y: {"a": (p["w"] * x).sum(), "b": x.sum(), "c": y.sum()}
+    params = {"w": torch.ones(3)}
+    for wrong, found in ((["d"], "'d'"), ("d", "'d'"), ([1], "1"), (7, "7"), (torch.ones(()), r"torch.float32 \[\]")):
+        with pytest.raises(ValueError, match=rf"constant must hold names of losses, 'a', 'b', 'c', found {found}\."):
+            begin(losses, params, constant=wrong)
+    with pytest.raises(ValueError, match=r"found 'c' without a gradient"):
+        begin(losses, params, constant=["b"])
+    begin(losses, params, constant={"b", "c"})
+    begin(lambda p, x, y: {"b": x.sum()}, params, constant="b")
+
+
 def test_other_errors_of_losses_are_their_own():
     with pytest.raises(ZeroDivisionError) as failed:
         begin(lambda p, x, y: 1 / 0, {"w": torch.ones(3)})
