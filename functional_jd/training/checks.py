@@ -33,6 +33,16 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
 
 
+def refuse_8_bits(where: str, what: str, tree: Tree) -> None:
+    """Refuse float8, in which torch neither adds nor compares."""
+    for name, leaf in zip(tree_names(tree), tree_leaves(tree), strict=True):
+        if leaf.dtype.itemsize < 2:
+            raise TypeError(
+                f"{where}: expected {what} of 16 bits or more, found {leaf.dtype} in {name!r}, which torch cannot add. "
+                "Keep them in bfloat16 or float32, and convert inside the losses: x.to(torch.float8_e4m3fn)."
+            )
+
+
 def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer) -> None:
     """Refuse noise that protects nobody: where a row is not that of one example, or not bounded by the norm that the
     noise is for.
@@ -89,6 +99,7 @@ def check_learning(plan: Plan, losses: LossFunction, batch: tuple[Any, ...], con
         journal.undo()
         set_random_state(draws)
     _warn_of_outputs(where, values)
+    refuse_8_bits(where, "losses", values)
     if _refuse_unreached(where, values, points, constant):
         _report_unlearned(plan, values, args[0])
     _warn_unless_finite(where, values)

@@ -15,7 +15,7 @@ from functional_jd.engines.plan import Engine
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
-from functional_jd.training.checks import check_batch, check_learning, check_noise
+from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
 from functional_jd.training.driver import started
 from functional_jd.training.prepare import prepare, refuse_engine
 from functional_jd.training.state import TrainState, check_method
@@ -93,6 +93,7 @@ def train_state(
         )
     leaves, _ = floating_leaves(params, "train_state")
     _refuse_frozen(params)
+    refuse_8_bits("train_state", "parameters", params)
     check_batch("train_state", batch)
     check_noise("train_state", losses, aggregator, optimizer)
     # Detached first: a copy for all replicas would keep the graph of what it is given.

@@ -155,6 +155,44 @@ def test_losses_that_may_be_constant_are_names_and_others_may_not():
     begin(lambda p, x, y: {"b": x.sum()}, params, constant="b")
 
 
+def test_float8_is_refused_by_name():
+    eights = {"w": torch.ones(3), "v": torch.ones(2).to(torch.float8_e4m3fn)}
+    losses = lambda p, x, y: (x @ p["w"]).square().mean()
+    with pytest.raises(
+        TypeError, match=r"^train_state: expected parameters of 16 .* torch.float8_e4m3fn in 'v', which"
+    ):
+        begin(losses, eights)
+    lost = lambda p, x, y: {"a": losses(p, x, y), "b": losses(p, x, y).to(torch.float8_e5m2)}
+    with pytest.raises(TypeError, match=r"^train_state: expected losses of 16 .* torch.float8_e5m2 in 'b', which"):
+        begin(lost, {"w": torch.ones(3)})
+    begin(lambda p, x, y: losses({"w": p["w"].half()}, x.half(), y), {"w": torch.ones(3)})
+
+
+class Observer(nn.Module):
+    """Of the largest inputs, which has a shape after the first forward pass, as those of `prepare_qat`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.empty(0))
+
+    def forward(self, x):
+        now = x.detach().amax(0)
+        self.most = torch.maximum(self.most, now) if self.most.numel() else now
+        return x
+
+
+def test_buffers_that_grow_are_refused_with_the_cure():
+    net = nn.Sequential(nn.Linear(3, 2), Observer())
+    losses = returned(net)
+    params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+    state = begin(losses, params, buffers=buffers)
+    with pytest.raises(ValueError, match=r"'1\.most', expected torch.float32 \[0\]\. What gets its shape in its first"):
+        fj.step(state, X, Y, losses=losses, **METHOD)
+    net(X)
+    state = begin(losses, params, buffers=dict(net.named_buffers()))
+    assert fj.step(state, X, Y, losses=losses, **METHOD)[0].buffers["1.most"].shape == (2,)
+
+
 def test_other_errors_of_losses_are_their_own():
     with pytest.raises(ZeroDivisionError) as failed:
         begin(lambda p, x, y: 1 / 0, {"w": torch.ones(3)})
