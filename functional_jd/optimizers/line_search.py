@@ -44,7 +44,7 @@ def line_search(
         rates: not negative, `[k]`: a tensor, or a list or tuple of numbers. With 0 among them, a step that helps
             nowhere is not taken.
         merit: `merit(losses) -> []`, what is to become small, of the losses as the step's losses return them. By
-            default half the sum of their squares, which is right for residuals (`natural_gradient`) and for losses that
+            default the sum of their squares, which is right for residuals (`natural_gradient`) and for losses that
             are not negative. For losses of any sign that are to be small themselves: `torch.sum`.
 
     Returns:
@@ -146,8 +146,7 @@ def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
 
 def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tensor:
     if merit is None:
-        halves = [at_least_float32(leaf).square().sum().double() / 2 for leaf in tree_leaves(values)]
-        return torch.stack(halves).sum()
+        return torch.stack([at_least_float32(leaf).square().sum().double() for leaf in tree_leaves(values)]).sum()
     found: Any = merit(values)
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         refuse(

@@ -137,6 +137,17 @@ def test_parameters_keep_their_dtype_and_rates_are_not_rounded_to_it(dtype):
     assert torch.equal(found, (x.double() - 0.3 * 16 * x.double()).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_squares_of_losses_in_half_precision_neither_overflow_nor_are_rounded(dtype):
+    """Of three losses of 400 and less, which float16 cannot square, and of 256 and less, alike in bfloat16."""
+    for x, direction in ((torch.tensor([400.0, 300.0, 300.0]), 100.0), (torch.tensor([16.0, 1.0, 1.0]), 0.5)):
+        optimizer = line_search(fj.sgd(1.0), [0.25, 1.0, 0.5])
+        ahead = torch.tensor([0.0, 0.0, direction])
+        moved, state = optimizer.search(lambda p: p.to(dtype), ahead, optimizer.init(x), x)
+        assert state.rate == 1.0
+        assert torch.equal(moved, x - ahead)
+
+
 def test_losses_that_vmap_refuses_are_compared_one_by_one_and_leave_no_trace():
     count = torch.zeros(())
 
