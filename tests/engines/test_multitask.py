@@ -95,3 +95,26 @@ def test_an_overflow_in_heads_or_trunk_skips_a_step_without_rows(where, engine, 
         assert info.moved == moves
         assert info.finite == moves
         assert torch.equal(after.params["shared"]["w"], PARAMS["shared"]["w"]) != moves
+
+
+def test_compiled_heads_are_unscaled_too():
+    rows, heads = by_hand(1.0)
+    torch.compiler.reset()
+    find = torch.compile(fj.jacobian_fn(losses(), scale=torch.tensor(8.0)), fullgraph=True, backend="aot_eager")
+    found, _, finite = find(PARAMS, X)
+    assert finite
+    torch.testing.assert_close(found.shared["w"], rows)
+    for name, each in heads.items():
+        torch.testing.assert_close(found.heads[name], each.sum(0))
+
+
+def test_heads_in_half_precision_are_added_in_float32_with_a_scale():
+    """Without one, the direction has the dtypes of the parameters."""
+    halves = PARAMS | {"heads": {name: x.half() for name, x in PARAMS["heads"].items()}}
+    tasks = fj.multitask(
+        lambda s, x: x @ s["w"], lambda own, h, x: {"a": (h.half() @ own["a"]).sum().float(), "b": h.sum()}
+    )
+    for scale, dtype in ((torch.tensor(8.0), torch.float32), (None, torch.float16)):
+        _, _, pullback = fj.gramian_fn(tasks, scale=scale)(halves, X)
+        direction, _ = pullback(torch.ones(2))
+        assert {x.dtype for x in direction["heads"].values()} == {dtype}

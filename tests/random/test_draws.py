@@ -36,8 +36,9 @@ def test_an_event_of_probability_one_always_happens_and_one_of_zero_never():
         for u in (0.0, 1 - 2.0**-24):
             assert call(torch.bernoulli, [u], torch.empty(2), p).tolist() == [float(p)] * 2
             assert call(Tensor.bernoulli_, [u], torch.empty(2), p).tolist() == [float(p)] * 2
-    # In float64 a probability just below one is no certainty.
-    assert call(torch.bernoulli, [ALMOST_ONE], torch.tensor([ALMOST_ONE]).double()).item() == 0
+    # Probabilities in float64 are compared with numbers in float64.
+    beyond, probability = 0.5 + 2.0**-40, torch.tensor([0.5 + 2.0**-41], dtype=torch.float64)
+    assert call(torch.bernoulli, [torch.tensor(beyond, dtype=torch.float64)], probability).item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
