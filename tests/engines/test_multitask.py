@@ -118,3 +118,13 @@ def test_heads_in_half_precision_are_added_in_float32_with_a_scale():
         _, _, pullback = fj.gramian_fn(tasks, scale=scale)(halves, X)
         direction, _ = pullback(torch.ones(2))
         assert {x.dtype for x in direction["heads"].values()} == {dtype}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_that_no_feature_can_tell_is_not_hidden(mode):
+    tasks = fj.multitask(
+        lambda s, x: x @ s["w"], lambda own, h, x: {"calm": own["a"].sum(), "wild": own["b"].sum() * 1e30}
+    )
+    _, _, finite = fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 1e9]))(PARAMS, X)
+    assert not finite.all()
+    assert fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 8.0]))(PARAMS, X)[2].all()

@@ -7,6 +7,7 @@ import torch
 
 from functional_jd.random import key
 from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.stream import draw
 
 
 class Given(Numbers):
@@ -148,3 +149,18 @@ def test_rrelu_leaves_what_is_positive_and_zero_stays():
     x = torch.tensor([-2.0, 0.0, 3.0])
     assert call(torch.rrelu, [0.5], x, 0.25, 0.75, True).tolist() == [-1.0, 0.0, 3.0]
     assert call(torch.rrelu, [0.5], x, 0.25, 0.25, True).tolist() == [-0.5, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-3, 4), (5, 2**62), (-(2**62), 2**63), (-(2**63), 2**63), (-1, 2**63)])
+def test_integers_are_words_modulo_the_length_of_their_range(low, high):
+    words = draw(key(7), 256, "integer", torch.int64).tolist()
+    found = Numbers(lambda: key(7)).integers(low, high, (256,), torch.device("cpu")).tolist()
+    kept = 2**63 if high - low < 2**63 else 2**64
+    assert found == [low + word % kept % (high - low) for word in words]
+
+
+def test_probabilities_out_of_range_are_errors_as_in_torch():
+    for func in (torch.bernoulli, Tensor.bernoulli_):
+        for p in (-0.1, 1.5):
+            with pytest.raises(RuntimeError, match=rf"expects p to be in \[0, 1\], but got p={p}"):
+                call(func, [0.5], torch.empty(2), p)
