@@ -164,3 +164,21 @@ def test_probabilities_out_of_range_are_errors_as_in_torch():
         for p in (-0.1, 1.5):
             with pytest.raises(RuntimeError, match=rf"expects p to be in \[0, 1\], but got p={p}"):
                 call(func, [0.5], torch.empty(2), p)
+
+
+OUT_OF_RANGE = [
+    (Tensor.exponential_, (0.0,)),
+    (Tensor.cauchy_, (0.0, 0.0)),
+    (Tensor.log_normal_, (0.0, 0.0)),
+    (Tensor.geometric_, (0.0,)),
+    (Tensor.geometric_, (1.0,)),
+    (Tensor.normal_, (0.0, -1.0)),
+    (Tensor.uniform_, (1.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("func", "args"), OUT_OF_RANGE)
+def test_the_ends_of_parameters_are_errors_where_torch_s_are(func, args):
+    for drawn in (lambda: func(torch.empty(2), *args), lambda: call(func, [0.5], torch.empty(2), *args)):
+        with pytest.raises(RuntimeError, match="expects"):
+            drawn()
