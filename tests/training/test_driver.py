@@ -24,7 +24,7 @@ def test_losses_are_finite_one_by_one_in_every_structure(values):
     assert _finite_losses(torch.tensor([1.0, 4.0, 2.0, 3.0]), torch.ones(())).item() is True
 
 
-J = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+J = torch.tensor([[3.0, 4.0], [1.0, -10.0]])  # in conflict, so that weights tell the size of the rows
 ENGINES = ["jacobian", "gramian"]
 
 
