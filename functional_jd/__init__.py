@@ -79,6 +79,7 @@ from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.fit import fit
 from functional_jd.training.prepare import chosen_engine
+from functional_jd.training.private import private
 from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
@@ -162,6 +163,7 @@ __all__ = [
     "pcd",
     "pcgrad",
     "per_example",
+    "private",
     "random",
     "random_weights",
     "scalarized",

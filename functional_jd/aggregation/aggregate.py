@@ -34,12 +34,15 @@ class Aggregator(NamedTuple):
             weights.
         on_host: whether `update` is to run on the host where the view stands on an accelerator: one copy there and one
             back, for what would take more than some 40 launches. Not under transforms.
+        sensitivity: the largest norm that a row can add to the direction, whatever the rows; None: no such bound is
+            known. `noised` needs one.
     """
 
     view: View | Callable[..., Any]
     init: Callable[[Any], Tree]
     update: Callable[[Any, Tree], tuple[Weights, Tree]]
     on_host: bool = False
+    sensitivity: float | Tensor | None = None
 
 
 @displayed_as(outline)

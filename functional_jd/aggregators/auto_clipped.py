@@ -9,34 +9,36 @@ from functional_jd.aggregation.views import norms
 from functional_jd.core.types import Weights
 
 
-def auto_clipped(gamma: Number = 0.01) -> Aggregator:
+def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
     """The sum of the rows, each divided by its norm: clipping without a threshold to tune.
 
-    `weights_i = 1 / (|g_i| + gamma)`
+    `weights_i = max_norm / (|g_i| + gamma)`
 
     Args:
         gamma: norm below which rows count less than others, in the unit of a gradient; positive. A number or a tensor
             `[]`.
+        max_norm: the norm that long rows get, positive. A number or a tensor `[]`.
 
     Returns:
         A rule that needs the norms of the rows. Weights `[m]`, float64, positive; differentiable with respect to the
-        norms and `gamma`.
+        norms, `gamma` and `max_norm`.
 
     Raises:
-        TypeError, ValueError: `gamma` is not a number or a tensor `[]`, or not positive.
+        TypeError, ValueError: `gamma` or `max_norm` is not a number or a tensor `[]`, or not positive.
 
     Laws:
-        No row adds more than 1 to the direction. Rows keep the order of their norms. Weights do not depend on other
-        rows. Where gamma is small against all norms, the unit of the losses does not matter. The heads of `multitask`
-        losses, which follow no rule, are not clipped.
+        No row adds more than `max_norm` to the direction. Rows keep the order of their norms. Weights do not depend on
+        other rows. Where gamma is small against all norms, the unit of the losses does not matter. The heads of
+        `multitask` losses, which follow no rule, are not clipped.
 
     Source:
         Bu, Wang, Zha & Karypis, Automatic clipping: differentially private deep learning made easier and stronger,
-        NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = 1: a factor of all rows belongs to the learning rate.
+        NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = `max_norm`.
     """
     gamma = hyper_parameter(gamma, "auto_clipped: gamma", POSITIVE, "The default is 0.01.")
+    max_norm = hyper_parameter(max_norm, "auto_clipped: max_norm", POSITIVE, "The default is 1.")
 
     def weigh(lengths: Tensor) -> Weights:
-        return 1 / (lengths + gamma)
+        return max_norm / (lengths + gamma)
 
-    return stateless(norms, weigh)
+    return stateless(norms, weigh)._replace(sensitivity=max_norm)

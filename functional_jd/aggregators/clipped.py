@@ -43,4 +43,4 @@ def clipped(max_norm: Number) -> Aggregator:
     def weigh(lengths: Tensor) -> Weights:
         return max_norm / torch.maximum(lengths, lengths.new_ones(()) * max_norm)
 
-    return stateless(norms, weigh)
+    return stateless(norms, weigh)._replace(sensitivity=max_norm)

@@ -76,4 +76,7 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
 
     # Rows stay where they are.
     on_host = any(rule.on_host for rule in chosen.values()) and all(view.products != "rows" for view in views.values())
-    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update, on_host)
+    bounds = [rule.sensitivity for rule in chosen.values()]
+    squares = [bound**2 for bound in bounds if bound is not None]
+    sensitivity = sum(squares) ** 0.5 if len(squares) == len(bounds) else None
+    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update, on_host, sensitivity)

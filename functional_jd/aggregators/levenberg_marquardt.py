@@ -10,7 +10,7 @@ from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_p
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.core.safe import divide
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.damped import damped_solve
+from functional_jd.solvers.damped import damped_weights
 
 _View = tuple[Gramian, Tensor]
 
@@ -77,7 +77,7 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         least = 8 * len(r) * torch.finfo(G.dtype).eps * G.detach().diagonal().amax()
         now = torch.where(is_first, state.damping, torch.maximum(adapted, least))
         growth = torch.where(works | is_first, 2, 2 * state.growth)
-        w = damped_solve(G, r, now)
+        w = damped_weights(G, r, now)
         predicted = (G @ w) @ (r + now * w) / 2  # |r|^2 - |r - G w|^2 without cancellation, as r - G w = lambda w
         return w, LevenbergMarquardtState(now, growth, value, predicted)
 

@@ -8,14 +8,14 @@ from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.damped import damped_solve
+from functional_jd.solvers.damped import damped_weights
 from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
 
 
 def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
     """The damped step of Gauss and Newton (Levenberg, Marquardt) for residuals r, which the losses are.
 
-    `weights = (G + damping 1)^-1 r`, so that by Woodbury's identity
+    `weights = (G + damping 1)^-1 r`, up to what the direction does not see, so that by Woodbury's identity
     `direction = J' weights = (J' J + damping 1)^-1 J' r`, which minimizes `|J d - r|^2 + damping |d|^2`.
 
     The losses must be the residuals themselves, not their squares: m numbers of any sign, of which `|r|^2 / 2` is to
@@ -40,10 +40,12 @@ def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
         With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm. The
         direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction too: none where
         no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of the largest
-        diagonal entry, which is added to the damping. With a damping that is not large against it, rounding grows in
-        the part of the residuals that no step reduces: then take the number 0. The heads of `multitask` losses follow
-        the sum of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize
-        with the device; Cholesky's decomposition does not.
+        diagonal entry, which is added to the damping. The part of the residuals that no step reduces gives weights of
+        its size by the damping, which the direction does not see but for their rounding: where that is more than
+        1e-10 of it, the weights are those of the rest, by the pseudo-inverse. Under a transform, and off the CPU, this
+        is not looked at: there, a damping that small needs the number 0. The heads of `multitask` losses follow the sum
+        of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize with the
+        device; Cholesky's decomposition does not.
 
     Source:
         Müller & Zeinhofer, Achieving high accuracy with PINNs via energy natural gradient descent, ICML 2023, arXiv
@@ -64,6 +66,6 @@ def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
         if not isinstance(damping, Tensor) and damping == 0:
             inverse, _ = pseudo_inverse(G)
             return inverse @ residuals
-        return damped_solve(G, residuals, damping * largest_eigenvalue(G) if relative else damping)
+        return damped_weights(G, residuals, damping * largest_eigenvalue(G) if relative else damping)
 
     return stateless(gramian_and_losses, weigh)

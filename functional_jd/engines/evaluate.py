@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
+from functional_jd.core.record_display import children
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
@@ -81,6 +82,10 @@ def evaluate_losses(
     if options.examples:
         check_example_aux(where, aux)
     leaves = tree_leaves(values)
+    for part in values.values() if type(values) is dict else values if type(values) is list else (values,):
+        if type(part) is not Tensor:  # seldom, and no call where all are
+            _refuse_none(where, values)
+            break
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             found = type(leaf).__name__
@@ -93,6 +98,17 @@ def evaluate_losses(
     if not element_count(leaves):
         raise ValueError(f"{where}: expected at least one objective, found none. Return one element per objective.")
     return [leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves], (values, aux)
+
+
+def _refuse_none(where: str, values: Losses, path: tuple[str, ...] = ()) -> None:
+    """Refuse None in the place of a loss: other losses would move to its row."""
+    if values is None:
+        raise TypeError(
+            f"{where}: losses must be floating-point tensors, found None in {'.'.join(path) or 'value'!r}. Return the "
+            "same losses for every batch: where a batch has nothing to say, 0 * other_loss."
+        )
+    for name, part in children(values) or []:
+        _refuse_none(where, part, (*path, name))
 
 
 def check_example_aux(where: str, aux: Any) -> None:

@@ -88,7 +88,9 @@ def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
         if expected != given:
             raise ValueError(
                 f"{extras.where}: the losses must return buffers with the shapes and dtypes of those that they "
-                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}."
+                f"received, found {given} in {tree_names(extras.buffers)[index]!r}, expected {expected}. What gets its "
+                "shape in its first forward pass, such as observers of quantization, needs one before "
+                "dict(module.named_buffers())."
             )
 
 

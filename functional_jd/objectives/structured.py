@@ -20,12 +20,21 @@ Dims = int | None | Sequence[int | None]
 
 @dataclass(frozen=True)
 class PerExample(Declared):
-    """The function that `per_example` returns. The engines read the loss of one example from it."""
+    """The function that `per_example` returns. The engines read the loss of one example from it.
+
+    Attributes:
+        loss: the loss of one example.
+        in_dims: the dimension of the examples in each argument.
+        without_examples: what takes its place for a batch without examples; None: such a batch is refused.
+    """
 
     loss: Callable[..., Any]
     in_dims: Dims
+    without_examples: Callable[..., Any] | None = None
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
+        if self.without_examples is not None and not self.count(batch):
+            return self.without_examples(params, *batch)
         dims = (None, *self.dims(batch))
         if torch.compiler.is_compiling():
             return torch.vmap(self.loss, in_dims=dims, randomness="different")(params, *batch)
@@ -85,7 +94,8 @@ class PerExample(Declared):
                     "Mark what the examples share with None in in_dims."
                 )
         sizes = [leaf.shape[dim] for leaf, dim in batched]
-        if not sizes or sizes[0] == 0 or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
+        empty = bool(sizes) and sizes[0] == 0 and self.without_examples is None
+        if not sizes or empty or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
             raise ValueError(
                 "per_example: all batched arguments must have the same number of examples, at least one, "
                 f"found {sorted(set(sizes))}. Mark what the examples share with None in in_dims."

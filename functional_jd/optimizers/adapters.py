@@ -61,8 +61,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: not a class of `torch.optim`, or arguments that it does not take; the class needs a closure (LBFGS),
-            keeps state that is not a tensor, or changes its param groups.
+        TypeError: not a class of `torch.optim`, or arguments that it does not take; the class needs a closure (LBFGS)
+            or sparse gradients (SparseAdam), keeps state that is not a tensor, or changes its param groups.
         ValueError: called under a `torch.func` transform, or with sharded parameters for a class that looks at whole
             tensors, such as Adafactor; an `lr` that is negative, infinite or NaN.
 
@@ -82,6 +82,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             "from_torch(torch.optim.Adam, lr=1e-3)."
         )
     name = cls.__name__
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise TypeError(
+            f"from_torch: expected a class for dense gradients, which all directions are, found {name}. Take adamw, or "
+            "torch.optim.Adam."
+        )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(

@@ -37,12 +37,14 @@ class Optimizer(NamedTuple):
         search: `search(losses_at, direction, state, params) -> (params, state)`, or None: the update of an optimizer
             that compares losses, such as `line_search`. `losses_at(params) -> losses` are those of the step, on its
             batch and its buffers. A step calls it in the place of `update`.
+        sensitivity: the norm of a row for which updates add noise; None: they add none.
     """
 
     init: Callable[[Params], Tree]
     update: Callable[[Direction, Tree, Params], tuple[Params, Tree]]
     guarded_update: Callable[[Tensor, Direction, Tree, Params], tuple[Params, Tree]] | None = None
     search: Callable[[Callable[[Params], Losses], Direction, Tree, Params], tuple[Params, Tree]] | None = None
+    sensitivity: float | Tensor | None = None
 
 
 def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: Any) -> None:

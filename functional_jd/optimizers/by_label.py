@@ -23,8 +23,8 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
 
     Raises:
         TypeError: an entry of `optimizers` is not an `Optimizer`, or `labels` is not a function.
-        ValueError: no optimizers; when training starts: a leaf with a label that is unknown, a label without leaves, or
-            two leaves with one name.
+        ValueError: no optimizers; one made by `noised`, which goes around all; when training starts: a leaf with a
+            label that is unknown, a label without leaves, or two leaves with one name.
 
     Laws:
         Every group moves as if it were alone. Pure; composes with the transforms that all the optimizers compose with.
@@ -77,6 +77,11 @@ def _check(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], 
             raise TypeError(
                 f"by_label: the optimizer {label!r} must be a pair (init, update), found {type(optimizer).__name__}. "
                 "Call its builder: adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
+            )
+        if optimizer.sensitivity is not None:
+            raise ValueError(
+                f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
+                "groups. Put it around all: noised(by_label(...), ...)."
             )
 
 

@@ -44,7 +44,7 @@ def line_search(
         rates: not negative, `[k]`: a tensor, or a list or tuple of numbers. With 0 among them, a step that helps
             nowhere is not taken.
         merit: `merit(losses) -> []`, what is to become small, of the losses as the step's losses return them. By
-            default half the sum of their squares, which is right for residuals (`natural_gradient`) and for losses that
+            default the sum of their squares, which is right for residuals (`natural_gradient`) and for losses that
             are not negative. For losses of any sign that are to be small themselves: `torch.sum`.
 
     Returns:
@@ -53,9 +53,9 @@ def line_search(
 
     Raises:
         TypeError: `optimizer` is not an `Optimizer`; `rates` are no numbers; `merit` is not callable.
-        ValueError: no rates, or a negative one; an optimizer that itself compares losses; `merit` returns no scalar. In
-            `step`: replicas, which would choose by different batches and move apart; an optimizer around this one that
-            has no losses to give (`noised`, `by_label`): put this one around that.
+        ValueError: no rates, or a negative one; an optimizer that itself compares losses, or adds noise; `merit`
+            returns no scalar. In `step`: replicas, which would choose by different batches and move apart; an optimizer
+            around this one that has no losses to give (`noised`, `by_label`): put this one around that.
 
     Laws:
         The first of the best rates is taken; a merit that is not finite is never best, and where none is finite the
@@ -146,8 +146,7 @@ def _at_all(merit_at: Callable[[Tensor], Tensor], rates: Tensor) -> Tensor:
 
 def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tensor:
     if merit is None:
-        halves = [at_least_float32(leaf).square().sum().double() / 2 for leaf in tree_leaves(values)]
-        return torch.stack(halves).sum()
+        return torch.stack([at_least_float32(leaf).square().sum().double() for leaf in tree_leaves(values)]).sum()
     found: Any = merit(values)
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         refuse(
@@ -167,6 +166,11 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
         raise ValueError(
             "line_search: expected an optimizer that needs no losses, found one that itself compares losses. Pass all "
             "rates to one line_search."
+        )
+    if optimizer.sensitivity is not None:
+        raise ValueError(
+            "line_search: expected an optimizer without noise, found one made by noised: the search looks at losses of "
+            "the batch that no noise covers. Take the optimizer inside it alone."
         )
     expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.0]."
     if isinstance(rates, Tensor):

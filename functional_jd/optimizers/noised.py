@@ -51,7 +51,9 @@ def noised(
 
     Raises:
         TypeError: `optimizer` is not an `Optimizer`; `key` is not a key; a setting is not a number or a tensor.
-        ValueError: a setting out of range.
+        ValueError: a setting out of range. In `train_state`: losses that are not those of `per_example`, or a rule that
+            does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or `grouped` of these): the noise would
+            protect nobody. `private` builds what fits.
 
     Laws:
         What the optimizer inside receives has noise of standard deviation `multiplier max_norm / batch_size` in every
@@ -71,8 +73,7 @@ def noised(
     Example:
         >>> rule, optimizer = clipped(1.0), noised(sgd(0.1), random.key(0), 1.1, max_norm=1.0, batch_size=64)
     """
-    _check(optimizer, multiplier, max_norm, batch_size)
-    check_key(key, "noised")
+    check_noise("noised", optimizer, key, batch_size, multiplier=multiplier, max_norm=max_norm)
 
     def init(params: Params) -> NoisedState:
         leaves, _ = floating_leaves(params, "noised")
@@ -97,22 +98,24 @@ def noised(
         params, inner = optimizer.update(noisy_mean(direction, now), state.inner, params)
         return params, NoisedState(later, inner)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, sensitivity=max_norm)
 
 
-def _check(optimizer: Any, multiplier: Any, max_norm: Any, batch_size: Any) -> None:
+def check_noise(where: str, optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
+    """Refuse what is no optimizer, no key, or no setting, in the name of the function that the user called."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"noised: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "
-            "noised(sgd(0.1), ...)."
+            f"{where}: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "
+            "sgd(0.1)."
         )
-    for name, value in (("multiplier", multiplier), ("max_norm", max_norm), ("batch_size", batch_size)):
+    settings = {**others, "batch_size": batch_size}
+    for name, value in settings.items():
         if callable(value):
             raise TypeError(
-                f"noised: {name} must be a number or a tensor, found {type(value).__name__}. Build an optimizer in "
+                f"{where}: {name} must be a number or a tensor, found {type(value).__name__}. Build an optimizer in "
                 "every step for a schedule: the states fit."
             )
-    settings = {"multiplier": multiplier, "max_norm": max_norm, "batch_size": batch_size}
-    check_settings("noised", tensors=tuple(settings), **settings)
+    check_settings(where, tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:
-        raise ValueError(f"noised: batch_size must be positive, found {batch_size}. It counts examples.")
+        raise ValueError(f"{where}: batch_size must be positive, found {batch_size}. It counts examples.")
+    check_key(key, where)

@@ -4,9 +4,45 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nan_unless, nonzero
+from functional_jd.solvers.spectral import may_be_read, pseudo_inverse
 
 # The rounding of A, and of its decomposition, as a fraction of its largest entry, times m.
 _ROUNDING = 8 * torch.finfo(torch.float64).eps
+
+
+# How much of `J'x` may be the rounding of a part of x that `J'` maps to zero.
+_LOST = 1e-10
+
+
+def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
+    """Solve `(A + damping 1) x = b` for a Gramian `A = J J'`, where `J'x` is what counts.
+
+    With `b = b_1 + b_0`, b_0 out of the range of A, x holds `b_0 / damping`, which `J'` maps to zero but for rounding.
+    If that rounding is more than 1e-10 of `J'x`, x is the solution for `b_1`, by the pseudo-inverse, without a
+    ridge.
+
+    Args:
+        matrix: as for `damped_solve`.
+        b: as for `damped_solve`.
+        damping: as for `damped_solve`.
+
+    Returns:
+        float64 `[m]`; NaN where an input is not finite.
+
+    Laws:
+        As `damped_solve`, which it is wherever values cannot be looked at for nothing: under transforms, and off the
+        CPU. The rank is constant to derivatives.
+    """
+    x = damped_solve(matrix, b, damping)
+    if not may_be_read(matrix):
+        return x
+    at, A = x.detach(), matrix.detach()
+    lost = torch.finfo(torch.float64).eps ** 2 * A.trace() * (at @ at)
+    if not (lost > _LOST**2 * (at @ (A @ at))).item():
+        return x
+    inverse, _ = pseudo_inverse(matrix)
+    # 1 / (a + damping) of every eigenvalue a that is kept, from 1 / a.
+    return damped_solve(damping * inverse, inverse @ b, 1.0)
 
 
 def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:

@@ -60,12 +60,17 @@ def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
         float64 `[m]`, differentiable, if A is well-conditioned, else `None`; `None` too where values cannot be looked
         at for nothing: under transforms, on other devices than a CPU.
     """
-    if not matrix.is_cpu or type(matrix) is not Tensor or under_transform() or dispatch_modes():
+    if not may_be_read(matrix):
         return None
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if failed.item() or not torch.cholesky_inverse(factor.detach()).trace().item() < _WELL_CONDITIONED:
         return None
     return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
+
+
+def may_be_read(matrix: Tensor) -> bool:
+    """Whether values can be looked at for nothing: on a CPU, and under no transform or mode."""
+    return matrix.is_cpu and type(matrix) is Tensor and not under_transform() and not dispatch_modes()
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:

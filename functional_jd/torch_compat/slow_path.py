@@ -37,12 +37,13 @@ class SlowPathWarning(UserWarning):
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
-    `Watch` sees the ops and hands them to `note`.
+    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
     def __init__(self) -> None:
         # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
         self.before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = {}
+        self.averages: list[Tensor] = []
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what this op is about to change."""
@@ -59,6 +60,8 @@ class StateJournal:
                 if state and id(x) not in self.before:
                     old = x.detach().clone()
                     self.before[id(x)] = x, partial(x.copy_, old), old
+                    if func in _WITH_STATISTICS:
+                        self.averages.append(x)
 
     def note_attribute(self, module: nn.Module, name: str) -> None:
         """Keep what a module is about to lose."""

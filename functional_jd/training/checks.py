@@ -1,22 +1,31 @@
 """What `train_state` checks: that there is something to learn, and something to learn it from."""
 
 import warnings
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, Params
+from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import Options, evaluate_losses
+from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
-from functional_jd.objectives import Sharded
+from functional_jd.objectives import Multitask, Sharded
 from functional_jd.objectives.gathering import Gathers
+from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
+from functional_jd.torch_compat.torch_internals import has_values
+
+# Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
+_ROUNDING = 1e-6
 
 
 def check_batch(where: str, batch: tuple[Any, ...]) -> None:
@@ -27,30 +36,83 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
         raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
 
 
-def check_learning(plan: Plan, journal: StateJournal) -> None:
-    """Refuse losses that do not reach the parameters, and warn of losses that are not finite.
+def refuse_8_bits(where: str, what: str, tree: Tree) -> None:
+    """Refuse float8, in which torch neither adds nor compares."""
+    for name, leaf in zip(tree_names(tree), tree_leaves(tree), strict=True):
+        if leaf.dtype.itemsize < 2:
+            raise TypeError(
+                f"{where}: expected {what} of 16 bits or more, found {leaf.dtype} in {name!r}, which torch cannot add. "
+                "Keep them in bfloat16 or float32, and convert inside the losses: x.to(torch.float8_e4m3fn)."
+            )
+
+
+def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer) -> None:
+    """Refuse noise that protects nobody: where a row is not that of one example, or not bounded by the norm that the
+    noise is for.
+    """
+    norm, bound = optimizer.sensitivity, rule.sensitivity
+    if norm is None:
+        return
+    cure = "Take private(loss, ...), which builds losses, rule and optimizer that fit."
+    if not kind_of(losses).rows_are_examples:
+        raise ValueError(
+            f"{where}: noised adds noise for single examples, expected losses made by per_example, found others: "
+            f"the noise protects nobody. {cure}"
+        )
+    if bound is None:
+        raise ValueError(
+            f"{where}: noised adds noise for rows of bounded norm, expected a rule that bounds every row, such as "
+            f"clipped(max_norm), found one that does not: the noise protects nobody. {cure}"
+        )
+    if all(not isinstance(x, Tensor) or has_values(x) for x in (norm, bound)):
+        norm, bound = float(norm), float(bound)
+        if abs(norm - bound) > _ROUNDING * bound:
+            raise ValueError(
+                f"{where}: noised adds noise for rows of norm {norm:g}, expected a rule with this bound, found one "
+                f"with {bound:g}: the noise is not what the multiplier says. {cure}"
+            )
+
+
+def check_learning(
+    plan: Plan, journal: StateJournal, losses: LossFunction, batch: tuple[Any, ...], constant: Any = ()
+) -> None:
+    """Refuse losses that do not reach the parameters, and warn of what is likely to be wrong.
 
     The losses are evaluated once, as if they had not been: what they change is noted in the journal, and put back.
+
+    Args:
+        plan: its losses are evaluated.
+        journal: what else is evaluated before it is undone once more is noted there, too.
+        losses: as the user gave them.
+        batch: what follows the parameters, and the buffers if there are any.
+        constant: the names of the losses that may have no gradient on this batch.
     """
     draws = random_state()
-    where, losses, kind = plan.where, plan.losses, plan.kind
+    where, kind = plan.where, plan.kind
     leaves, structure = tree_flatten(plan.args[0])
     points = [x.detach().requires_grad_() for x in leaves]
     options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad(), noting_assignments(journal.note_attribute):
             args = (tree_unflatten(structure, points), *plan.args[1:])
-            _, (values, _) = evaluate_losses(*kind.sample(losses, args), options)
+            _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, args), options)
         _refuse_written(plan, points, journal)
+        _warn_of_lost_averages(where, journal, buffers)
+    except Exception as error:
+        if len(plan.args) == 1 + len(batch):
+            _blame_missing_buffers(where, losses, batch, error)
+        raise
     finally:
         journal.undo(again=True)
         set_random_state(draws)
     unlearned = _unlearned(values, args[0])
-    if isinstance(losses, Sharded) and losses.mesh is not None:
+    if isinstance(plan.losses, Sharded) and plan.losses.mesh is not None:
         without = f"uses all leaves but {', '.join(unlearned) or 'none'}"
-        Gathers(where, losses.mesh, True).announce(without, losses.mesh.device_type)
-    _refuse_unreached(where, values, points)
-    _report_unlearned(plan, unlearned, args[0])
+        Gathers(where, plan.losses.mesh, True).announce(without, plan.losses.mesh.device_type)
+    _warn_of_outputs(where, values)
+    refuse_8_bits(where, "losses", values)
+    if _refuse_unreached(where, values, points, constant):
+        _report_unlearned(plan, unlearned, args[0])
     _refuse_own(plan, values, points)
     _warn_unless_finite(where, values)
 
@@ -88,21 +150,86 @@ def _refuse_own(plan: Plan, values: Losses, points: list[Tensor]) -> None:
 _PLAIN = (Tensor, Parameter)
 
 
-def _refuse_unreached(where: str, values: Losses, points: list[Tensor]) -> None:
+def _warn_of_lost_averages(where: str, journal: StateJournal, buffers: Tree) -> None:
+    """Warn of statistics that normalization moved, and that do not come back among the buffers."""
+    returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    moved = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
+    if not all(any(x.shape == y.shape and torch.equal(x, y) for y in returned) for x in moved):
+        warnings.warn(
+            f"{where}: normalization in training mode moves its running statistics, and the losses do not return them: "
+            "they are lost, or changed behind the step. Take output, buffers = functional(module)(params, buffers, "
+            "...), return (losses, buffers), and pass buffers=dict(module.named_buffers()); or call module.eval().",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _blame_missing_buffers(where: str, losses: LossFunction, batch: tuple[Any, ...], error: Exception) -> None:
+    """Say that no buffers were given, if that is why the losses could not be called."""
+    part = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
+    try:
+        expected = signature(part)
+    except (TypeError, ValueError):  # no function, or one written in C
+        return
+    cure = "If these are buffers, pass buffers=dict(module.named_buffers()), and return (losses, buffers)."
+    if not _takes(expected, 1 + len(batch)) and _takes(expected, 2 + len(batch)):
+        second = list(expected.parameters)[1]
+        raise TypeError(
+            f"{where}: expected losses of params and of the {len(batch)} arguments of the batch, found ones that take "
+            f"another, {second!r}, after params. {cure}"
+        ) from error
+    if list(expected.parameters)[1:2] == ["buffers"]:
+        error.add_note(f"{where}: the losses take 'buffers' after params, and received the first of the batch. {cure}")
+
+
+def _takes(expected: Signature, count: int) -> bool:
+    try:
+        expected.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _warn_of_outputs(where: str, values: Losses) -> None:
+    """Warn of a tuple of a loss and something larger: it looks like `(loss, logits)` without `has_aux`."""
+    pairs = list(zip(tree_names(values), tree_leaves(values), strict=True))
+    large = [f"{name!r} {list(leaf.shape)}" for name, leaf in pairs if leaf.ndim]
+    if type(values) not in (Tensor, dict, list) and 0 < len(large) < len(pairs):
+        m = sum(leaf.numel() for _, leaf in pairs)
+        warnings.warn(
+            f"{where}: every element of what the losses return is an objective, {m} in all, found single losses in one "
+            f"{type(values).__name__} with {', '.join(large[:3])}. If that is an output, return (losses, aux) with "
+            "has_aux=True; if these are losses, return a dict or a list.",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _refuse_unreached(where: str, values: Losses, points: list[Tensor], constant: Any) -> bool:
+    """Refuse losses without a gradient, but for those that may be constant, and return whether all have one."""
     names = objective_names(values)
+    given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
+    if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
+        raise ValueError(
+            f"{where}: constant must hold names of losses, {', '.join(map(repr, names[:5]))}"
+            f"{' and others' * (len(names) > 5)}, found {described(unknown[0])}. objective_names(losses) returns them."
+        )
     reached = [found for y in tree_leaves(values) for found in _reached(y, {id(x) for x in points})]
-    if not any(reached):
+    needed = [yes for name, yes in zip(names, reached, strict=True) if name not in given]
+    if needed and not any(reached):
         raise ValueError(
             f"{where}: expected losses that depend on the parameters, found none that does. Use the parameters that "
             "the losses receive, functional(model)(params, ...) and not model(...), and do not detach the losses."
         )
-    if not all(reached):
-        unreached = [name for name, yes in zip(names, reached, strict=True) if not yes]
+    if not all(needed):
+        unreached = [name for name, yes in zip(names, reached, strict=True) if not yes and name not in given]
         raise ValueError(
             f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
             f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
-            "has_aux=True. For derivatives inside the losses, take torch.func.grad, or create_graph=True."
+            "has_aux=True. Of a task without labels on this batch: constant=[name]. For derivatives inside the losses, "
+            "take torch.func.grad, or create_graph=True."
         )
+    return all(reached)
 
 
 def _unlearned(values: Losses, params: Params) -> list[str]:

@@ -1,5 +1,6 @@
 """How training starts: the state that the first step takes."""
 
+from collections.abc import Callable, Collection
 from functools import partial, reduce
 from typing import Any
 
@@ -19,7 +20,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
-from functional_jd.training.checks import check_batch, check_learning
+from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
 from functional_jd.training.driver import started
 from functional_jd.training.prepare import prepare, refuse_engine
 from functional_jd.training.state import TrainState, check_method
@@ -35,6 +36,7 @@ def train_state(
     buffers: Tree = (),
     engine: str | Engine = "auto",
     has_aux: bool = False,
+    constant: Collection[str] = (),
 ) -> TrainState:
     """Start training: the state that the first `step` takes.
 
@@ -53,6 +55,8 @@ def train_state(
             for losses without buffers.
         engine: as for `step`.
         has_aux: as for `step`.
+        constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
+            those of a task without labels in it.
 
     Returns:
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
@@ -62,11 +66,12 @@ def train_state(
             and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
             (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
-            it as aux); `multitask` losses of which none reaches the trunk. The graph of the losses decides, never
-            values.
+            it as aux, or name it in `constant`); `multitask` losses of which none reaches the trunk; noise that
+            protects nobody (`noised`). The graph of the losses decides, never values.
 
     Warns:
-        UserWarning: losses that are not finite; parameters that no loss reaches.
+        UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
+            buffers; single losses and something larger in one tuple; parameters that no loss reaches.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by
@@ -94,7 +99,9 @@ def train_state(
         )
     leaves, _ = floating_leaves(params, "train_state")
     _refuse_frozen(params)
+    refuse_8_bits("train_state", "parameters", params)
     check_batch("train_state", batch)
+    check_noise("train_state", losses, aggregator, optimizer)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = engine.replicate if isinstance(engine, Engine) else lambda tree: tree
     params = replicate(detach_parameters(params))
@@ -119,18 +126,19 @@ def train_state(
         engine=engine,
         starting=True,
     )
-    state = TrainState(params, buffers, optimizer.init(params), _started(plan, chosen), placed)
+    check = partial(check_learning, losses=losses, batch=batch, constant=constant)
+    state = TrainState(params, buffers, optimizer.init(params), _started(plan, chosen, check), placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
-def _started(plan: Plan, engine: Engine) -> Tree:
+def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
     """The rule's initial state, from losses that leave no trace."""
     if torch.compiler.is_compiling():
         return started(plan, engine)
     journal, draws = StateJournal(), random_state()
     try:
         if not under_transform():
-            check_learning(plan, journal)
+            check(plan, journal)
         return started(plan, engine)
     finally:
         journal.undo()  # the second evaluation changed what the first one did

@@ -1,11 +1,13 @@
 """The loop around the step, as an iterator."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function, refuse
+from functional_jd.training.blame import bad_derivatives
 from functional_jd.training.skips import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
 
@@ -66,7 +68,8 @@ def iterate(
 
 def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
     for batch in batches:
-        scale = getattr(state, "scale", None)
-        state, info = step(state, *(batch if isinstance(batch, tuple | list) else (batch,)))
+        scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
+        state, info = step(state, *given)
         yield state, info
-        watch.follow(scale, state, info)  # afterwards, so that the last step is seen too
+        # Afterwards, so that the last step is seen too.
+        watch.follow(scale, state, info, partial(bad_derivatives, step, state, given, info))

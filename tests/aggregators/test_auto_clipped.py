@@ -20,6 +20,8 @@ def test_equal_to_the_formula_by_hand(rows, gamma):
     weights = fj.aggregate(fj.auto_clipped(gamma), rows).weights
     for weight, row in zip(weights.tolist(), rows.tolist(), strict=True):
         assert math.isclose(weight, 1 / (math.hypot(*row) + gamma), rel_tol=64 * eps())
+    doubled = fj.aggregate(fj.auto_clipped(gamma, max_norm=torch.tensor(2.0)), rows).weights
+    assert torch.equal(doubled, 2 * weights)
 
 
 @given(jacobians(), st.integers(1, 40).map(lambda k: k / 16))
@@ -58,3 +60,5 @@ def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine():
 def test_gamma_is_checked():
     with pytest.raises(ValueError, match=r"auto_clipped: gamma must be positive and finite, found 0.0. The default"):
         fj.auto_clipped(0.0)
+    with pytest.raises(ValueError, match=r"auto_clipped: max_norm must be positive and finite, found -1. The default"):
+        fj.auto_clipped(max_norm=-1)

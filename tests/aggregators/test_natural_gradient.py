@@ -65,6 +65,16 @@ def test_a_small_damping_tends_to_the_solution_of_least_norm():
     assert errors[2] <= 2 * 1e-6 / smallest
 
 
+@pytest.mark.parametrize("rule", [fj.natural_gradient, fj.levenberg_marquardt])
+@pytest.mark.parametrize("damping", [1e-10, 1e-6])
+def test_residuals_out_of_reach_cost_no_digits_of_a_small_damping(rule, damping):
+    J, r = 30 * normal(40, 4), normal(40, seed=1)
+    Q, R = torch.linalg.qr(J)  # the smaller side, with no Gramian of residuals
+    expected = torch.linalg.solve(R.mT @ R + damping * torch.eye(4).double(), R.mT @ (Q.mT @ r))
+    found = fj.aggregate(rule(damping), J, losses=r).direction
+    check_within(found, expected, 2e-10 * expected.norm())
+
+
 def test_one_step_solves_linear_least_squares():
     A, y = normal(20, 4), normal(20, seed=1)
     params = {"w": normal(4, seed=2)}

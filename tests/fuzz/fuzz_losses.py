@@ -7,6 +7,7 @@ import torch
 from fuzz_values import (
     BATCHES,
     EMPTY,
+    NOT_NEGATIVE,
     OPTION,
     SWITCH,
     TREE,
@@ -192,6 +193,11 @@ def _chosen(losses, state, x, aggregator):
     return jd.chosen_engine(state, x, losses=losses, aggregator=aggregator)
 
 
+def _privately(**given):
+    how, batch = jd.private(**given), torch.ones(3, 2)
+    jd.step(jd.train_state(params(), batch, **how), batch, **how)
+
+
 def _keep(info: Any) -> None:
     pass
 
@@ -208,8 +214,9 @@ TRAINING = {
             "buffers": (),
             "engine": "auto",
             "has_aux": False,
+            "constant": (),
         },
-        {"x": EVERYTHING, "scale": OPTION},
+        {"x": EVERYTHING, "scale": OPTION, "constant": kinds({"list"})},
         _LOSSES,
     ),
     "step": Call(
@@ -244,6 +251,20 @@ TRAINING = {
         lambda: {"losses": losses, "state": state(), "x": x(), "aggregator": jd.upgrad()},
         {"x": EVERYTHING, "losses": CALLABLE},
         _LOSSES,
+    ),
+    "private": Call(
+        _privately,
+        lambda: {
+            "loss": loss_of_one,
+            "max_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "batch_size": 4.0,
+            "optimizer": jd.sgd(0.1),
+            "key": jd.random.key(0),
+            "clipping": "flat",
+        },
+        dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},
+        kinds({"loss"}),
     ),
     "to_checkpoint": Call(jd.to_checkpoint, lambda: {"state": state()}, {"state": TREE | EMPTY}),
     "from_checkpoint": Call(jd.from_checkpoint, lambda: {"checkpoint": jd.to_checkpoint(state()), "like": state()}),

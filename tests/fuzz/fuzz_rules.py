@@ -48,7 +48,9 @@ _EACH = _number([1.0, 2.0, 1.0])
 
 RULES = {
     "aligned_mtl": _rule("aligned_mtl", {"preference": OPTION}, preference=_EACH, scale_mode=_number("min")),
-    "auto_clipped": _rule("auto_clipped", {"gamma": POSITIVE}, gamma=_number(0.1)),
+    "auto_clipped": _rule(
+        "auto_clipped", {"gamma": POSITIVE, "max_norm": POSITIVE}, gamma=_number(0.1), max_norm=_number(1.0)
+    ),
     "cagrad": _rule("cagrad", {"c": NOT_NEGATIVE}, c=_number(0.5)),
     "clipped": _rule("clipped", {"max_norm": POSITIVE}, max_norm=_number(1.0)),
     "config": _rule("config", {"preference": OPTION}, preference=_EACH),

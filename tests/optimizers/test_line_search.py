@@ -137,6 +137,17 @@ def test_parameters_keep_their_dtype_and_rates_are_not_rounded_to_it(dtype):
     assert torch.equal(found, (x.double() - 0.3 * 16 * x.double()).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_squares_of_losses_in_half_precision_neither_overflow_nor_are_rounded(dtype):
+    """Of three losses of 400 and less, which float16 cannot square, and of 256 and less, alike in bfloat16."""
+    for x, direction in ((torch.tensor([400.0, 300.0, 300.0]), 100.0), (torch.tensor([16.0, 1.0, 1.0]), 0.5)):
+        optimizer = line_search(fj.sgd(1.0), [0.25, 1.0, 0.5])
+        ahead = torch.tensor([0.0, 0.0, direction])
+        moved, state = optimizer.search(lambda p: p.to(dtype), ahead, optimizer.init(x), x)
+        assert state.rate == 1.0
+        assert torch.equal(moved, x - ahead)
+
+
 def test_losses_that_vmap_refuses_are_compared_one_by_one_and_leave_no_trace():
     count = torch.zeros(())
 
@@ -190,13 +201,16 @@ def test_mistakes_are_named_with_their_cure():
     how = method(merit=lambda values: values)
     with pytest.raises(ValueError, match=r"line_search: merit must be .*one real number, found torch.float64 \[2\]"):
         fj.step(fj.train_state(START, **how), **how)
-    for around in (
-        fj.noised(search, fj.random.key(0), 0.0, 1.0, 1),
-        fj.by_label({"all": search}, lambda name, leaf: "all"),
+    examples = fj.per_example(lambda params, x: (rosenbrock(params) * x).sum())
+    for around, losses, batch in (
+        (fj.noised(search, fj.random.key(0), 0.0, 1.0, 1), examples, [torch.ones(1)]),
+        (fj.by_label({"all": search}, lambda name, leaf: "all"), rosenbrock, []),
     ):
-        how = {"losses": rosenbrock, "aggregator": fj.mean(), "optimizer": around}
+        how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": around}
         with pytest.raises(ValueError, match=r"line_search: expected the losses.*with this optimizer outermost"):
-            fj.step(fj.train_state(START, **how), **how)
+            fj.step(fj.train_state(START, *batch, **how), *batch, **how)
+    with pytest.raises(ValueError, match=r"line_search: expected an optimizer without noise, found .*noised"):
+        line_search(fj.noised(fj.sgd(1.0), fj.random.key(0), 1.0, 1.0, 1), [1.0])
     replicas = fj.engines.jacobian_engine()._replace(replicate=lambda tree: tree)
     with pytest.raises(ValueError, match=r"replicas have different batches.*found one that compares"):
         fj.step(fj.train_state(START, **method()), engine=replicas, **method())

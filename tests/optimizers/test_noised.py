@@ -148,6 +148,53 @@ def test_settings_are_values():
     assert torch.equal(forward, torch.full_like(d, 0.25))
 
 
+BY_EXAMPLE = fj.per_example(lambda p, x: (x @ p["a"]["w"] - p["b"]["w"].sum()).square())
+# What protects nobody: losses, rule, and what the error says.
+PROTECTS_NOBODY = {
+    "no bound": (BY_EXAMPLE, fj.mean(), ".*expected a rule that bounds every row.*found one that does not"),
+    "losses of a batch": (
+        lambda p, x: BY_EXAMPLE(p, x).mean(),
+        fj.clipped(0.1),
+        ".*expected losses made by per_example",
+    ),
+    "tasks": (lambda p, x: {"a": BY_EXAMPLE(p, x).mean()}, fj.clipped(0.1), ".*expected losses made by per_example"),
+    "too little noise": (BY_EXAMPLE, fj.clipped(1.0), "rows of norm 0.1, expected .* found one with 1"),
+    "another tensor": (BY_EXAMPLE, fj.clipped(torch.tensor(1.0)), "rows of norm 0.1, expected .* found one with 1"),
+    "automatic": (BY_EXAMPLE, fj.auto_clipped(), "rows of norm 0.1, expected .* found one with 1"),
+    "a group": (BY_EXAMPLE, fj.grouped({"a": fj.clipped(0.1), "b": fj.mean()}), ".*bounds every row.*does not"),
+    "groups": (BY_EXAMPLE, fj.grouped({k: fj.clipped(0.1) for k in "ab"}), "rows of norm 0.1,.*with 0.141421"),
+    "changed": (BY_EXAMPLE, fj.cr_mogm(fj.clipped(0.1)), ".*bounds every row.*does not"),
+}
+SPLIT = {"a": {"w": torch.ones(3)}, "b": {"w": torch.ones(2)}}
+
+
+@pytest.mark.parametrize(("losses", "rule", "words"), PROTECTS_NOBODY.values(), ids=PROTECTS_NOBODY)
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+def test_noise_that_protects_nobody_is_refused(losses, rule, words, engine):
+    how = {"losses": losses, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, 0.1, 4)}
+    with pytest.raises(ValueError, match=rf"train_state: noised adds noise for {words}.*Take private\("):
+        fj.train_state(SPLIT, torch.ones(4, 3), engine=engine, **how)
+
+
+PROTECTS = {
+    "flat": (fj.clipped(0.5), 0.5),
+    "automatic": (fj.auto_clipped(max_norm=0.5), 0.5),
+    "tensors": (fj.clipped(torch.tensor(0.1)), 0.1),
+    "groups": (fj.grouped({"a": fj.clipped(0.3), "b": fj.clipped(torch.tensor(0.4))}), 0.5),
+}
+
+
+@pytest.mark.parametrize(("rule", "norm"), PROTECTS.values(), ids=PROTECTS)
+def test_noise_for_the_bound_of_the_rule_starts(rule, norm):
+    how = {"losses": BY_EXAMPLE, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, norm, 4)}
+    fj.train_state(SPLIT, torch.ones(4, 3), **how)
+
+
+def test_noise_inside_groups_is_refused():
+    with pytest.raises(ValueError, match=r"by_label: expected optimizers without noise.*noised\(by_label\("):
+        fj.by_label({"x": noised(fj.sgd(0.1), key(0), 1.0, 1.0, 4), "y": fj.sgd(0.1)}, lambda name, _: name)
+
+
 def test_mistakes_are_named():
     for wrong, name in (({"multiplier": -1.0}, "multiplier"), ({"max_norm": -1.0}, "max_norm")):
         with pytest.raises(ValueError, match=f"noised: {name} must be a finite number >= 0, found -1"):

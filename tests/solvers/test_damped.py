@@ -1,14 +1,17 @@
 """Damped systems against NumPy, degenerate ones against the ridge that is promised; derivatives and transforms."""
 
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
+from exact.decimals import decimals, floats, precisely, solved
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, vmap
 
-from functional_jd.solvers.damped import damped_solve
+from functional_jd.solvers.damped import damped_solve, damped_weights
 from functional_jd.testing.strategies import gramians
 
 
@@ -51,6 +54,51 @@ def test_what_is_not_finite_gives_nan_everywhere(where, bad):
     assert not found.isfinite().all()
     if where != "b":
         assert found.isnan().all()
+
+
+def exactly(J, r, damping):
+    """The direction in the space of parameters, in 80 decimal digits."""
+    with precisely():
+        A = decimals(J)
+        return floats(solved(A.T @ A + Decimal(damping) * np.eye(J.shape[1], dtype=int), A.T @ decimals(r)))
+
+
+@pytest.mark.parametrize("exponent", [-12, -10, -8, -6, -3, 0])
+@pytest.mark.parametrize(("m", "n"), [(40, 4), (12, 11), (5, 9)])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_the_part_out_of_range_costs_no_digits(m, n, size, exponent):
+    J, r = size * normal(m, n), normal(m, seed=1)
+    expected = exactly(J, r, 10.0**exponent)
+    found = J.mT @ damped_weights(J @ J.mT, r, 10.0**exponent)
+    values = torch.linalg.svdvals(J)
+    condition = float(values.max() / values.min()) ** 2
+    check_within(found, expected, (2e-10 + 2**6 * m * eps() * condition) * expected.norm())
+
+
+def test_without_a_part_out_of_range_it_is_the_solution_and_nothing_is_dropped():
+    J, r = normal(4, 9), normal(4, seed=1)
+    for damping in (1e-12, 1e-3, 2.0):
+        assert torch.equal(damped_weights(J @ J.mT, r, damping), damped_solve(J @ J.mT, r, damping))
+    zero = torch.zeros(3, 3, dtype=torch.float64)
+    assert damped_weights(zero, normal(3), 0.5).isfinite().all()
+    assert damped_weights(zero.fill_(torch.nan), normal(3), 0.5).isnan().all()
+
+
+def test_derivatives_with_a_part_out_of_range_are_those_of_the_smaller_system():
+    J, r, damping = normal(7, 2), normal(7, seed=1), torch.tensor(1e-6, dtype=torch.float64)
+
+    def ours(J, r, damping):
+        return J.mT @ damped_weights(J @ J.mT, r, damping)
+
+    def smaller(J, r, damping):
+        return torch.linalg.solve(J.mT @ J + damping * torch.eye(2).double(), J.mT @ r)
+
+    inputs = [x.clone().requires_grad_() for x in (J, r, damping)]
+    for cotangent in torch.eye(2).double():
+        found = torch.autograd.grad(ours(*inputs), inputs, cotangent)
+        expected = torch.autograd.grad(smaller(*inputs), inputs, cotangent)
+        for x, y in zip(found, expected, strict=True):
+            check_within(x, y, 1e-8 * (1 + y.abs().max()))
 
 
 def test_derivatives_are_those_of_finite_differences():

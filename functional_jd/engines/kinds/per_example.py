@@ -1,16 +1,24 @@
 """One loss per example: every example is differentiated by itself, all together under vmap."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.tree import detach_tree, floating_leaves, tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import (
+    detach_tree,
+    floating_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_names,
+    tree_unflatten,
+)
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import (
     Options,
@@ -189,14 +197,20 @@ def _refuse_other_draws(before: Any, after: Any, where: str) -> None:
 
 
 def _expected_m(losses: PerExample, batch: Args, others: int) -> int:  # noqa: ARG001
-    return losses.count(batch)
+    return max(1, losses.count(batch))
 
 
 def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses:
     """Every example receives the same buffers, and keys of its own."""
+
+    def without_examples(params: Params, *_: Any) -> tuple[Any, Any]:
+        values = cast("Any", losses.without_examples)(params, *batch)
+        return values, (tree_map(lambda x: x.unsqueeze(0), extras.buffers) if extras.takes_buffers else (), ())
+
+    empty = None if losses.without_examples is None else without_examples
     if not extras.takes_buffers:
-        alone = PerExample(lambda params, *example: with_carried(losses.loss(params, *example), extras), losses.in_dims)
-        return CarryingLosses(alone, batch, next_as_found(extras))
+        alone = lambda params, *example: with_carried(losses.loss(params, *example), extras)
+        return CarryingLosses(PerExample(alone, losses.in_dims, empty), batch, next_as_found(extras))
     leaves, structure = tree_flatten(extras.buffers)
     names, m = tree_names(extras.buffers), losses.count(batch)
     # As many as there are examples on all ranks: each draws by its place in the whole batch.
@@ -219,7 +233,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
     start = 1 + extras.rank * m
     own_keys = [rows[start : start + m] for rows in keys.values()]
     dims = (0 if keys else None, None, *losses.dims(batch))
-    return CarryingLosses(PerExample(loss, dims), (own_keys, extras.buffers, *batch), next_buffers)
+    return CarryingLosses(PerExample(loss, dims, empty), (own_keys, extras.buffers, *batch), next_buffers)
 
 
 def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
@@ -228,6 +242,23 @@ def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
     return losses.of_one, (params, *losses.examples(tuple(batch))[0])
 
 
+def _unless_empty(of_examples: Callable[..., Any], of_others: Callable[..., Any]) -> Callable[..., Any]:
+    """How an engine differentiates examples, or, where there are none, what takes their place."""
+
+    def differentiated(losses: PerExample, args: Args, *how: Any) -> Any:
+        if losses.without_examples is None or losses.count(args[1:]):
+            return of_examples(losses, args, *how)
+        return of_others(losses.without_examples, args, *how)
+
+    return differentiated
+
+
 PER_EXAMPLE = Kind(
-    jacobian, gramian, weighted, expected_m=_expected_m, carrying=_carrying, sample=_sample, rows_are_examples=True
+    _unless_empty(jacobian, plain.jacobian),
+    _unless_empty(gramian, plain.gramian),
+    _unless_empty(weighted, plain.weighted),
+    expected_m=_expected_m,
+    carrying=_carrying,
+    sample=_sample,
+    rows_are_examples=True,
 )

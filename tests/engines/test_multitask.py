@@ -1,0 +1,130 @@
+"""Heads of several tasks: their gradient and the trunk's rows by plain autograd, by every mode and scale; and which row
+is blamed for an overflow in a head.
+"""
+
+import pytest
+import torch
+
+import functional_jd as fj
+
+MODES = ["loop", "vmap", "forward", "auto"]
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 1.0]])
+PARAMS = {
+    "shared": {"w": torch.tensor([[0.5, -1.0], [1.0, 0.25]])},
+    "heads": {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([-1.0, 0.5]), "both": torch.tensor(0.5)},
+}
+
+
+def losses(size=1.0):
+    """Two tasks, with one parameter of the heads in common; the gradient of the second head is as large as `size`."""
+    return fj.multitask(
+        lambda shared, x: x @ shared["w"],
+        lambda own, h, x: {
+            "calm": (h @ own["a"]).square().sum() * own["both"],
+            "wild": (h.detach() @ own["b"]).sum() * size + (h @ own["a"].detach()).sum() + own["both"],
+        },
+    )
+
+
+def by_hand(size):
+    """The rows of the trunk `[m, *p]`, and the gradients of the heads `[m, *p]` before they are added."""
+    points = torch.utils._pytree.tree_map(lambda p: p.clone().requires_grad_(), PARAMS)
+    values = losses(size)(points, X)
+    leaves = [points["shared"]["w"], *points["heads"].values()]
+    found = [torch.autograd.grad(y, leaves, allow_unused=True, retain_graph=True) for y in values.values()]
+    rows = [[torch.zeros_like(x) if g is None else g for g, x in zip(each, leaves, strict=True)] for each in found]
+    w, *heads = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return w, dict(zip(PARAMS["heads"], heads, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", [None, torch.tensor(8.0), torch.tensor([8.0, 0.5])], ids=["none", "one", "each"])
+def test_rows_and_the_heads_gradient_are_those_of_autograd(mode, scale):
+    found, *_ = fj.jacobian_fn(losses(), mode=mode, scale=scale)(PARAMS, X)
+    rows, heads = by_hand(1.0)
+    torch.testing.assert_close(found.shared["w"], rows)
+    for name, each in heads.items():
+        torch.testing.assert_close(found.heads[name], each.sum(0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_in_a_head_is_its_own_row_s(mode):
+    """At its scale the gradient of the second head is 1e39, and at that of the first everything is finite."""
+    rows, heads = by_hand(1e30)
+    found, _, finite = fj.jacobian_fn(losses(1e30), mode=mode, scale=torch.tensor([8.0, 1e9]))(PARAMS, X)
+    assert finite.tolist() == [True, False]
+    torch.testing.assert_close(found.shared["w"][0], rows[0])
+    # What is left of the heads' gradient is that of the row that did not overflow.
+    for name, each in heads.items():
+        torch.testing.assert_close(found.heads[name], each[0])
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_a_step_backs_off_the_scale_of_the_head_that_overflowed(engine):
+    how = {"losses": losses(1e30), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1), "engine": engine}
+    scale = fj.scale_state(shape=(2,))._replace(scale=torch.tensor([8.0, 1e9]))
+    after, info = fj.step(fj.train_state(PARAMS, X, scale=scale, **how), X, **how)
+    assert (info.moved.item(), info.finite.tolist()) == (False, [True, False])
+    assert after.scale.scale.tolist() == [8.0, 5e8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_one_scale_an_overflow_in_a_head_is_everybody_s(mode):
+    _, _, finite = fj.jacobian_fn(losses(1e30), mode=mode, scale=torch.tensor(1e9))(PARAMS, X)
+    assert not finite.any()
+
+
+def steep(own, h, x):
+    return {"a": (h @ own["a"]).sum(), "b": (own["b"] + own["a"]).sum() * own["both"]}
+
+
+OVERFLOWS = {
+    "heads": losses(1e30),
+    # Features of order one with derivatives of 1e30.
+    "trunk": fj.multitask(lambda s, x: (h := x @ s["w"]) + 1e30 * (h - h.detach()), steep),
+}
+
+
+@pytest.mark.parametrize("where", OVERFLOWS)
+@pytest.mark.parametrize(("engine", "rule"), [("weighted", fj.mean), (fj.engines.features_engine(), fj.upgrad)])
+def test_an_overflow_in_heads_or_trunk_skips_a_step_without_rows(where, engine, rule):
+    how = {"losses": OVERFLOWS[where], "aggregator": rule(), "optimizer": fj.sgd(0.1), "engine": engine}
+    for exponent, moves in ((100, False), (2, True)):
+        state = fj.train_state(PARAMS, X, scale=fj.scale_state(2.0**exponent), **how)
+        after, info = fj.step(state, X, **how)
+        assert info.moved == moves
+        assert info.finite == moves
+        assert torch.equal(after.params["shared"]["w"], PARAMS["shared"]["w"]) != moves
+
+
+def test_compiled_heads_are_unscaled_too():
+    rows, heads = by_hand(1.0)
+    torch.compiler.reset()
+    find = torch.compile(fj.jacobian_fn(losses(), scale=torch.tensor(8.0)), fullgraph=True, backend="aot_eager")
+    found, _, finite = find(PARAMS, X)
+    assert finite
+    torch.testing.assert_close(found.shared["w"], rows)
+    for name, each in heads.items():
+        torch.testing.assert_close(found.heads[name], each.sum(0))
+
+
+def test_heads_in_half_precision_are_added_in_float32_with_a_scale():
+    """Without one, the direction has the dtypes of the parameters."""
+    halves = PARAMS | {"heads": {name: x.half() for name, x in PARAMS["heads"].items()}}
+    tasks = fj.multitask(
+        lambda s, x: x @ s["w"], lambda own, h, x: {"a": (h.half() @ own["a"]).sum().float(), "b": h.sum()}
+    )
+    for scale, dtype in ((torch.tensor(8.0), torch.float32), (None, torch.float16)):
+        _, _, pullback = fj.gramian_fn(tasks, scale=scale)(halves, X)
+        direction, _ = pullback(torch.ones(2))
+        assert {x.dtype for x in direction["heads"].values()} == {dtype}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_that_no_feature_can_tell_is_not_hidden(mode):
+    tasks = fj.multitask(
+        lambda s, x: x @ s["w"], lambda own, h, x: {"calm": own["a"].sum(), "wild": own["b"].sum() * 1e30}
+    )
+    _, _, finite = fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 1e9]))(PARAMS, X)
+    assert not finite.all()
+    assert fj.jacobian_fn(tasks, mode=mode, scale=torch.tensor([8.0, 8.0]))(PARAMS, X)[2].all()

@@ -1,0 +1,184 @@
+"""Draws at their edges: where an interval ends, and what a probability or a bound of exactly 0 or 1 does."""
+
+import math
+
+import pytest
+import torch
+
+from functional_jd.random import key
+from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.stream import draw
+
+
+class Given(Numbers):
+    """Numbers that are given, in the place of random ones."""
+
+    def __init__(self, *given):
+        super().__init__(lambda: key(0))
+        self.given = list(given)
+
+    def draw(self, what, shape, dtype, device):
+        if dtype.is_complex:
+            return super().draw(what, shape, dtype, device)
+        values = torch.as_tensor(self.given.pop(0))
+        return values.to(dtype).expand(tuple(shape)).clone()
+
+
+def call(func, given, *args, **kwargs):
+    return DRAWS[func](Given(*given), func, *args, **kwargs)
+
+
+Tensor = torch.Tensor
+ALMOST_ONE = 1 - 2.0**-53
+
+
+def test_an_event_of_probability_one_always_happens_and_one_of_zero_never():
+    for p in (0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0).double()):
+        for u in (0.0, 1 - 2.0**-24):
+            assert call(torch.bernoulli, [u], torch.empty(2), p).tolist() == [float(p)] * 2
+            assert call(Tensor.bernoulli_, [u], torch.empty(2), p).tolist() == [float(p)] * 2
+    # Probabilities in float64 are compared with numbers in float64.
+    beyond, probability = 0.5 + 2.0**-40, torch.tensor([0.5 + 2.0**-41], dtype=torch.float64)
+    assert call(torch.bernoulli, [torch.tensor(beyond, dtype=torch.float64)], probability).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_uniform_never_reaches_its_upper_end(dtype):
+    step = 2 * torch.finfo(dtype).eps
+    for low, high in ((0.0, 1.0), (1.0, 1.0 + step), (-3.0, 5.0)):
+        u = torch.tensor(0.0 if (low, high) == (0.0, 1.0) else 1 - 2.0**-24)
+        found = call(Tensor.uniform_, [u], torch.empty(3, dtype=dtype), low, high)
+        assert (found >= low).all()
+        assert (found < high).all()
+    assert call(Tensor.uniform_, [0.25], torch.empty(1, dtype=dtype), -3.0, 5.0).item() == -1.0
+    assert call(Tensor.uniform_, [0.25], torch.empty(1, dtype=dtype), 2.0, 2.0).item() == 2.0
+
+
+def test_multinomial_takes_no_category_of_weight_zero():
+    weights = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    for u, expected in ((0.0, 1), (0.25 - 2.0**-30, 1), (0.25, 3), (ALMOST_ONE, 3), (1.0, 3)):
+        assert call(torch.multinomial, [torch.tensor(u, dtype=torch.float64)], weights, 1, True).item() == expected
+    # Without replacement: by waiting times, of which the shortest for its weight comes first.
+    waits = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
+    assert call(torch.multinomial, [waits], weights, 2).tolist() == [3, 1]
+    waits = torch.tensor([1.0, 0.1, 1.0, 0.9, 1.0])
+    assert call(torch.multinomial, [waits], weights, 2).tolist() == [1, 3]
+    assert call(torch.multinomial, [torch.ones(5)], torch.arange(1.0, 6.0), 5).tolist() == [4, 3, 2, 1, 0]
+
+
+def test_waiting_times_have_their_formulas():
+    x = torch.empty(1, dtype=torch.float64)
+    wait = torch.tensor(0.7, dtype=torch.float64)
+    assert call(Tensor.exponential_, [wait], x.clone(), 2.0).item() == 0.35
+    geometric = math.ceil(0.7 / -math.log1p(-0.3))
+    assert call(Tensor.geometric_, [wait], x.clone(), 0.3).item() == geometric == 2
+    assert call(Tensor.geometric_, [0.0], x.clone(), 0.3).item() == 1
+    assert call(Tensor.log_normal_, [wait], x.clone(), 0.5, 2.0).item() == pytest.approx(math.exp(0.5 + 2 * 0.7))
+    assert call(Tensor.cauchy_, [wait], x.clone(), 1.0, 3.0).item() == pytest.approx(1 + 3 * math.tan(math.pi * 0.2))
+    assert call(Tensor.normal_, [wait], x.clone(), 1.0, 0.0).item() == 1
+
+
+class Words(Numbers):
+    """Integers that are made of one word of 64 bits."""
+
+    def __init__(self):
+        super().__init__(lambda: key(0))
+        self.asked = []
+
+    def integers(self, low, high, shape, device):
+        self.asked.append((low, high))
+        return torch.zeros(tuple(shape), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "high"),
+    [
+        (torch.bool, 2),
+        (torch.uint8, 256),
+        (torch.int8, 128),
+        (torch.int64, 2**63),
+        (torch.float16, 2**11 + 1),
+        (torch.bfloat16, 2**8 + 1),
+        (torch.float32, 2**24 + 1),
+        (torch.float64, 2**53 + 1),
+    ],
+)
+def test_random_without_bounds_takes_all_integers_that_the_dtype_holds_one_by_one(dtype, high):
+    words = Words()
+    DRAWS[Tensor.random_](words, Tensor.random_, torch.empty(2, dtype=dtype))
+    assert words.asked == [(0, high)]
+    for args, kwargs, expected in (((5,), {}, (0, 5)), ((2, 5), {}, (2, 5)), ((), {"from": 1, "to": 2}, (1, 2))):
+        DRAWS[Tensor.random_](words, Tensor.random_, torch.empty(2, dtype=dtype), *args, **kwargs)
+        assert words.asked.pop() == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3, 4), (5, 2**62), (-(2**62), 2**62), (-(2**63), 2**63), (-1, 2**63)]
+)
+def test_integers_lie_between_their_bounds_and_reach_both_halves(low, high):
+    numbers = Numbers(lambda: key(7))
+    found = numbers.integers(low, high, (4096,), torch.device("cpu")).tolist()
+    assert all(low <= x < high for x in found)
+    middle = (low + high) // 2
+    share = sum(x >= middle for x in found) / 4096
+    assert abs(share - (high - middle) / (high - low)) <= 5 / 4096**0.5
+    with pytest.raises(RuntimeError, match="'from' to be less than 'to'"):
+        numbers.integers(3, 3, (1,), torch.device("cpu"))
+
+
+def test_complex_normal_numbers_have_the_variance_of_one():
+    assert call(torch.randn, [3.0], 2, dtype=torch.complex128).tolist() == [complex(3, 3) * math.sqrt(0.5)] * 2
+    assert call(torch.rand, [0.5], 2, dtype=torch.complex64).tolist() == [complex(0.5, 0.5)] * 2
+
+
+def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
+    x = torch.full((2, 3, 4), 2.0)
+    kept, dropped = torch.tensor(0.0), torch.tensor(1 - 2.0**-24)
+    assert call(torch.dropout, [kept], x, 0.75, True).unique().tolist() == [8.0]
+    assert call(torch.dropout, [dropped], x, 0.75, True).unique().tolist() == [0.0]
+    # Self-normalizing: with p of dropping, values of mean 0 and variance 1 keep both.
+    p, low = 0.25, -1.7580993408473766
+    a = 1 / math.sqrt((low * low * p + 1) * (1 - p))
+    b = -a * p * low
+    x = torch.tensor([-1.0, 0.5])
+    torch.testing.assert_close(call(torch.alpha_dropout, [kept], x, p, True), a * x + b)
+    torch.testing.assert_close(call(torch.alpha_dropout, [dropped], x, p, True), torch.full((2,), a * low + b))
+
+
+def test_rrelu_leaves_what_is_positive_and_zero_stays():
+    x = torch.tensor([-2.0, 0.0, 3.0])
+    assert call(torch.rrelu, [0.5], x, 0.25, 0.75, True).tolist() == [-1.0, 0.0, 3.0]
+    assert call(torch.rrelu, [0.5], x, 0.25, 0.25, True).tolist() == [-0.5, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(-3, 4), (5, 2**62), (-(2**62), 2**63), (-(2**63), 2**63), (-1, 2**63)])
+def test_integers_are_words_modulo_the_length_of_their_range(low, high):
+    words = draw(key(7), 256, "integer", torch.int64).tolist()
+    found = Numbers(lambda: key(7)).integers(low, high, (256,), torch.device("cpu")).tolist()
+    kept = 2**63 if high - low < 2**63 else 2**64
+    assert found == [low + word % kept % (high - low) for word in words]
+
+
+def test_probabilities_out_of_range_are_errors_as_in_torch():
+    for func in (torch.bernoulli, Tensor.bernoulli_):
+        for p in (-0.1, 1.5):
+            with pytest.raises(RuntimeError, match=rf"expects p to be in \[0, 1\], but got p={p}"):
+                call(func, [0.5], torch.empty(2), p)
+
+
+OUT_OF_RANGE = [
+    (Tensor.exponential_, (0.0,)),
+    (Tensor.cauchy_, (0.0, 0.0)),
+    (Tensor.log_normal_, (0.0, 0.0)),
+    (Tensor.geometric_, (0.0,)),
+    (Tensor.geometric_, (1.0,)),
+    (Tensor.normal_, (0.0, -1.0)),
+    (Tensor.uniform_, (1.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("func", "args"), OUT_OF_RANGE)
+def test_the_ends_of_parameters_are_errors_where_torch_s_are(func, args):
+    for drawn in (lambda: func(torch.empty(2), *args), lambda: call(func, [0.5], torch.empty(2), *args)):
+        with pytest.raises(RuntimeError, match="expects"):
+            drawn()

@@ -1,0 +1,202 @@
+"""What `train_state` says of losses that look wrong: averages that are lost, buffers that were not given."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+
+METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+Y = X[:, :2].square()
+
+
+def network(**options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Linear(4, 2))
+    return net, dict(net.named_parameters()), dict(net.named_buffers())
+
+
+def begin(losses, params, *batch, **others):
+    return fj.train_state(params, *(batch or (X, Y)), losses=losses, **METHOD, **others)
+
+
+def error(found, y):
+    return (found - y).square().mean(0)
+
+
+LOSING = {
+    "dropped": lambda net, b: lambda p, x, y: error(fj.functional(net)(p, b, x)[0], y),
+    "in the module": lambda net, b: lambda p, x, y: error(functional_call(net, p, (x,)), y),
+    "tasks": lambda net, b: fj.multitask(
+        lambda p, x, y: fj.functional(net)(p, b, x)[0],
+        lambda v, z, x, y: {"a": error(z * v, y).sum(), "b": z.sum() * v},
+    ),
+}
+
+
+@pytest.mark.parametrize("losing", LOSING)
+@pytest.mark.parametrize("with_key", [False, True])
+def test_averages_that_are_lost_are_told(losing, with_key):
+    net, params, buffers = network()
+    before = tree_map(torch.clone, buffers)
+    losses = LOSING[losing](net, buffers)
+    if losing == "tasks":
+        params = {"shared": params, "heads": torch.ones(())}
+    others = {}
+    if with_key and losing != "tasks":
+        plain, others = losses, {"buffers": {"key": fj.random.key(0)}}
+        losses = lambda p, b, *batch: (plain(p, *batch), b)
+    with pytest.warns(UserWarning, match=r"^train_state: normalization .*functional\(module\).*buffers=dict\(") as seen:
+        begin(losses, params, **others)
+    assert (len(seen), seen[0].filename) == (1, __file__)
+    if losing != "in the module":
+        assert all(torch.equal(x, before[name]) for name, x in net.named_buffers())
+
+
+def returned(net):
+    def losses(p, b, x, y):
+        found, b = fj.functional(net)(p, b, x)
+        return error(found, y), b
+
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["returned", "eval", "without averages", "layer norm"])
+def test_averages_that_are_kept_or_do_not_move_are_not_told(kind):
+    net, params, buffers = network(track_running_stats=kind != "without averages")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if kind == "returned":
+            begin(returned(net), params, buffers=buffers)
+            return
+        if kind == "layer norm":
+            net[1] = nn.LayerNorm(4)
+        net.train(kind != "eval")
+        begin(LOSING["in the module"](net, buffers), dict(net.named_parameters()))
+
+
+def test_buffers_that_were_not_given_are_named():
+    net, params, buffers = network()
+    tasks = fj.multitask(lambda p, state, x, y: fj.functional(net)(p, state, x), lambda v, z, state, x, y: (z, state))
+    examples = fj.per_example(lambda p, state, x, y: (fj.functional(net)(p, state, x[None])[0].sum(), state))
+    plain = returned(net)
+    for losses, start, batch, name in (
+        (plain, params, (X, Y), "'b'"),
+        (lambda p, buffers, both: plain(p, buffers, *both.values()), params, ({"x": X, "y": Y},), "'buffers'"),
+        (tasks, {"shared": params, "heads": torch.ones(())}, (X, Y), "'state'"),
+        (examples, params, (X, Y), "'state'"),
+        (fj.autocast(plain), params, (X, Y), "'b'"),
+    ):
+        words = rf"^train_state: expected losses of .*{len(batch)} arg.* another, {name}, .*pass buffers=dict\("
+        with pytest.raises(TypeError, match=words):
+            begin(losses, start, *batch)
+    begin(plain, params, buffers=buffers)
+
+
+@pytest.mark.parametrize("batch", [(X, Y), ({"x": X, "y": Y},)], ids=["tensors", "a dict"])
+def test_a_batch_that_was_taken_for_buffers_is_told(batch):
+    net, params, _ = network()
+    losses = lambda p, buffers, *batch: returned(net)(p, buffers, *batch)
+    with pytest.raises((TypeError, ValueError), match=r"train_state: the losses take 'buffers'.*pass buffers=dict\("):
+        begin(losses, params, *batch)
+
+
+def with_missing_labels(kind):
+    """Two tasks, of which the second has labels in some batches only."""
+    params = {"shared": {"w": torch.ones(3, 2)}, "heads": {"a": torch.ones(2), "b": torch.ones(2)}}
+
+    def heads(own, h, x, labels):
+        known = ~labels.isnan()
+        other = (h @ own["b"])[known].sub(labels[known]).square().mean() if known.any() else torch.zeros(())
+        return {"a": (h @ own["a"]).square().mean(), "b": other}
+
+    losses = fj.multitask(lambda shared, x, labels: x @ shared["w"], heads)
+    return params, losses if kind == "tasks" else lambda p, *batch: losses(p, *batch)
+
+
+LABELS = torch.tensor([torch.nan, 1.0, torch.nan, 2.0, 0.0, torch.nan, 1.0, 3.0])
+
+
+@pytest.mark.parametrize("kind", ["tasks", "plain"])
+@pytest.mark.parametrize("rule", [fj.mean, fj.upgrad])
+def test_a_task_without_labels_in_the_first_batch_starts_by_name(kind, rule):
+    params, losses = with_missing_labels(kind)
+    method = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
+    nothing = torch.full((8,), torch.nan)
+    with pytest.raises(ValueError, match=r"found 'b' without a gradient.*on this batch: constant=\[name\]"):
+        fj.train_state(params, X, nothing, **method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = fj.train_state(params, X, nothing, constant=["b"], **method)
+    state, info = fj.step(state, X, nothing, **method)
+    assert info.moved
+    assert torch.equal(state.params["heads"]["b"], params["heads"]["b"])
+    labelled = fj.train_state(state.params, X, LABELS, constant=["b"], **method)  # may be, need not
+    found, info = fj.step(state, X, LABELS, **method)
+    assert info.moved
+    assert not torch.equal(found.params["heads"]["b"], params["heads"]["b"])
+    torch.testing.assert_close(found.params, fj.step(labelled, X, LABELS, **method)[0].params)
+
+
+def test_losses_that_may_be_constant_are_names_and_others_may_not():
+    losses = lambda p, x, y: {"a": (p["w"] * x).sum(), "b": x.sum(), "c": y.sum()}
+    params = {"w": torch.ones(3)}
+    for wrong, found in ((["d"], "'d'"), ("d", "'d'"), ([1], "1"), (7, "7"), (torch.ones(()), r"torch.float32 \[\]")):
+        with pytest.raises(ValueError, match=rf"constant must hold names of losses, 'a', 'b', 'c', found {found}\."):
+            begin(losses, params, constant=wrong)
+    with pytest.raises(ValueError, match=r"found 'c' without a gradient"):
+        begin(losses, params, constant=["b"])
+    begin(losses, params, constant={"b", "c"})
+    begin(lambda p, x, y: {"b": x.sum()}, params, constant="b")
+
+
+def test_float8_is_refused_by_name():
+    eights = {"w": torch.ones(3), "v": torch.ones(2).to(torch.float8_e4m3fn)}
+    losses = lambda p, x, y: (x @ p["w"]).square().mean()
+    with pytest.raises(
+        TypeError, match=r"^train_state: expected parameters of 16 .* torch.float8_e4m3fn in 'v', which"
+    ):
+        begin(losses, eights)
+    lost = lambda p, x, y: {"a": losses(p, x, y), "b": losses(p, x, y).to(torch.float8_e5m2)}
+    with pytest.raises(TypeError, match=r"^train_state: expected losses of 16 .* torch.float8_e5m2 in 'b', which"):
+        begin(lost, {"w": torch.ones(3)})
+    begin(lambda p, x, y: losses({"w": p["w"].half()}, x.half(), y), {"w": torch.ones(3)})
+
+
+class Observer(nn.Module):
+    """Of the largest inputs, which has a shape after the first forward pass, as those of `prepare_qat`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.empty(0))
+
+    def forward(self, x):
+        now = x.detach().amax(0)
+        self.most = torch.maximum(self.most, now) if self.most.numel() else now
+        return x
+
+
+def test_buffers_that_grow_are_refused_with_the_cure():
+    net = nn.Sequential(nn.Linear(3, 2), Observer())
+    losses = returned(net)
+    params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+    state = begin(losses, params, buffers=buffers)
+    with pytest.raises(ValueError, match=r"'1\.most', expected torch.float32 \[0\]\. What gets its shape in its first"):
+        fj.step(state, X, Y, losses=losses, **METHOD)
+    net(X)
+    state = begin(losses, params, buffers=dict(net.named_buffers()))
+    assert fj.step(state, X, Y, losses=losses, **METHOD)[0].buffers["1.most"].shape == (2,)
+
+
+def test_other_errors_of_losses_are_their_own():
+    with pytest.raises(ZeroDivisionError) as failed:
+        begin(lambda p, x, y: 1 / 0, {"w": torch.ones(3)})
+    assert not getattr(failed.value, "__notes__", [])
+    with pytest.raises(TypeError, match=r"missing 2 required positional arguments") as failed:
+        begin(lambda p, x, y, z, u: 1, {"w": torch.ones(3)})
+    assert not getattr(failed.value, "__notes__", [])

@@ -1,0 +1,89 @@
+"""The way from an observation to a direction: which losses are finite, and what a pullback receives with a scale."""
+
+import pytest
+import torch
+
+import functional_jd as fj
+from functional_jd.training.driver import _finite_losses
+
+INF, NAN = torch.inf, torch.nan
+
+
+@pytest.mark.parametrize("values", [[1.0, INF, -INF, NAN, -3e38, 0.0]])
+def test_losses_are_finite_one_by_one_in_every_structure(values):
+    expected = [True, False, False, False, True, True]
+    scale = torch.ones(6)
+    as_dict = {f"{index}": torch.tensor(x) for index, x in enumerate(values)}
+    parted = [torch.tensor(values[:2]), torch.tensor(values[2]), torch.tensor([values[3:]])]
+    for losses in (torch.tensor(values), as_dict, parted):
+        assert _finite_losses(losses, scale).tolist() == expected
+        assert _finite_losses(losses, torch.ones(())).item() is False
+    # Of two replicas, one scale for the losses of both: all of them must be finite.
+    assert _finite_losses(torch.tensor(values), torch.ones(3)).tolist() == [False, False, False]
+    assert _finite_losses(torch.tensor([1.0, INF, 2.0, 3.0]), torch.ones(2)).tolist() == [True, False]
+    assert _finite_losses(torch.tensor([1.0, 4.0, 2.0, 3.0]), torch.ones(())).item() is True
+
+
+J = torch.tensor([[3.0, 4.0], [1.0, -10.0]])  # in conflict, so that weights tell the size of the rows
+ENGINES = ["jacobian", "gramian"]
+
+
+def losses(params, x):
+    return J @ params["w"] * x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.trimmed_mean, fj.mean, lambda *_: fj.clipped(2.0)])
+@pytest.mark.parametrize("scale", [None, 2.0**10, [2.0**20, 2.0**-3]], ids=str)
+def test_directions_do_not_know_the_scale(engine, rule, scale):
+    """Weights are for rows as they are, also where the engine has rows that are scaled."""
+    rule = rule(0) if rule is fj.trimmed_mean else rule()
+    if engine == "gramian" and rule.view.products in ("none", "rows"):
+        return
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": engine}
+    given = None if scale is None else fj.scale_state(shape=() if isinstance(scale, float) else (2,))
+    given = None if given is None else given._replace(scale=torch.tensor(scale))
+    state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=given, **how)
+    after, info = fj.step(state, torch.ones(2), **how)
+    direction, weights, _ = fj.aggregate(rule, J)
+    torch.testing.assert_close(after.params["w"], -direction)
+    if isinstance(info.weights, torch.Tensor):
+        torch.testing.assert_close(info.weights, weights)
+    assert info.moved
+
+
+@pytest.mark.parametrize(("engine", "rule"), [("jacobian", fj.upgrad), ("gramian", fj.upgrad), ("jacobian", fj.mean)])
+def test_each_row_s_flag_is_its_own_and_one_scale_has_one(engine, rule):
+    how = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(1.0), "engine": engine}
+    x = torch.tensor([1.0, 1e30])
+    for shape, flags, scales in (((2,), [True, False], [2.0**40, 2.0**39]), ((), False, 2.0**39)):
+        scale = fj.scale_state(2.0**40, shape=shape)
+        state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=scale, **how)
+        after, info = fj.step(state, x, **how)
+        assert info.finite.tolist() == flags
+        assert not info.moved
+        assert after.scale.scale.tolist() == scales
+    # A loss that is itself infinite leaves its scale alone.
+    state = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=fj.scale_state(shape=(2,)), **how)
+    infinite = lambda params, x: J @ params["w"] + x
+    after, info = fj.step(state, torch.tensor([-INF, 0.0]), **(how | {"losses": infinite}))
+    assert (info.moved.item(), info.finite.tolist()) == (False, [False, True])
+    assert after.scale.scale.tolist() == state.scale.scale.tolist()
+
+
+def test_a_rule_starts_from_rows_without_their_scale():
+    """`db_mtl` and `gradnorm` keep what they see first."""
+    how = {"losses": lambda p, x: losses(p, x) + 1, "aggregator": fj.gradnorm(), "optimizer": fj.sgd(1.0)}
+    scaled = fj.scale_state(shape=(2,))._replace(scale=torch.tensor([2.0**20, 2.0**-3]))
+    begun = [fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=s, **how) for s in (None, scaled)]
+    torch.testing.assert_close(begun[0].aggregator, begun[1].aggregator)
+    how["aggregator"] = fj.held(fj.upgrad())[0]
+    for engine in ENGINES:
+        begun = fj.train_state({"w": torch.zeros(2)}, torch.ones(2), scale=scaled, engine=engine, **how)
+        torch.testing.assert_close(begun.aggregator.weights, fj.aggregate(fj.upgrad(), J).weights)
+
+
+def test_replicas_are_those_that_make_states_equal():
+    engine = fj.engines.jacobian_engine()
+    assert not engine.is_replicated
+    assert engine._replace(replicate=lambda tree: tree).is_replicated

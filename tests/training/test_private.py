@@ -1,0 +1,146 @@
+"""Private training: every step is that of DP-SGD by hand, with the same noise; batches without examples too."""
+
+from functools import partial
+
+import pytest
+import torch
+from bounds import check_stable, check_within, eps
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+import functional_jd as fj
+from functional_jd.random import key, normal, split
+
+NET = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+PARAMS = {
+    name: torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+    for i, (name, p) in enumerate(NET.named_parameters())
+}
+SETTINGS = {"max_norm": 0.3, "noise_multiplier": 1.7, "batch_size": 6.0}
+
+
+def loss(params, x, y):
+    return (functional_call(NET, params, (x,)) - y).square().sum()
+
+
+def batch(m, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(m, n, generator=draw, dtype=torch.float64) for n in (5, 2)]
+
+
+def method(clipping="flat", seed=3, **settings):
+    return fj.private(loss, optimizer=fj.sgd(0.5), key=key(seed), clipping=clipping, **(SETTINGS | settings))
+
+
+def by_hand(params, x, y, at, clipping="flat"):
+    """Algorithm 1 of Abadi et al., one example after the other, with the key of the step."""
+    total = {name: torch.zeros_like(p) for name, p in params.items()}
+    for one, target in zip(x, y, strict=True):
+        gradient = torch.func.grad(loss)(params, one, target)
+        norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
+        factor = 0.3 / (norm + 0.01) if clipping == "automatic" else 1 / max(1.0, norm / 0.3)
+        total = {name: total[name] + factor * g for name, g in gradient.items()}
+    now, later = split(at)
+    keys = dict(zip(sorted(params), split(now, len(params)), strict=True))
+    noisy = {name: g + 1.7 * 0.3 * normal(keys[name], g.shape, dtype=g.dtype) for name, g in total.items()}
+    return {name: p - 0.5 * noisy[name] / 6.0 for name, p in params.items()}, later
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+def test_steps_on_poisson_batches_are_dp_sgd_by_hand(clipping, engine):
+    how = method(clipping)
+    state = fj.train_state(PARAMS, *batch(3), **how)
+    params, at = PARAMS, key(3)
+    for number, m in enumerate((4, 0, 1, 0, 7)):
+        given = batch(m, number)
+        state, info = fj.step(state, *given, engine=engine, **how)
+        params, at = by_hand(params, *given, at, clipping)
+        assert info.moved
+        assert info.losses.shape == (max(m, 1),)
+        for name, p in params.items():
+            # At most twenty operations on every entry, per example and step.
+            check_within(state.params[name], p, 1e3 * eps() * (1 + p.abs()))
+    assert torch.equal(state.optimizer.key, at)
+
+
+@pytest.mark.parametrize("scale", [None, (), "rows"], ids=str)
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+def test_a_batch_without_examples_is_a_step_of_pure_noise(scale, engine):
+    how = method()
+    scale = None if scale is None else fj.scale_state(shape=(1,) if scale == "rows" else ())
+    state = fj.train_state(PARAMS, *batch(1), scale=scale, **how)
+    after, info = fj.step(state, *batch(0), engine=engine, **how)
+    expected, _ = by_hand(PARAMS, *batch(0), key(3))
+    assert info.moved
+    assert info.losses.tolist() == [0.0]
+    for name, p in expected.items():
+        assert not torch.equal(after.params[name], PARAMS[name])
+        check_within(after.params[name], p, 8 * eps() * (1 + p.abs()))
+
+
+def test_without_examples_buffers_stay_and_keys_go_on():
+    def drawn(params, own, x, y):
+        return loss(params, x * (1 + normal(own["key"], x.shape)), y), own | {"mean": own["mean"] + x}
+
+    how = fj.private(drawn, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    state = fj.train_state(PARAMS, *batch(2), buffers={"key": key(1), "mean": torch.ones(5).double()}, **how)
+    nobody, _ = fj.step(state, *batch(0), **how)
+    somebody, _ = fj.step(state, *batch(2), **how)
+    assert nobody.buffers["mean"].tolist() == [1.0] * 5
+    check_within(somebody.buffers["mean"], 1 + batch(2)[0].mean(0), 8 * eps())
+    assert not any(torch.equal(after.buffers["key"], key(1)) for after in (nobody, somebody))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "compile"])
+@pytest.mark.parametrize("m", [0, 3])
+def test_steps_under_transforms(transform, m):
+    how = method()
+    state = fj.train_state(PARAMS, *batch(3), **how)
+    take, given = partial(fj.step, **how), batch(m)
+    expected = lambda *given: take(state, *given)[0].params
+    if transform == "compile":
+        torch.compiler.reset()
+        found = torch.compile(take, backend="aot_eager", fullgraph=True)(state, *given)[0].params
+    else:
+        two = tree_map(lambda x: torch.stack([x, x]), state)
+        found = tree_map(lambda x: x[1], torch.vmap(take, (0, None, None))(two, *given)[0].params)
+    check_stable(found, expected, *given)
+
+
+def test_other_dimensions_of_examples_and_autocast_keep_what_is_private():
+    how = fj.private(fj.per_example(loss, in_dims=1), optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    how["losses"] = fj.autocast(how["losses"], dtype=torch.bfloat16)
+    x, y = (z.mT.contiguous() for z in batch(3))
+    state = fj.train_state(PARAMS, x, y, **how)
+    assert fj.step(state, x, y, **how)[1].losses.shape == (3,)
+    assert fj.step(state, x[:, :0], y[:, :0], **how)[1].losses.tolist() == [0.0]
+
+
+def test_losses_that_are_not_private_refuse_a_batch_without_examples():
+    how = method() | {"losses": fj.per_example(loss)}
+    state = fj.train_state(PARAMS, *batch(3), **how)
+    with pytest.raises(ValueError, match=r"per_example: all batched arguments must .* at least one, found \[0\]"):
+        fj.step(state, *batch(0), **how)
+
+
+def test_mistakes_are_named():
+    for wrong, kind, words in (
+        ({"noise_multiplier": -1.0}, ValueError, "private: noise_multiplier must be a finite number >= 0, found -1"),
+        ({"max_norm": 0.0}, ValueError, "max_norm must be positive"),
+        ({"batch_size": 0.0}, ValueError, "batch_size must be positive, found 0"),
+        ({"clipping": "flt"}, ValueError, "private: clipping must be .*flat, automatic, found 'flt'"),
+    ):
+        with pytest.raises(kind, match=words):
+            method(**wrong)
+    given = {"optimizer": fj.sgd(0.1), "key": key(0)} | SETTINGS
+    tasks = fj.multitask(lambda p, x: x, lambda p, z, x: z)
+    with pytest.raises(TypeError, match="private: loss must be the loss of one example"):
+        fj.private(tasks, **given)
+    for optimizer, words in (
+        (fj.line_search(fj.sgd(1.0), [1.0]), "compares losses, which no noise covers"),
+        (fj.noised(fj.sgd(1.0), key(0), 1.0, 1.0, 4), "adds noise itself"),
+    ):
+        with pytest.raises(ValueError, match=f"private: expected an optimizer for the noisy mean.*{words}"):
+            fj.private(loss, **(given | {"optimizer": optimizer}))
