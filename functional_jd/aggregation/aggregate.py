@@ -13,7 +13,15 @@ from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, squared_norms
+from functional_jd.core.rows import (
+    as_matrix,
+    at_least_float32,
+    inner_products,
+    joined,
+    magnitudes,
+    per_row,
+    squared_norms,
+)
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
     leaves_like,
@@ -237,24 +245,32 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
 
 
 def products_of_rows(
-    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str
+    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str, inverse: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
-    """The Gramian of rows with these leaves, or their squared norms, and `combine` of them as at least float32, from
-    one set of matrices.
+    """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
+    of them as at least float32, from one set of matrices. With an inverse `[]` or `[m]`, `combine` and the magnitudes
+    are those of the products with it.
     """
-    found = inner_products if needed == "gramian" else squared_norms
+    found = {"gramian": inner_products, "norms": squared_norms, "magnitudes": magnitudes}[needed]
+    add = torch.maximum if needed == "magnitudes" else torch.add
     m = len(leaves[0])
     with autocast_disabled(leaves):
         matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
-        products = reduce(torch.add, [found(matrix) for matrix, _ in matrices])
+        products = reduce(add, [found(matrix) for matrix, _ in matrices])
+        products = products if inverse is None else products * inverse
+
+    def times_inverse(leaf: Tensor) -> Tensor:
+        return (
+            leaf if inverse is None else at_least_float32(leaf) * (per_row(inverse, leaf) if inverse.ndim else inverse)
+        )
 
     def sums(weights: Tensor) -> list[Tensor]:
         cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
-        return [cast[matrix.dtype] @ matrix for matrix, _ in matrices]
+        return [cast[matrix.dtype] @ times_inverse(matrix) for matrix, _ in matrices]
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, rows, weights)
+            return combined(where, tree_map(times_inverse, rows), weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
             summed = sums(weights)

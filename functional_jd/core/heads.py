@@ -6,7 +6,8 @@ import torch
 
 from functional_jd.core.rows import of_groups
 from functional_jd.core.sharding import any_sharded
-from functional_jd.core.tree import all_finite, largest_magnitude, tree_leaves
+from functional_jd.core.together import largest_magnitude
+from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
 
 Heads = tuple[Tree, ...]

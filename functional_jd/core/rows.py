@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import times, tree_flatten, tree_unflatten
+from functional_jd.core.together import times
+from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -67,13 +68,25 @@ def in_range(weights: Tree) -> InRange:
     of the m weights to at most 1/m, and the direction is multiplied by its inverse, in two steps. Powers of two add no
     rounding. Weights below 2^-100 of the largest may count as 0.
     """
-    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
-    largest = reduce(torch.maximum, [own.detach().abs().amax() for own in groups])
-    _, exponent = torch.frexp(largest * len(groups[0]))
+    largest = _largest(weights)
+    _, exponent = torch.frexp(largest)
     half = exponent // 2
     one = largest.new_ones(())
     first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
     return InRange(of_groups(lambda own: own / first / second, weights), first, second)
+
+
+def are_in_range(weights: Tree) -> bool:
+    """Whether weights are at most 1/m as they are, and so far above the end of float32 that none vanishes that counts
+    in `in_range`.
+    """
+    return 2.0**-26 <= float(_largest(weights)) <= 1
+
+
+def _largest(weights: Tree) -> Tensor:
+    """The largest of m weights, or of those of groups, times m."""
+    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
+    return reduce(torch.maximum, [own.detach().abs().amax() for own in groups]) * len(groups[0])
 
 
 def pulled_in_range(pullback: Callable[[Any], Tree], weights: InRange) -> Tree:
@@ -126,6 +139,13 @@ def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
     blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
+
+
+def magnitudes(matrix: Tensor) -> Tensor:
+    """The largest magnitude in each row `[m, n]`, NaN if a value is: `[m]`, constant to derivatives."""
+    if not matrix.shape[1]:
+        return matrix.new_zeros(len(matrix))
+    return torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1)
 
 
 def _squares(block: Tensor) -> Tensor:

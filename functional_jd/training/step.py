@@ -11,7 +11,7 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
-from functional_jd.precision.loss_scale import select, update_scale
+from functional_jd.precision.loss_scale import select
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
@@ -114,10 +114,7 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
 
 def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers: Tree) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (_, aux), gramian = found
-    finite = rows_finite if rows_finite is losses_finite else rows_finite & losses_finite
-    moved = finite.all() if finite.ndim else finite
-    moved = moved if direction_finite is losses_finite else moved & direction_finite
+    direction, weights, rule_state, values, finite, moved, scale, (_, aux), gramian = found
     guarded = None if under_transform() else optimizer.guarded_update  # torch.compile fuses `select` by itself
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
@@ -137,8 +134,6 @@ def _finished(state: TrainState, optimizer: Optimizer, found: Directed, buffers:
         select(moved, buffers, state.buffers) if tree_leaves(buffers) else state.buffers,
         moments,
         select(moved, rule_state, state.aggregator) if tree_leaves(rule_state) else state.aggregator,
-        update_scale(state.scale, rows_finite, losses_finite=losses_finite),
+        scale,
     )
-    # The flags show that the step was skipped, also where the direction alone is not finite.
-    finite = finite & (moved | ~finite.all()) if finite.ndim else moved
     return new, StepInfo(values, weights, finite, moved, gramian, aux)
