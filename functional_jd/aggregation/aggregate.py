@@ -33,6 +33,7 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.wide import has_float64, warn_of_rows
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
 
@@ -155,7 +156,12 @@ def weigh(
     """
     with autocast_disabled(seen[:3]):
         received = view.receive(seen)
-        if (aggregator.on_host or view.inner_products_suffice) and goes_to_host(aggregator, (received, state)):
+        if narrow := narrow_device(seen):
+            if view.products == "rows":
+                warn_of_rows(narrow)
+            run = partial(run_on_host, device=narrow, apart=apart)
+            aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
+        elif aggregator.on_host and goes_to_host(aggregator, (received, state)):
             aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
         if state is None or torch.compiler.is_compiling():
             return aggregator.update(received, aggregator.init(received) if state is None else state)
@@ -175,17 +181,24 @@ def weigh(
         return weights, new
 
 
+def narrow_device(seen: Observation) -> torch.device | None:
+    """The device of what is observed, if it has no float64: rules run on the host."""
+    some: Any = seen.rows if seen.losses is None else seen.losses
+    while isinstance(some, dict | list | tuple) and some:
+        some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
+    known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
+    return some.device if isinstance(some, Tensor) and not known else None
+
+
 def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
-    """Whether the rule is to run on the host, though what it is given stands on an accelerator: because it asks for
-    that, or because the device has no float64.
-    """
+    """Whether the rule asks to run on the host, and what it is given stands on an accelerator."""
     if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
         return False
     leaves = tree_leaves(given)
     return not (
         leaves[0].is_cpu
         or torch.compiler.is_compiling()
-        or not (aggregator.on_host or leaves[0].dtype == torch.float32)
+        or not aggregator.on_host
         or type(leaves[0]) is not Tensor  # a fake one, which has no values to bring
         or leaves[0].is_meta
         or is_capturing(leaves[0])
@@ -210,7 +223,13 @@ def _refuse_other_state(
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
     """The initial state of a rule, which `aggregate` uses for `state=None`."""
     with autocast_disabled(jacobian):
-        return aggregator.init(as_view(aggregator.view)(jacobian, *others, losses=losses))
+        return initial_state(aggregator, as_view(aggregator.view), Observation(losses, rows=jacobian, others=others))
+
+
+def initial_state(aggregator: Aggregator, view: View, seen: Observation) -> Tree:
+    """The initial state of a rule with this view."""
+    received, narrow = view.receive(seen), narrow_device(seen)
+    return run_on_host(aggregator.init, received, device=narrow) if narrow else aggregator.init(received)
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
@@ -265,7 +284,8 @@ def products_of_rows(
         )
 
     def sums(weights: Tensor) -> list[Tensor]:
-        cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
+        home = leaves[0].device
+        cast = {dtype: weights.to(home, dtype) for dtype in {x.dtype for x, _ in matrices}}  # once for all leaves
         return [cast[matrix.dtype] @ times_inverse(matrix) for matrix, _ in matrices]
 
     def pullback(weights: Weights) -> Direction:
@@ -299,7 +319,7 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
         if isinstance(weights, Tensor) and weights.ndim < 2:
             check_row_weights(where, weights, m)
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
-                weights = weights.float()  # once, and not for every leaf
+                weights = weights.to(leaves[0].device, torch.float32)  # once, and not for every leaf
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
         weights = weights_by_leaf(weights, jacobian)

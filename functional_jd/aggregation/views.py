@@ -11,11 +11,13 @@ from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described
 from functional_jd.core.heads import rows_of
+from functional_jd.core.host import copied
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.sharding import any_sharded, shard_of, sum_over_shards
 from functional_jd.core.tree import row_count, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
+from functional_jd.core.wide import has_float64
 from functional_jd.precision.autocast import autocast_disabled
 
 Products = Literal["none", "norms", "gramian", "rows"]
@@ -150,7 +152,7 @@ def _for_each(seen: Observation, number: Callable[[int], float]) -> Tensor:
     rows = None if seen.rows is None else rows_of(seen.rows)
     m = loss_count(seen.losses, "losses") if rows is None else row_count(rows, "no_gradients")
     device = tree_leaves(seen.losses if rows is None else rows)[0].device
-    return torch.full((m,), number(m), dtype=torch.float64, device=device)
+    return torch.full((m,), number(m), dtype=torch.float64, device=device if has_float64(device) else None)
 
 
 @_view("none")
@@ -333,7 +335,10 @@ def loss_vector(losses: Losses) -> Tensor:
             "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
     loss_count(losses, "losses")
-    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+    leaves = tree_leaves(losses)
+    if not (leaves[0].is_cpu or has_float64(leaves[0].device)):
+        leaves = copied(leaves, torch.device("cpu"))
+    return torch.cat([leaf.reshape(-1).double() for leaf in leaves])
 
 
 def loss_count(losses: Losses, where: str) -> int:

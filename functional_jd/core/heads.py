@@ -48,4 +48,6 @@ def nan_unless_finite(products: Any, heads: Heads) -> Any:
         return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
     largest = largest_magnitude(leaves)
     # Zero times what is not finite is NaN.
-    return products if largest is None else of_groups(lambda own: torch.add(own, largest, alpha=0), products)
+    if largest is None:
+        return products
+    return of_groups(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)

@@ -11,6 +11,7 @@ from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.together import times
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
+from functional_jd.core.wide import on_wide_device
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
@@ -102,6 +103,7 @@ def inner_products(matrix: Tensor) -> Tensor:
     Float32 would be twice as fast, but with its rounding error of 1e-8 dependent rows look independent to the rules,
     which truncate eigenvalues at the precision of float64.
     """
+    matrix = matrix if matrix.is_cpu else on_wide_device(matrix)
     width = _width(len(matrix), matrix)
     if matrix.shape[1] <= width:
         return symmetric_product(matrix.double())
@@ -130,6 +132,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Inner products of the rows of two matrices `[m, n]` and `[k, n]`: float64 `[m, k]`, computed block by block."""
+    left, right = (x if x.is_cpu else on_wide_device(x) for x in (left, right))
     width = _width(max(len(left), len(right)), left)
     pairs = zip(left.split(width, dim=1), right.split(width, dim=1), strict=True)
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
@@ -137,6 +140,7 @@ def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
+    matrix = matrix if matrix.is_cpu else on_wide_device(matrix)
     blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
 

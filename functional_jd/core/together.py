@@ -49,7 +49,9 @@ def each_magnitude(tensors: list[Tensor]) -> list[Tensor]:
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
     """The products of tensors with a factor `[]`, each in its own dtype: of all of one dtype at once."""
-    factors = {dtype: factor.to(dtype) for dtype in {leaf.dtype for leaf in leaves}}
+    if not leaves:
+        return []
+    factors = {dtype: factor.to(leaves[0].device, dtype) for dtype in {leaf.dtype for leaf in leaves}}
     if len(factors) == 1 and not under_transform():
         return each_times(leaves, factors[leaves[0].dtype])
     return [leaf * factors[leaf.dtype] for leaf in leaves]

@@ -22,6 +22,7 @@ from functional_jd.core.rows import InRange, are_in_range, at_least_float32, in_
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import all_finite, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.wide import widest
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.loss_scale import inverse_of, unscale
 
@@ -93,7 +94,9 @@ def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values
 def settled(products: Products, factor: Tensor | None, flags: int | None) -> tuple[Products, Tensor | None]:
     """Inner products as rules take them, from those of scaled rows, and which rows did not overflow."""
     if factor is not None:
-        inverse = factor.double().reciprocal()
+        # Where a device has no float64, products stand on the host.
+        some = products if isinstance(products, Tensor) else next(iter(products.values()))
+        inverse = factor.to(some.device).double().reciprocal()
 
         def divided(own: Tensor) -> Tensor:
             rows = inverse.expand(len(own))
@@ -107,8 +110,10 @@ def weights_for(weights: Weights, factor: Tensor | None, known: bool = False) ->
     """The weights of scaled rows, from those of rows; `known`: whether a look at their values costs nothing."""
     if factor is None:
         return weights
-    inverse = factor.double().reciprocal()
-    found = of_groups(lambda own: own.double() * inverse, weights)
+    some = weights if isinstance(weights, Tensor) else next(iter(weights.values()))
+    wide = widest(some.device)
+    inverse = factor.to(some.device, wide).reciprocal()
+    found = of_groups(lambda own: own.to(wide) * inverse, weights)
     return found if known and are_in_range(found) else in_range(found)
 
 

@@ -12,6 +12,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import any_sharded
 from functional_jd.core.tree import Structure, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.wide import widest
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
@@ -120,8 +121,9 @@ def adamw(
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
-        step_size = rate / (1 - b1 ** steps.double())
-        correction = (1 - b2 ** steps.double()).sqrt()
+        count = steps.to(widest(steps.device))
+        step_size = rate / (1 - b1**count)
+        correction = (1 - b2**count).sqrt()
 
         def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             d = at_least_float32(d.to(p.dtype))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import goes_to_host, weigh
+from functional_jd.aggregation.aggregate import goes_to_host, initial_state, narrow_device, weigh
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.host import run_on_host
@@ -132,16 +132,17 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
         verdict = _verdict(scale, found.rows_finite, _finite_losses(losses, scale.scale))
         return found._replace(verdict=verdict, pulled=weights_for(found.weights, factor, known=True))
 
-    if not goes_to_host(plan.rule, (seen.products, factor, rule_state)):
+    narrow = narrow_device(seen)
+    if not (narrow or goes_to_host(plan.rule, (seen.products, factor, rule_state))):
         return seen, decide(seen.products, factor, seen.losses, rule_state)
     if factor is not None and plan.guarded:
-        decided = run_on_host(on_host, seen.products, factor, seen.losses, rule_state, plan.scale)
+        decided = run_on_host(on_host, seen.products, factor, seen.losses, rule_state, plan.scale, device=narrow)
         # The next state is written anew, and has memory of its own.
         scale = tree_map(lambda new, old: new if new is old else new.clone(), decided.verdict.scale, plan.scale)
         return seen, decided._replace(verdict=decided.verdict._replace(scale=scale))
-    losses = seen.losses if plan.view.losses or plan.view.products == "none" else ()
+    losses = seen.losses if narrow or plan.view.losses or plan.view.products == "none" else ()
     # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
-    return seen, run_on_host(decide, seen.products, factor, losses, rule_state, apart=not plan.guarded)
+    return seen, run_on_host(decide, seen.products, factor, losses, rule_state, device=narrow, apart=not plan.guarded)
 
 
 def started(plan: Plan, engine: Engine) -> Tree:
@@ -150,7 +151,7 @@ def started(plan: Plan, engine: Engine) -> Tree:
     if seen.scaling is not None:
         seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
     with autocast_disabled(seen[:3]):
-        return plan.rule.init(plan.view.receive(seen))
+        return initial_state(plan.rule, plan.view, seen)
 
 
 def observed(plan: Plan, engine: Engine) -> Observation:

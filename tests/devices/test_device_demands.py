@@ -25,7 +25,8 @@ def on_device(device, kind, dtype=torch.float32):
     case = KINDS[kind](MODELS["mlp"]())
     lower = lambda x: x.to(dtype) if x.is_floating_point() else x
     params, batch = torch.utils._pytree.tree_map(lower, (case.params, case.args))
-    return case.losses, device.put(params), device.put(batch)
+    put = (lambda tree: tree) if device is None else device.put
+    return case.losses, put(params), put(batch)
 
 
 def warm_step(device, losses, params, *batch, aggregator=None, optimizer=None, engine="auto", scale=None, buffers=()):
@@ -181,20 +182,46 @@ def test_a_scale_for_each_objective_costs_a_fifth_more_at_most(rule):
 
 # A device without float64
 
+RULES_WITHOUT = ("mean", "stch", "dwa", "config", "upgrad", "mgda", "clipped", "db_mtl", "random_weights", "graddrop")
+BUILT = {
+    "clipped": lambda: jd.clipped(1.0),
+    "random_weights": lambda: jd.random_weights(jd.random.key(0)),
+    "graddrop": lambda: jd.graddrop(jd.random.key(0)),
+}
 
-@finding("scales, losses, weights and random numbers are computed in float64 on the device", TypeError)
-@pytest.mark.parametrize("name", ["mean", "stch", "config", "upgrad", "clipped", "db_mtl", "random_weights"])
+
+def two_steps(kind, rule, scale, device=None):
+    """Where two steps lead, on the device or on the CPU, and whether anything warned."""
+    losses, params, batch = on_device(device, kind)
+    how = {"losses": losses, "aggregator": rule(), "optimizer": jd.adamw(0.01)}
+    scale = None if scale is None else jd.scale_state(2.0**8, shape=scale, device=None if device is None else "sim")
+    state = jd.train_state(params, *batch, scale=scale, **how)
+    for _ in range(2):
+        state, info = jd.step(state, *batch, **how)
+    return state, info
+
+
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize("scale", [None, (), "each"])
+@pytest.mark.parametrize("name", RULES_WITHOUT)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_without_float64(kind, name):
-    rules = {"clipped": lambda: jd.clipped(1.0), "random_weights": lambda: jd.random_weights(jd.random.key(0))}
+def test_a_step_without_float64_is_that_of_the_cpu(kind, name, scale):
+    rule = BUILT.get(name, getattr(jd, name))
+    scale = (3 if kind == "tasks" else 4,) if scale == "each" else scale
+    expected, expected_info = two_steps(kind, rule, scale)
     with simulated(float64=False) as device:
-        losses, params, batch = on_device(device, kind)
-        warm_step(device, losses, params, *batch, aggregator=rules.get(name, getattr(jd, name))())
+        state, info = two_steps(kind, rule, scale, device)
+        assert all(x.device.type == "sim" for x in tree_leaves((state, info)))
+        state, info = device.get((state, info))
+    assert info.moved
+    for x, y in zip(tree_leaves(info.weights), tree_leaves(expected_info.weights), strict=True):
+        assert torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-6)
+    for x, y in zip(tree_leaves(state.params), tree_leaves(expected.params), strict=True):
+        assert torch.allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@finding("scales are float64", TypeError)
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_a_scaled_step_without_float64(shape):
+def test_only_rows_that_go_to_the_host_warn():
     with simulated(float64=False) as device:
-        losses, params, batch = on_device(device, "tasks")
-        warm_step(device, losses, params, *batch, scale=jd.scale_state(2.0**8, shape=shape, device="sim"))
+        two_steps("tasks", jd.mean, (), device)
+        with pytest.warns(jd.SlowPathWarning, match="no float64"):
+            two_steps("tasks", jd.upgrad, (), device)
