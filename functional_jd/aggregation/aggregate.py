@@ -21,6 +21,7 @@ from functional_jd.core.rows import (
     magnitudes,
     per_row,
     squared_norms,
+    weighted_rows,
 )
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import (
@@ -279,18 +280,23 @@ def products_of_rows(
         products = products if inverse is None else products * inverse
 
     def times_inverse(leaf: Tensor) -> Tensor:
-        return (
-            leaf if inverse is None else at_least_float32(leaf) * (per_row(inverse, leaf) if inverse.ndim else inverse)
-        )
+        assert inverse is not None
+        return at_least_float32(leaf) * (per_row(inverse, leaf) if inverse.ndim else inverse)
 
     def sums(weights: Tensor) -> list[Tensor]:
-        home = leaves[0].device
-        cast = {dtype: weights.to(home, dtype) for dtype in {x.dtype for x, _ in matrices}}  # once for all leaves
-        return [cast[matrix.dtype] @ times_inverse(matrix) for matrix, _ in matrices]
+        summed: list[Tensor] = []
+        cast: dict[torch.dtype, Tensor] = {}
+        for matrix, _ in matrices:
+            if matrix.dtype not in cast:  # once for all leaves
+                cast[matrix.dtype] = weights.to(matrix.device, matrix.dtype)
+            own = cast[matrix.dtype]
+            matrix = matrix if inverse is None else times_inverse(matrix)
+            summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
+        return summed
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, tree_map(times_inverse, rows), weights)
+            return combined(where, rows if inverse is None else tree_map(times_inverse, rows), weights)
         check_row_weights(where, weights, m)
         with autocast_disabled(leaves):
             summed = sums(weights)
@@ -373,4 +379,4 @@ def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
 
 def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
     matrix = as_matrix(at_least_float32(leaf))
-    return (weights.to(matrix.dtype) @ matrix).reshape(leaf.shape[1:]).to(leaf.dtype)
+    return weighted_rows(weights.to(matrix.dtype), matrix).reshape(leaf.shape[1:]).to(leaf.dtype)

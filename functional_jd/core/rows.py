@@ -145,6 +145,11 @@ def squared_norms(matrix: Tensor) -> Tensor:
     return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
 
 
+def weighted_rows(weights: Tensor, matrix: Tensor) -> Tensor:
+    """The weighted sum of rows `[m, n]`: on an accelerator not a product of matrices, which TF32 would round."""
+    return weights @ matrix if matrix.is_cpu or under_transform() else torch.mv(matrix.mT, weights)
+
+
 def magnitudes(matrix: Tensor) -> Tensor:
     """The largest magnitude in each row `[m, n]`, NaN if a value is: `[m]`, constant to derivatives."""
     if not matrix.shape[1]:

@@ -115,7 +115,9 @@ def adamw(
                 "state anew with init(params)."
             )
         scalars = [state.steps, rate] if isinstance(rate, Tensor) else [state.steps]
-        if fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
+        exact = rate.is_cpu or all(p.dtype.itemsize <= 4 for p in leaves) if isinstance(rate, Tensor) else True
+        # The kernel of an accelerator takes a rate in float32.
+        if exact and fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = zip(leaves, directions, first, second, strict=True)
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)

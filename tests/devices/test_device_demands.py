@@ -8,11 +8,13 @@ from functools import partial
 import pytest
 import torch
 from simulated import simulated
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import MODELS, by_example, plain, tasks
 
 import functional_jd as jd
 from functional_jd import views
+from functional_jd.solvers.simplex import simplex_projection
 
 KINDS = {"plain": plain, "by_example": by_example, "tasks": tasks}
 
@@ -180,6 +182,81 @@ def test_a_scale_for_each_objective_costs_a_fifth_more_at_most(rule):
         assert launches[1] <= 1.2 * launches[0]
 
 
+def test_the_gramian_of_a_language_model_takes_four_launches_a_leaf():
+    """The leaves of GPT-2 small, of 8 rows, without memory behind them."""
+    width, layer = 768, [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
+    layer += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+    shapes = [(50257, width), (1024, width), *(12 * layer), (width,), (width,)]
+    rows = {str(i): torch.empty(8, *shape, device="meta") for i, shape in enumerate(shapes)}
+    assert sum(x[0].numel() for x in rows.values()) == 124_439_808
+    with Launches() as counted:
+        views.gramian(rows)
+    assert len(shapes) < 2 * counted.number <= 8 * len(shapes)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what computes: views do not."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view and func is not torch.ops.aten.split.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+# What a device may be told
+
+
+def test_the_direction_is_no_product_of_matrices_that_tf32_would_round():
+    with simulated() as device:
+        jacobian = {"w": torch.ones(3, 4, 5, device="sim"), "b": torch.ones(3, 6, device="sim")}
+        for rule in (jd.upgrad(), jd.mean()):
+            device.reset()
+            jd.aggregate(rule, jacobian)
+            assert "mm" not in device.by_name or device.by_name["mm"] == int(rule.view.products == "gramian")
+        losses, params, batch = on_device(device, "tasks")
+        seen = []
+        for rule in (jd.upgrad, jd.total):  # total takes one backward pass
+            warm_step(device, losses, params, *batch, aggregator=rule(), engine="jacobian")
+            seen.append(device.by_name["mv"] + device.by_name["addmv"] + device.by_name["addmv_"])
+        assert all(seen)
+
+
+def test_examples_take_no_fused_attention():
+    def loss(params, x):
+        enabled.append(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled())
+        q = (x * params)[None]
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q).square().sum()
+
+    with simulated() as device:
+        enabled = []
+        params, x = device.put((torch.ones(4), torch.randn(3, 2, 4)))
+        torch.vmap(lambda params: jd.gramian_fn(jd.per_example(loss))(params, x)[0])(params[None])
+        assert enabled[-1] is False
+
+
+def test_a_rate_on_the_device_is_as_exact_as_the_parameters():
+    def moved(put, rate):
+        rate = put(torch.tensor(rate, dtype=torch.float64))
+        params = put({"w": torch.ones(3, dtype=torch.float64)})
+        optimizer = jd.adamw(lambda _: rate)
+        return optimizer.update({"w": params["w"] * 2}, optimizer.init(params), params)[0]["w"]
+
+    expected = moved(lambda tree: tree, 0.1)
+    with simulated() as device:
+        found = device.get(moved(device.put, 0.1))
+    assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+
+
+def test_the_projection_on_the_simplex_is_deterministic():
+    points = torch.randn(4, 7, dtype=torch.float64)
+    with simulated() as device:
+        found = simplex_projection(device.put(points))
+        assert not device.by_name["cumsum"]
+        found = device.get(found)
+    assert torch.allclose(found, simplex_projection(points), rtol=1e-14, atol=1e-15)
+
+
 # A device without float64
 
 RULES_WITHOUT = ("mean", "stch", "dwa", "config", "upgrad", "mgda", "clipped", "db_mtl", "random_weights", "graddrop")
@@ -218,6 +295,16 @@ def test_a_step_without_float64_is_that_of_the_cpu(kind, name, scale):
         assert torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-6)
     for x, y in zip(tree_leaves(state.params), tree_leaves(expected.params), strict=True):
         assert torch.allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_without_float64_are_those_of_the_cpu():
+    key = jd.random.key(3)
+    expected = jd.random.normal(key, (50,)), jd.random.uniform(key, (7,))
+    with simulated(float64=False) as device:
+        found = jd.random.normal(device.put(key), (50,)), jd.random.uniform(device.put(key), (7,))
+        assert all(x.device.type == "sim" for x in found)
+        found = device.get(found)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_only_rows_that_go_to_the_host_warn():
