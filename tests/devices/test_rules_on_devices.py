@@ -85,6 +85,16 @@ def test_a_direction_without_float64_is_that_of_the_cpu(name):
         assert (x - y).abs().max() <= 1e-5 * size
 
 
+def test_many_ill_conditioned_rows_do_not_conflict():
+    """Where the bound by roundings would take the search of each of the 128 rows several times."""
+    jacobian, losses = problem("upgrad", 128, 1e7)
+    with simulated() as device:
+        found = device.get(direction("upgrad", 128, *device.put((jacobian, jacobian, losses))).direction)
+    mean = jacobian.mean(0)
+    assert (jacobian @ found >= -1e-12 * jacobian.norm(dim=1) * found.norm()).all()
+    assert (jacobian @ mean < -1e-3 * jacobian.norm(dim=1) * mean.norm()).any()
+
+
 def differentiated(name, m):
     """The gradient of the direction's length by the rows, for a batch of Jacobians."""
 
