@@ -157,7 +157,7 @@ def weigh(
     """
     with autocast_disabled(seen[:3]):
         received = view.receive(seen)
-        if narrow := narrow_device(seen):
+        if narrow := narrow_device(seen, received):
             if view.products == "rows":
                 warn_of_rows(narrow)
             run = partial(run_on_host, device=narrow, apart=apart)
@@ -182,9 +182,10 @@ def weigh(
         return weights, new
 
 
-def narrow_device(seen: Observation) -> torch.device | None:
+def narrow_device(seen: Observation, received: Any = None) -> torch.device | None:
     """The device of what is observed, if it has no float64: rules run on the host."""
-    some: Any = seen.rows if seen.losses is None else seen.losses
+    some: Any = received if seen.rows is None else seen.rows
+    some = some if seen.losses is None else seen.losses
     while isinstance(some, dict | list | tuple) and some:
         some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
     known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
