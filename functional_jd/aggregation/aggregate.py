@@ -13,10 +13,21 @@ from functional_jd.core.arguments import described
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import as_matrix, at_least_float32, inner_products, joined, row_count, squared_norms
+from functional_jd.core.rows import (
+    as_matrix,
+    at_least_float32,
+    inner_products,
+    joined,
+    magnitudes,
+    per_row,
+    row_count,
+    squared_norms,
+    weighted_rows,
+)
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.wide import has_float64, warn_of_rows
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
 
@@ -144,8 +155,12 @@ def weigh(
     """
     received = view.receive(seen)
     asked = seen.scaling is not None  # by the driver
-    on_host = aggregator.on_host or view.inner_products_suffice
-    if on_host and not asked and goes_to_host(aggregator, (received, state)):
+    if narrow := narrow_device(seen, received):
+        if view.products == "rows":
+            warn_of_rows(narrow)
+        run = partial(run_on_host, device=narrow, apart=apart)
+        aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
+    elif aggregator.on_host and not asked and goes_to_host(aggregator, (received, state)):
         aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None or torch.compiler.is_compiling():
         return aggregator.update(received, aggregator.init(received) if state is None else state)
@@ -165,17 +180,25 @@ def weigh(
     return weights, new
 
 
+def narrow_device(seen: Observation, received: Any = None) -> torch.device | None:
+    """The device of what is observed, if it has no float64: rules run on the host."""
+    some: Any = received if seen.rows is None else seen.rows
+    some = some if seen.losses is None else seen.losses
+    while isinstance(some, dict | list | tuple) and some:
+        some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
+    known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
+    return some.device if isinstance(some, Tensor) and not known else None
+
+
 def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
-    """Whether the rule is to run on the host, though what it is given stands on an accelerator: because it asks for
-    that, or because the device has no float64.
-    """
+    """Whether the rule asks to run on the host, and what it is given stands on an accelerator."""
     if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
         return False
     leaves = tree_leaves(given)
     return not (
         leaves[0].is_cpu
         or torch.compiler.is_compiling()
-        or not (aggregator.on_host or leaves[0].dtype == torch.float32)
+        or not aggregator.on_host
         or type(leaves[0]) is not Tensor  # a fake one, which has no values to bring
         or leaves[0].is_meta
         or is_capturing(leaves[0])
@@ -200,7 +223,13 @@ def _refuse_other_state(
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
     """The initial state of a rule, which `aggregate` uses for `state=None`."""
     with autocast_disabled():
-        return aggregator.init(as_view(aggregator.view)(jacobian, *others, losses=losses))
+        return initial_state(aggregator, as_view(aggregator.view), Observation(losses, rows=jacobian, others=others))
+
+
+def initial_state(aggregator: Aggregator, view: View, seen: Observation) -> Tree:
+    """The initial state of a rule with this view. The caller switches autocast off."""
+    received, narrow = view.receive(seen), narrow_device(seen)
+    return run_on_host(aggregator.init, received, device=narrow) if narrow else aggregator.init(received)
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
@@ -235,23 +264,37 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
 
 
 def products_of_rows(
-    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str
+    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str, inverse: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
-    """The Gramian of rows with these leaves, or their squared norms, and `combine` of them as at least float32, from
-    one set of matrices. The caller of either switches autocast off.
+    """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
+    of them as at least float32, from one set of matrices. With an inverse `[]` or `[m]`, `combine` and the magnitudes
+    are those of the products with it. The caller of either switches autocast off.
     """
-    found = inner_products if needed == "gramian" else squared_norms
+    found = {"gramian": inner_products, "norms": squared_norms, "magnitudes": magnitudes}[needed]
+    add = torch.maximum if needed == "magnitudes" else torch.add
     m = len(leaves[0])
     matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
-    products = reduce(torch.add, [found(matrix) for matrix, _ in matrices])
+    products = reduce(add, [found(matrix) for matrix, _ in matrices])
+    products = products if inverse is None else products * inverse
+
+    def times_inverse(leaf: Tensor) -> Tensor:
+        assert inverse is not None
+        return at_least_float32(leaf) * (per_row(inverse, leaf) if inverse.ndim else inverse)
 
     def sums(weights: Tensor) -> list[Tensor]:
-        cast = {dtype: weights.to(dtype) for dtype in {matrix.dtype for matrix, _ in matrices}}  # once for all leaves
-        return [cast[matrix.dtype] @ matrix for matrix, _ in matrices]
+        summed: list[Tensor] = []
+        cast: dict[torch.dtype, Tensor] = {}
+        for matrix, _ in matrices:
+            if matrix.dtype not in cast:  # once for all leaves
+                cast[matrix.dtype] = weights.to(matrix.device, matrix.dtype)
+            own = cast[matrix.dtype]
+            matrix = matrix if inverse is None else times_inverse(matrix)
+            summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
+        return summed
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, rows, weights)
+            return combined(where, rows if inverse is None else tree_map(times_inverse, rows), weights)
         check_row_weights(where, weights, m)
         pairs = zip(sums(weights), matrices, strict=True)
         parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
@@ -278,7 +321,7 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
         if isinstance(weights, Tensor) and weights.ndim < 2:
             check_row_weights(where, weights, m)
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
-                weights = weights.float()  # once, and not for every leaf
+                weights = weights.to(leaves[0].device, torch.float32)  # once, and not for every leaf
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
         weights = weights_by_leaf(weights, jacobian)
@@ -332,4 +375,4 @@ def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
 
 def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
     matrix = as_matrix(at_least_float32(leaf))
-    return (weights.to(matrix.dtype) @ matrix).reshape(leaf.shape[1:]).to(leaf.dtype)
+    return weighted_rows(weights.to(matrix.dtype), matrix).reshape(leaf.shape[1:]).to(leaf.dtype)

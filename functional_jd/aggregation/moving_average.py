@@ -6,6 +6,7 @@ from torch import Tensor
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Tree
+from functional_jd.core.wide import on_wide_device
 
 
 def zero_rows(jacobian: Jacobian) -> Tree:
@@ -54,5 +55,6 @@ def average_as_weights(rows: Tree, keep: Tensor, factors: Tensor, weights: Tenso
 
 def row_norms(jacobian: Jacobian) -> Tensor:
     """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero."""
-    leaves = [torch.linalg.vector_norm(as_matrix(leaf), dim=1, dtype=torch.float64) for leaf in tree_leaves(jacobian)]
+    matrices = [on_wide_device(as_matrix(leaf)) for leaf in tree_leaves(jacobian)]
+    leaves = [torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) for matrix in matrices]
     return torch.linalg.vector_norm(torch.stack(leaves), dim=0)

@@ -11,11 +11,13 @@ from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described
 from functional_jd.core.heads import rows_of
+from functional_jd.core.host import copied
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined, row_count
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.sharding import shard_of, sum_over_shards
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
+from functional_jd.core.wide import has_float64
 from functional_jd.precision.autocast import autocast_disabled
 
 Products = Literal["none", "norms", "gramian", "rows"]
@@ -142,12 +144,24 @@ def no_gradients(seen: Observation) -> Tensor:
     Returns:
         float64 `[m]`.
     """
-    if seen.rows is None:
-        m = loss_count(seen.losses, "losses")
-        return tree_leaves(seen.losses)[0].new_zeros(m, dtype=torch.float64)
-    rows = rows_of(seen.rows)
-    m = row_count(rows, "no_gradients")
-    return torch.zeros(m, dtype=torch.float64, device=tree_leaves(rows)[0].device)
+    return _for_each(seen, lambda _: 0.0)
+
+
+def _for_each(seen: Observation, number: Callable[[int], float]) -> Tensor:
+    """A number that depends on m, for each of the m objectives."""
+    rows = None if seen.rows is None else rows_of(seen.rows)
+    m = loss_count(seen.losses, "losses") if rows is None else row_count(rows, "no_gradients")
+    device = tree_leaves(seen.losses if rows is None else rows)[0].device
+    return torch.full((m,), number(m), dtype=torch.float64, device=device if has_float64(device) else None)
+
+
+@_view("none")
+def equal_weights(seen: Observation) -> Tensor:
+    """As `no_gradients`, with 1/m in the place of zeros: one launch for the weights, and not two."""
+    return _for_each(seen, lambda m: 1 / m)
+
+
+equal_weights.__name__ = no_gradients.__name__
 
 
 @_view("none", losses=True)
@@ -321,7 +335,10 @@ def loss_vector(losses: Losses) -> Tensor:
             "aggregate: this rule needs the losses, found none. Pass them: aggregate(rule, jacobian, losses=losses)."
         )
     loss_count(losses, "losses")
-    return torch.cat([leaf.reshape(-1).double() for leaf in tree_leaves(losses)])
+    leaves = tree_leaves(losses)
+    if not (leaves[0].is_cpu or has_float64(leaves[0].device)):
+        leaves = copied(leaves, torch.device("cpu"))
+    return torch.cat([leaf.reshape(-1).double() for leaf in leaves])
 
 
 def loss_count(losses: Losses, where: str) -> int:

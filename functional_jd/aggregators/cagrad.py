@@ -6,7 +6,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian, no_gradients
+from functional_jd.aggregation.views import equal_weights, gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.search import Solver
@@ -56,7 +56,7 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
     c = hyper_parameter(c, "cagrad: c", NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
     on_host = runs_on_host(solver, "cagrad", c)
     if not isinstance(c, Tensor) and c == 0:
-        return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
+        return stateless(equal_weights, lambda weights: weights)
     radius = c.clamp(min=_LEAST_RADIUS) if isinstance(c, Tensor) else max(c, _LEAST_RADIUS)
 
     def weigh(G: Gramian) -> Weights:

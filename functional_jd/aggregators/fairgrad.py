@@ -1,12 +1,11 @@
 """FairGrad: the direction with alpha-fair gains for all rows."""
 
-import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian, no_gradients
+from functional_jd.aggregation.views import equal_weights, gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
@@ -57,7 +56,7 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
     alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
     on_host = runs_on_host(solver, "fairgrad", alpha)
     if not isinstance(alpha, Tensor) and alpha == 0:
-        return stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
+        return stateless(equal_weights, lambda weights: weights)
     power = 1 / alpha
 
     def weigh(G: Gramian) -> Weights:

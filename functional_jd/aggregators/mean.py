@@ -1,10 +1,8 @@
 """Mean: equal weights that sum to one."""
 
-import torch
-
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import no_gradients
+from functional_jd.aggregation.views import equal_weights
 
 
 def mean() -> Aggregator:
@@ -21,4 +19,4 @@ def mean() -> Aggregator:
     return _MEAN
 
 
-_MEAN = stateless(no_gradients, lambda zeros: torch.full_like(zeros, 1 / len(zeros)))
+_MEAN = stateless(equal_weights, lambda weights: weights)

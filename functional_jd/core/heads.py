@@ -1,12 +1,12 @@
 """Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from functional_jd.core.rows import of_groups
-from functional_jd.core.tree import all_finite, any_sharded, largest_magnitude, tree_leaves
+from functional_jd.core.together import largest_magnitude
+from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
 
 Heads = tuple[Tree, ...]
@@ -47,4 +47,6 @@ def nan_unless_finite(products: Any, heads: Heads) -> Any:
         return of_groups(lambda own: torch.where(finite, own, torch.nan), products)
     largest = largest_magnitude(leaves)
     # Zero times what is not finite is NaN.
-    return products if largest is None else of_groups(partial(torch.add, other=largest, alpha=0), products)
+    if largest is None:
+        return products
+    return of_groups(lambda own: torch.add(own, largest.to(own.device), alpha=0), products)

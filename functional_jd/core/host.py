@@ -7,26 +7,30 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.wide import has_float64
 
 
-def run_on_host(function: Callable[..., Any], *inputs: Any, apart: bool = False) -> Any:
+def run_on_host(
+    function: Callable[..., Any], *inputs: Any, device: torch.device | None = None, apart: bool = False
+) -> Any:
     """`function(*inputs)`, computed on the host, with results on the accelerator of the inputs.
 
     There, what launches thousands of small kernels takes less than a millisecond, and may look at values. It costs one
-    synchronization and about three launches. Where the accelerator holds no float64 number, it is taken to have none:
-    on the host, what is floating is float64, and comes back in float32.
+    synchronization and about three launches. Where the accelerator has no float64, what is floating is float64 on the
+    host, and comes back in float32.
 
     Args:
         function: a function of pytrees of tensors that returns one. Not differentiated, but results may require a
             gradient, of tensors that it encloses.
         inputs: pytrees of tensors, of which some stand on an accelerator.
+        device: the accelerator, where it may be that no input stands there.
         apart: whether every result has memory of its own, which takes a launch each; else they may share it, and
             `torch.save` refuses what shares memory in several dtypes.
     """
     leaves, structure = tree_flatten(inputs)
     away = [x for x in leaves if not x.is_cpu]
-    device, floating = away[0].device, {x.dtype for x in away if x.is_floating_point()}
-    narrow = bool(floating) and torch.float64 not in floating
+    device = away[0].device if device is None else device
+    narrow = not has_float64(device)
     arrived = copied(away, torch.device("cpu"))
     if narrow:
         arrived = [x.double() if x.is_floating_point() else x for x in arrived]

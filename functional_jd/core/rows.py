@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import (
-    any_sharded,
-    check_layouts,
-    times,
-    tree_flatten,
-    tree_leaves,
-    tree_names,
-    tree_unflatten,
-)
+from functional_jd.core.together import times
+from functional_jd.core.tree import any_sharded, check_layouts, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
+from functional_jd.core.wide import on_wide_device
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is
@@ -117,13 +111,25 @@ def in_range(weights: Tree) -> InRange:
     of the m weights to at most 1/m, and the direction is multiplied by its inverse, in two steps. Powers of two add no
     rounding. Weights below 2^-100 of the largest may count as 0.
     """
-    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
-    largest = reduce(torch.maximum, [own.detach().abs().amax() for own in groups])
-    _, exponent = torch.frexp(largest * len(groups[0]))
+    largest = _largest(weights)
+    _, exponent = torch.frexp(largest)
     half = exponent // 2
     one = largest.new_ones(())
     first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
     return InRange(of_groups(lambda own: own / first / second, weights), first, second)
+
+
+def are_in_range(weights: Tree) -> bool:
+    """Whether weights are at most 1/m as they are, and so far above the end of float32 that none vanishes that counts
+    in `in_range`.
+    """
+    return 2.0**-26 <= float(_largest(weights)) <= 1
+
+
+def _largest(weights: Tree) -> Tensor:
+    """The largest of m weights, or of those of groups, times m."""
+    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
+    return reduce(torch.maximum, [own.detach().abs().amax() for own in groups]) * len(groups[0])
 
 
 def pulled_in_range(pullback: Callable[[Any], Tree], weights: InRange) -> Tree:
@@ -139,6 +145,7 @@ def inner_products(matrix: Tensor) -> Tensor:
     Float32 would be twice as fast, but with its rounding error of 1e-8 dependent rows look independent to the rules,
     which truncate eigenvalues at the precision of float64.
     """
+    matrix = matrix if matrix.is_cpu else on_wide_device(matrix)
     width = _width(len(matrix), matrix)
     if matrix.shape[1] <= width:
         return symmetric_product(matrix.double())
@@ -167,6 +174,7 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Inner products of the rows of two matrices `[m, n]` and `[k, n]`: float64 `[m, k]`, computed block by block."""
+    left, right = (x if x.is_cpu else on_wide_device(x) for x in (left, right))
     width = _width(max(len(left), len(right)), left)
     pairs = zip(left.split(width, dim=1), right.split(width, dim=1), strict=True)
     return reduce(torch.add, [a.double() @ b.double().mT for a, b in pairs])
@@ -174,8 +182,21 @@ def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 def squared_norms(matrix: Tensor) -> Tensor:
     """Squared norms of rows `[m, n]`: float64 `[m]`, computed block by block."""
+    matrix = matrix if matrix.is_cpu else on_wide_device(matrix)
     blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
     return reduce(torch.add, [_squares(block).sum(1) for block in blocks])
+
+
+def weighted_rows(weights: Tensor, matrix: Tensor) -> Tensor:
+    """The weighted sum of rows `[m, n]`: on an accelerator not a product of matrices, which TF32 would round."""
+    return weights @ matrix if matrix.is_cpu or under_transform() else torch.mv(matrix.mT, weights)
+
+
+def magnitudes(matrix: Tensor) -> Tensor:
+    """The largest magnitude in each row `[m, n]`, NaN if a value is: `[m]`, constant to derivatives."""
+    if not matrix.shape[1]:
+        return matrix.new_zeros(len(matrix))
+    return torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1)
 
 
 def _squares(block: Tensor) -> Tensor:

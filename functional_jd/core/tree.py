@@ -16,16 +16,15 @@ from torch import Tensor
 
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
+from functional_jd.core.together import largest_magnitude
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
-from functional_jd.torch_compat.torch_internals import each_norm, each_times, pytree_nodes, under_transform
+from functional_jd.torch_compat.torch_internals import pytree_nodes
 
 NAMESPACE = "functional_jd"
 
 _TENSORS = {Tensor}
 _WHOLE = {Tensor, torch.nn.Parameter}
-# Leaves of up to so many elements are looked at together.
-_SMALL = 1 << 10
 
 Structure = Any
 """The structure that `tree_flatten` returns and `tree_unflatten` takes."""
@@ -164,38 +163,6 @@ def all_finite(tree: Tree) -> Tensor:
     else:
         finite = largest < torch.inf
     return agreed(finite, leaves) if sharded else finite
-
-
-def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
-    """The largest magnitude of all values `[]`, NaN if one is NaN, constant to derivatives; None of no values."""
-    values = [x.detach() if x.requires_grad else x for x in tensors if x.numel()]
-    if not values:
-        return None
-    if not (values[0].is_cpu or under_transform()):
-        found = each_norm(values, torch.inf)
-        return found[0] if len(found) == 1 else torch.stack(found).amax()
-    small: list[Tensor] = []
-    extrema: list[Tensor] = []
-    joins = not torch.compiler.is_compiling()
-    for x in values:
-        if joins and x.numel() <= _SMALL and x.device == values[0].device:
-            small.append(x if x.ndim == 1 else x.reshape(-1))
-        else:
-            extrema.extend(torch.aminmax(x))
-    if small:  # of small leaves, a call costs more than what it computes
-        joined = small[0] if len(small) == 1 else torch.cat(small)
-        if not extrema:
-            return joined.abs().amax()
-        extrema.extend(torch.aminmax(joined))
-    return torch.stack(extrema).abs().amax()
-
-
-def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """The products of tensors with a factor `[]`, each in its own dtype: of all of one dtype at once."""
-    factors = {dtype: factor.to(dtype) for dtype in {leaf.dtype for leaf in leaves}}
-    if len(factors) == 1 and not under_transform():
-        return each_times(leaves, factors[leaves[0].dtype])
-    return [leaf * factors[leaf.dtype] for leaf in leaves]
 
 
 def shards_of(tree: Tree) -> Tree:

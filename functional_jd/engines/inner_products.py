@@ -14,6 +14,7 @@ from functional_jd.core.heads import direction_with_heads, nan_unless_finite, sp
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, LossFunction
+from functional_jd.core.wide import has_float64
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable
 from functional_jd.engines.gramian.assemble import RowsNeededError
@@ -211,7 +212,8 @@ def found_products(
     kind: Kind, losses: LossFunction, args: tuple[Any, ...], argnums: int | Sequence[int], options: Options
 ) -> FoundGramian:
     """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
-    by_layers = kind.gramian
+    first = tree_leaves(args[argnums if isinstance(argnums, int) else argnums[0]])[0]
+    by_layers = kind.gramian if first.is_cpu or has_float64(first.device) else None
 
     def by_rows() -> FoundGramian:
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))

@@ -18,12 +18,13 @@ from functional_jd.core.heads import (
     nan_unless_finite,
     split_heads,
 )
-from functional_jd.core.rows import InRange, at_least_float32, in_range, of_groups, pulled_in_range
+from functional_jd.core.rows import InRange, are_in_range, at_least_float32, in_range, of_groups, pulled_in_range
 from functional_jd.core.tree import all_finite, any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
+from functional_jd.core.wide import widest
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import unscale
+from functional_jd.precision.loss_scale import inverse_of, unscale
 
 Pull = Callable[[Any], Direction]
 """From weights to the direction of the parameters that have rows."""
@@ -32,18 +33,32 @@ Pull = Callable[[Any], Direction]
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of scaled rows."""
     view, scaled = plan.view, plan.options.scale is not None
-    # Where a rule needs no gradients, the norms tell which rows overflowed.
-    needed = "norms" if view.products == "none" and view.groups is None and scaled else view.products
-    if view.inner_products_suffice or needed == "norms":
-        rows, heads = split_heads(jacobian)
-        # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step
-        # is skipped for rows or for squares that overflow.
-        if not scaled or all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(rows)):
-            groups = None if view.groups is None else {key: own.products for key, own in view.groups.items()}
-            found = products_and_pullback(plan.where, rows, needed, groups)
-            products = nan_unless_finite(found[0], heads) if heads else found[0]
-            return of_products(plan, products, found[1], heads, values, carried)
+    rows, heads = split_heads(jacobian)
+    if scaled and view.products == "none" and view.groups is None and not any_sharded(tree_leaves(rows)):
+        return of_magnitudes(plan, rows, heads, values, carried)
+    # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step is
+    # skipped for rows or for squares that overflow.
+    exact = not scaled or all(leaf.dtype.itemsize <= 4 for leaf in tree_leaves(rows))
+    if view.inner_products_suffice and exact:
+        groups = None if view.groups is None else {key: own.products for key, own in view.groups.items()}
+        found = products_and_pullback(plan.where, rows, view.products, groups)
+        products = nan_unless_finite(found[0], heads) if heads else found[0]
+        return of_products(plan, products, found[1], heads, values, carried)
     return of_whole_rows(plan, jacobian, values, carried)
+
+
+def of_magnitudes(plan: Plan, rows: Tree, heads: Heads, values: Losses, carried: Any) -> Observation:
+    """The observation of scaled rows for rules that need no gradients: the largest magnitudes tell what overflowed."""
+    assert plan.options.scale is not None
+    inverse = inverse_of(plan.options.scale)
+    found, pull = products_of_rows(plan.where, rows, *tree_flatten(rows), "magnitudes", inverse)
+    finite = finite_rows(nan_unless_finite(found, heads), plan.scale.scale.ndim)
+
+    def pullback(weights: Any) -> Pulled:
+        direction = pull(weights)
+        return Pulled(direction_with_heads(direction, heads), finite, all_finite(direction))
+
+    return Observation(values, pullback=pullback, carried=carried)
 
 
 def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
@@ -79,7 +94,9 @@ def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values
 def settled(products: Products, factor: Tensor | None, flags: int | None) -> tuple[Products, Tensor | None]:
     """Inner products as rules take them, from those of scaled rows, and which rows did not overflow."""
     if factor is not None:
-        inverse = factor.double().reciprocal()
+        # Where a device has no float64, products stand on the host.
+        some = products if isinstance(products, Tensor) else next(iter(products.values()))
+        inverse = factor.to(some.device).double().reciprocal()
 
         def divided(own: Tensor) -> Tensor:
             rows = inverse.expand(len(own))
@@ -89,12 +106,15 @@ def settled(products: Products, factor: Tensor | None, flags: int | None) -> tup
     return (products, None) if flags is None else without_overflow(products, flags)
 
 
-def weights_for(weights: Weights, factor: Tensor | None) -> Weights | InRange:
-    """The weights of scaled rows, from those of rows."""
+def weights_for(weights: Weights, factor: Tensor | None, known: bool = False) -> Weights | InRange:
+    """The weights of scaled rows, from those of rows; `known`: whether a look at their values costs nothing."""
     if factor is None:
         return weights
-    inverse = factor.double().reciprocal()
-    return in_range(of_groups(lambda own: own.double() * inverse, weights))
+    some = weights if isinstance(weights, Tensor) else next(iter(weights.values()))
+    wide = widest(some.device)
+    inverse = factor.to(some.device, wide).reciprocal()
+    found = of_groups(lambda own: own.to(wide) * inverse, weights)
+    return found if known and are_in_range(found) else in_range(found)
 
 
 def pulled_by(pull: Pull, weights: Weights | InRange) -> Direction:

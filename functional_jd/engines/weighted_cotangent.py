@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
+from functional_jd.core.wide import widest
 from functional_jd.engines.evaluate import Options, check_weights, dense_gradients, row_scales
 from functional_jd.precision.loss_scale import divided, multiplier
 
@@ -24,7 +25,7 @@ def weighted_cotangent(
     check_weights(options.where, weights, m)
     if options.scale is not None:
         common = common_scale(weights, row_scales(options.scale, m, outputs[0], options.where), options)
-        weights = weights.double() * common
+        weights = weights.to(widest(common.device)) * common
     if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
         weights = weights.to(outputs[0].dtype)
     parts = zip(weights.split(sizes), outputs, strict=True)
@@ -55,6 +56,7 @@ def common_scale(weights: Tensor, scales: Tensor, options: Options) -> Tensor:
     """
     if options.scale is None or not options.scale.ndim:
         return scales[0]
-    largest = (scales.detach().double() / weights.detach().double().abs()).amin().clamp(max=_CEILING)
+    wide = widest(scales.device)
+    largest = (scales.detach().to(wide) / weights.detach().to(wide).abs()).amin().clamp(max=_CEILING)
     mantissa, _ = torch.frexp(largest)
     return multiplier(largest / (2 * mantissa))

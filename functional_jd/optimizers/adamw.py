@@ -11,6 +11,7 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
+from functional_jd.core.wide import widest
 from functional_jd.optimizers.base import (
     LearningRate,
     Optimizer,
@@ -116,14 +117,17 @@ def adamw(
                 "state anew with init(params)."
             )
         scalars = [state.steps, rate] if isinstance(rate, Tensor) else [state.steps]
-        if fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
+        exact = rate.is_cpu or all(p.dtype.itemsize <= 4 for p in leaves) if isinstance(rate, Tensor) else True
+        # The kernel of an accelerator takes a rate in float32.
+        if exact and fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = zip(leaves, directions, first, second, strict=True)
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
             return _fused(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
-        step_size = rate / (1 - b1 ** steps.double())
-        correction = (1 - b2 ** steps.double()).sqrt()
+        count = steps.to(widest(steps.device))
+        step_size = rate / (1 - b1**count)
+        correction = (1 - b2**count).sqrt()
 
         def moved(p: Tensor, d: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             d = at_least_float32(d.to(p.dtype))

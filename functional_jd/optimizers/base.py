@@ -19,6 +19,7 @@ from functional_jd.core.tree import (
     tree_sharded_as,
 )
 from functional_jd.core.types import Direction, Losses, Params, Tree
+from functional_jd.core.wide import widest
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 """A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""
@@ -108,7 +109,7 @@ def no_steps(params: Params, where: str) -> Tensor:
 def current_rate(lr: LearningRate, steps: Tensor) -> Any:
     """A number, or float64: with a float32 rate, `1 - lr weight_decay` would round float64 params."""
     rate = lr(steps) if callable(lr) else lr
-    return rate.double() if isinstance(rate, Tensor) else rate
+    return rate.to(widest(rate.device)) if isinstance(rate, Tensor) else rate
 
 
 def in_dtype_of(factor: Any, leaf: Tensor) -> Any:

@@ -19,11 +19,11 @@ from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
+from functional_jd.core.together import times
 from functional_jd.core.tree import (
     all_finite,
     any_sharded,
     check_layouts,
-    times,
     tree_flatten,
     tree_map,
     tree_names,
@@ -69,6 +69,16 @@ def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
     return factor.float().clamp(min=_SMALLEST)
 
 
+def inverse_of(factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of a float32 factor, rounded to a dtype.
+
+    The quotient of float32 numbers in float64, rounded, is that in float32: only a derivative needs float64.
+    """
+    if dtype == torch.float64 or factor.requires_grad or under_transform():
+        return factor.double().reciprocal().to(dtype)
+    return factor.reciprocal()
+
+
 def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     """Multiply losses or rows by the loss scale.
 
@@ -112,7 +122,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
 def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     """Divide by the loss scale, and test for finiteness; non-finite rows are returned as zeros.
 
-    `value_i = scaled_i / multiplier_i`, computed with the inverse, taken in float64 and rounded to float32.
+    `value_i = scaled_i / multiplier_i`, computed with the inverse, rounded to float32.
     `finite_i` is true if every value of row i (for one scale: every value) is finite *after* dividing. With zeros,
     eigh, svd and cholesky downstream never see a NaN.
 
@@ -147,7 +157,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
                 [0.0000, 0.0000]]), tensor([ True, False]))
     """
     rows, heads = split_heads(tree)
-    inverse = multiplier(state, "unscale").double().reciprocal().float()
+    inverse = inverse_of(multiplier(state, "unscale"))
     leaves, structure = _floating(rows, "unscale", inverse)
     others, other_structure = _floating(heads, "unscale")
     shards, other_shards = _dense(leaves), _dense(others)
@@ -174,7 +184,7 @@ def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     wide = list(map(at_least_float32, leaves))
     if under_transform() or any_sharded(leaves) or not leaves or any(x.requires_grad for x in (factor, *leaves)):
         return unscale(factor, tree)
-    quotients = times(wide, multiplier(factor).double().reciprocal().float())
+    quotients = times(wide, inverse_of(multiplier(factor)))
     return tree_unflatten(structure, quotients), all_finite(quotients)
 
 
@@ -223,13 +233,12 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):
         return state
     successes = state.growth_tracker + 1
-    due = successes == interval
-    current = state.scale.masked_fill(state.scale == 0, FLOOR)
-    exact = current.double()
-    grown = (exact * growth).float()
-    smaller = torch.maximum((exact * backoff).float(), current.clamp(max=FLOOR))
-    new = torch.where(finite, torch.where(due & (grown < torch.inf), grown, current), smaller)
-    tracker = successes * (finite > due)
+    unchanged = finite > (successes == interval)
+    current = torch.add(state.scale, state.scale == 0, alpha=FLOOR)
+    product = (current * torch.where(finite, growth, backoff)).float()  # in float64, as the factors are
+    kept = torch.where((product < torch.inf) > unchanged, product, current)
+    new = torch.where(finite, kept, product.maximum(current.clamp(max=FLOOR)))
+    tracker = successes * unchanged
     if losses_finite is not None:
         _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
         new = torch.where(losses_finite, new, current)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_device, described, is_size, is_too_large
 from functional_jd.core.record_display import displayed_as, one_line
+from functional_jd.core.wide import widest
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "scale": (lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32"),
@@ -26,8 +27,9 @@ class ScaleState(NamedTuple):
     Attributes:
         scale: float32; the factor of the losses.
         growth_tracker: int32; the number of finite steps since the scale last changed.
-        growth_factor: float64; the scale is multiplied by it after `growth_interval` finite steps in a row.
-        backoff_factor: float64; the scale is multiplied by it after a non-finite step.
+        growth_factor: float64, or float32 on a device without; the scale is multiplied by it after `growth_interval`
+            finite steps in a row.
+        backoff_factor: as `growth_factor`; the scale is multiplied by it after a non-finite step.
         growth_interval: int32; if 0 or negative, the scale never grows.
     """
 
@@ -87,11 +89,12 @@ def scale_state(
                 "The defaults of GradScaler are 2.0**16, 2.0, 0.5 and 2000; for several models use vmap over states."
             )
     check_device("scale_state", device)
+    wide = torch.float64 if device is None else widest(torch.device(device))
     return ScaleState(
         scale=torch.full(sizes, init_scale, dtype=torch.float32, device=device),
         growth_tracker=torch.zeros(sizes, dtype=torch.int32, device=device),
-        growth_factor=torch.full(sizes, growth_factor, dtype=torch.float64, device=device),
-        backoff_factor=torch.full(sizes, backoff_factor, dtype=torch.float64, device=device),
+        growth_factor=torch.full(sizes, growth_factor, dtype=wide, device=device),
+        backoff_factor=torch.full(sizes, backoff_factor, dtype=wide, device=device),
         growth_interval=torch.full(sizes, growth_interval, dtype=torch.int32, device=device),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.wide import has_float64
 from functional_jd.torch_compat.torch_internals import dispatch_modes, torch_function_disabled, under_transform
 
 # Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
@@ -49,6 +50,8 @@ def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
     if under_transform() or keys.is_meta:
         return draw_op(keys, n, what, dtype)
+    if not (keys.is_cpu or has_float64(keys.device)):
+        return draw(keys.cpu(), n, what, dtype).to(keys.device)
     with torch_function_disabled():  # calling the op takes longer than drawing a few numbers
         return _drawn(keys, n, what, dtype)
 

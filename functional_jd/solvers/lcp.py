@@ -299,7 +299,7 @@ def _where(picked: Tensor, left: _Solutions, right: _Solutions) -> _Solutions:
     return _Solutions(*(torch.where(picked if x.ndim == 3 else picked.unsqueeze(-1), x, y) for x, y in pairs))
 
 
-def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool) -> tuple[Tensor, Tensor]:
+def _descend(matrix: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool) -> tuple[Tensor, Tensor]:
     """Non-negative multipliers and the active set at the minimum of `s'M s / 2 + q's`, by a monotone active-set method.
 
     It walks towards the minimum on the active set. The entries that reach zero on the way leave that set; at its end,
@@ -310,14 +310,15 @@ def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool) -
         Lawson & Hanson, Solving least squares problems, 1974, chapter 23, of which this is the variant where several
         entries enter at once.
     """
-    m = M.shape[-1]
-    # Larger multipliers come of a factorisation that failed, because rounding made M indefinite.
+    m = matrix.shape[-1]
+    # Larger multipliers come of a factorisation that failed, because rounding made the matrix indefinite.
     active = old.active & (old.s > 0) & (old.s.abs().amax(-1, keepdim=True) < 1e9)
     s = torch.where(active, old.s, 0)
+    whole_s, whole_active, left = s, active, torch.arange(len(q), device=q.device)
     # Random problems of condition number 1e12 take 40 rounds at m = 16, 60 at 32, 75 at 64.
     for _ in range(4 * m + 32):
-        factor, failed = _cholesky(M, active, m * _ROUNDING)
-        target = _chord_step(M, q, solve(factor, torch.where(active, -q, 0)), active, factor)
+        factor, failed = _cholesky(matrix, active, m * _ROUNDING)
+        target = _chord_step(matrix, q, solve(factor, torch.where(active, -q, 0)), active, factor)
         target = torch.where(failed, s, target)
         negative = active & (target < 0)
         length = torch.where(negative, s / (s - target), 1)
@@ -325,11 +326,16 @@ def _descend(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool) -
         leaving = negative & (length <= shortest)
         arrived = ~negative.any(-1, keepdim=True)
         s = torch.where(arrived, target, torch.where(leaving, 0, torch.lerp(s, target, shortest).clamp(min=0)))
-        w = torch.baddbmm(q, s, M)
+        w = torch.baddbmm(q, s, matrix)
         enters = arrived & ~failed & free & ~active & (w < -0.1 * _TOLERANCE * (1 + s.sum(-1, keepdim=True)))
-        if looks and not (leaving | enters).any():
-            break
         active = active & ~leaving | enters
+        moving = (leaving | enters).flatten(1).any(-1) if looks else None
+        if moving is not None and not moving.all():  # what has come to rest takes no more factors
+            whole_s, whole_active = whole_s.index_copy(0, left, s), whole_active.index_copy(0, left, active)
+            matrix, q, free, s, active, left = (x[moving] for x in (matrix, q, free, s, active, left))
+            if not len(left):
+                break
+    s, active = whole_s.index_copy(0, left, s), whole_active.index_copy(0, left, active)
     return s, active & (s > 0)
 
 

@@ -29,6 +29,11 @@ def simplex_projection(points: Tensor) -> Tensor:
     shifted = points - points.amax(-1, keepdim=True)  # keeps entries near the largest exact
     largest = shifted.sort(-1, descending=True).values
     counts = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
-    theta = ((largest.cumsum(-1) - 1) / counts).amax(-1, keepdim=True)
+    theta = ((running_sum(largest) - 1) / counts).amax(-1, keepdim=True)
     # An entry of minus infinity would otherwise get weight 0.
     return with_nan_of((shifted - theta).clamp(min=0), largest[..., -1:])
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """`cumsum` of the last dimension; on accelerators a product: torch refuses it where it shall be deterministic."""
+    return x.cumsum(-1) if x.is_cpu else x @ x.new_ones(x.shape[-1], x.shape[-1]).triu()

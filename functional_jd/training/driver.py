@@ -5,16 +5,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import goes_to_host, weigh
+from functional_jd.aggregation.aggregate import goes_to_host, initial_state, narrow_device, weigh
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.host import run_on_host
-from functional_jd.core.tree import all_finite, tree_leaves
+from functional_jd.core.tree import all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
 from functional_jd.engines.observed import settled, weights_for
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import update_scale
+from functional_jd.precision.scale_state import ScaleState
 
 
 class Directed(NamedTuple):
@@ -25,10 +27,9 @@ class Directed(NamedTuple):
         weights: the weight of each row.
         rule_state: the rule's next state.
         losses: the values, unscaled.
-        rows_finite: bool with the scale's shape: which rows did not overflow.
-        direction_finite: bool `[]`: whether the weights, and with them the direction, are finite.
-        losses_finite: bool with the scale's shape: which losses are finite. Without a scale, the three flags may be one
-            for everything.
+        finite: bool with the scale's shape: which rows did not overflow, and have a finite loss.
+        moved: bool `[]`: whether all of them are finite, and weights and direction too.
+        scale: the next loss scale.
         carried: `(buffers, aux)` from the losses.
         gramian: `[m, m]` as the rule received it; `()` for rules that need something else.
     """
@@ -37,11 +38,27 @@ class Directed(NamedTuple):
     weights: Weights
     rule_state: Tree
     losses: Losses
-    rows_finite: Tensor
-    direction_finite: Tensor
-    losses_finite: Tensor
+    finite: Tensor
+    moved: Tensor
+    scale: ScaleState
     carried: Carried
     gramian: Gramian | tuple[()] = ()
+
+
+class Verdict(NamedTuple):
+    """What the flags of rows and losses say.
+
+    Attributes:
+        finite: bool with the scale's shape: which rows did not overflow, and have a finite loss.
+        everywhere: bool `[]`: whether all are.
+        elsewhere: bool `[]`: whether not all are.
+        scale: the next loss scale.
+    """
+
+    finite: Tensor
+    everywhere: Tensor
+    elsewhere: Tensor
+    scale: ScaleState
 
 
 class Decided(NamedTuple):
@@ -53,6 +70,7 @@ class Decided(NamedTuple):
         pulled: the weights in the form that the observation's pullback takes.
         rows_finite: which rows did not overflow, as far as their products tell.
         products: the inner products as the rule received them.
+        verdict: with a scale, what follows for it from the products.
     """
 
     weights: Weights
@@ -60,6 +78,7 @@ class Decided(NamedTuple):
     pulled: Any
     rows_finite: Tensor | None
     products: Products | None
+    verdict: Verdict | None = None
 
 
 def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
@@ -69,21 +88,26 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         decided = _decided(plan, seen, rule_state)
         direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
         rows_finite = decided.rows_finite if rows_finite is None else rows_finite
+        verdict = decided.verdict
         if direction_finite is None or rows_finite is None:
-            everything = all_finite((direction, seen.losses))
-            direction_finite = losses_finite = everything
-            rows_finite = everything if rows_finite is None else rows_finite
-        else:
-            losses_finite = _finite_losses(seen.losses, plan.scale.scale)
+            direction_finite = all_finite((direction, seen.losses))
+            finite = direction_finite if rows_finite is None else rows_finite & direction_finite
+            verdict = Verdict(finite, finite, finite, plan.scale)
+        elif verdict is None:
+            verdict = _verdict(plan.scale, rows_finite, _finite_losses(seen.losses, plan.scale.scale))
+    finite, everywhere, elsewhere, scale = verdict
+    moved = everywhere if everywhere is direction_finite else everywhere & direction_finite
+    # The flags show that the step was skipped, also where the direction alone is not finite.
+    finite = finite & (moved | elsewhere) if finite.ndim else moved
     products = decided.products if plan.view.products == "gramian" and plan.view.groups is None else ()
     return Directed(
         direction,
         decided.weights,
         decided.rule_state,
         seen.losses,
-        rows_finite,
-        direction_finite,
-        losses_finite,
+        finite,
+        moved,
+        scale,
         seen.carried,
         products,  # pyright: ignore[reportArgumentType]
     )
@@ -109,11 +133,23 @@ def _decided(plan: Plan, seen: Observation, rule_state: Tree) -> Decided:
         weights, rule_state = weigh(plan.rule, plan.view, received, rule_state, plan.where)
         return Decided(weights, rule_state, weights_for(weights, factor), rows_finite, products)
 
-    if goes_to_host(plan.rule, (seen.products, factor, rule_state)):
-        losses = seen.losses if plan.view.losses or plan.view.products == "none" else ()
-        # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
-        return run_on_host(decide, seen.products, factor, losses, rule_state, apart=not plan.guarded)
-    return decide(seen.products, factor, seen.losses, rule_state)
+    def on_host(products: Products, factor: Tensor, losses: Losses, rule_state: Tree, scale: ScaleState) -> Decided:
+        found = decide(products, factor, losses, rule_state)
+        assert found.rows_finite is not None
+        verdict = _verdict(scale, found.rows_finite, _finite_losses(losses, scale.scale))
+        return found._replace(verdict=verdict, pulled=weights_for(found.weights, factor, known=True))
+
+    narrow = narrow_device(seen)
+    if not (narrow or goes_to_host(plan.rule, (seen.products, factor, rule_state))):
+        return decide(seen.products, factor, seen.losses, rule_state)
+    if factor is not None and plan.guarded:
+        decided = run_on_host(on_host, seen.products, factor, seen.losses, rule_state, plan.scale, device=narrow)
+        # The next state is written anew, and has memory of its own.
+        scale = tree_map(lambda new, old: new if new is old else new.clone(), decided.verdict.scale, plan.scale)
+        return decided._replace(verdict=decided.verdict._replace(scale=scale))
+    losses = seen.losses if narrow or plan.view.losses or plan.view.products == "none" else ()
+    # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
+    return run_on_host(decide, seen.products, factor, losses, rule_state, device=narrow, apart=not plan.guarded)
 
 
 def started(plan: Plan, engine: Engine) -> Tree:
@@ -122,7 +158,7 @@ def started(plan: Plan, engine: Engine) -> Tree:
     if seen.scaling is not None:
         seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
     with autocast_disabled():
-        return plan.rule.init(plan.view.receive(seen))
+        return initial_state(plan.rule, plan.view, seen)
 
 
 def observed(plan: Plan, engine: Engine) -> Observation:
@@ -131,6 +167,13 @@ def observed(plan: Plan, engine: Engine) -> Observation:
     if seen.products is None and plan.view.products == "gramian" and plan.view.groups is None:
         return seen._replace(products=gramian(seen.rows))
     return seen
+
+
+def _verdict(scale: ScaleState, rows_finite: Tensor, losses_finite: Tensor) -> Verdict:
+    finite = rows_finite & losses_finite
+    following = update_scale(scale, rows_finite, losses_finite=losses_finite)
+    everywhere = finite.all() if finite.ndim else finite
+    return Verdict(finite, everywhere, ~everywhere if finite.ndim else finite, following)
 
 
 def _finite_losses(values: Losses, scale: Tensor) -> Tensor:

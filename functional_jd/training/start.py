@@ -14,6 +14,7 @@ from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import is_sharded, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.core.wide import widest
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives import Sharded
 from functional_jd.optimizers.base import Optimizer
@@ -109,7 +110,10 @@ def train_state(
     places = {leaf.device for leaf in leaves}
 
     def beside_parameters(x: Tensor) -> Tensor:
-        return x if x.device in places else x.to(leaves[0].device)
+        if x.device in places:
+            return x
+        device = leaves[0].device
+        return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
 
     placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
     buffers = tree_map(lambda x: beside_parameters(x.detach().clone()), buffers)

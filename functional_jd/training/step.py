@@ -13,7 +13,7 @@ from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
-from functional_jd.precision.loss_scale import select, update_scale, zeros_unless
+from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
@@ -137,11 +137,8 @@ def _finished(
     plan: Plan, state: TrainState, optimizer: Optimizer, found: Directed, token: Tensor | None, used: TrainState
 ) -> tuple[TrainState, StepInfo]:
     """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, rule_state, values, rows_finite, direction_finite, losses_finite, (own, aux), gramian = found
+    direction, weights, rule_state, values, finite, moved, scale, (own, aux), gramian = found
     buffers = plan.next_buffers(own)
-    finite = rows_finite if rows_finite is losses_finite else rows_finite & losses_finite
-    moved = finite.all() if finite.ndim else finite
-    moved = moved if direction_finite is losses_finite else moved & direction_finite
     plain = token is None and not (plan.options.differentiable and under_transform())
     guarded = optimizer.guarded_update if plain else None  # torch.compile fuses `select` by itself
     update = optimizer.update if guarded is None else partial(guarded, moved)
@@ -168,10 +165,8 @@ def _finished(
         state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers),
         moments,
         state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator),
-        update_scale(state.scale, rows_finite, losses_finite=losses_finite),
+        scale,
     )
-    # The flags show that the step was skipped, also where the direction alone is not finite.
-    finite = finite & (moved | ~finite.all()) if finite.ndim else moved
     if token is not None:  # what is reported is differentiated whether the step was taken or not
         values, weights, gramian, aux = closed(token, moved | True, (values, weights, gramian, aux))
     return new, StepInfo(values, weights, finite, moved, gramian, aux)

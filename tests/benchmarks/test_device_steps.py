@@ -9,47 +9,49 @@ from device_steps import CASES, FORMS, ours, peers, plain
 
 CEILINGS: dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]] = {
     ("one scale", "mean"): {
-        ("tiny MLP", 2): (40, 0),
-        ("MLP", 2): (40, 0),
-        ("MLP", 8): (88, 0),
-        ("conv", 4): (64, 0),
-        ("transformer", 3): (154, 0),
+        ("tiny MLP", 2): (37, 0),
+        ("MLP", 2): (37, 0),
+        ("MLP", 8): (85, 0),
+        ("conv", 4): (61, 0),
+        ("transformer", 3): (151, 0),
     },
     ("one scale", "upgrad"): {
-        ("tiny MLP", 2): (45, 2),
-        ("MLP", 2): (45, 2),
-        ("MLP", 8): (81, 2),
-        ("conv", 4): (84, 2),
-        ("transformer", 3): (210, 2),
+        ("tiny MLP", 2): (44, 2),
+        ("MLP", 2): (44, 2),
+        ("MLP", 8): (80, 2),
+        ("conv", 4): (83, 2),
+        ("transformer", 3): (209, 2),
     },
     ("one scale", "config"): {
-        ("tiny MLP", 2): (45, 2),
-        ("MLP", 2): (45, 2),
-        ("MLP", 8): (81, 2),
-        ("conv", 4): (84, 2),
-        ("transformer", 3): (210, 2),
+        ("tiny MLP", 2): (44, 2),
+        ("MLP", 2): (44, 2),
+        ("MLP", 8): (80, 2),
+        ("conv", 4): (83, 2),
+        ("transformer", 3): (209, 2),
     },
     ("a scale per objective", "mean"): {
-        ("tiny MLP", 2): (135, 0),
-        ("conv", 4): (196, 0),
+        ("tiny MLP", 2): (81, 0),
+        ("MLP", 8): (117, 0),
+        ("conv", 4): (120, 0),
     },
     ("a scale per objective", "upgrad"): {
-        ("tiny MLP", 2): (108, 2),
-        ("conv", 4): (169, 2),
+        ("tiny MLP", 2): (57, 2),
+        ("MLP", 8): (93, 2),
+        ("conv", 4): (96, 2),
     },
     ("autocast float16", "mean"): {
-        ("tiny MLP", 2): (157, 0),
-        ("conv", 4): (243, 0),
+        ("tiny MLP", 2): (103, 0),
+        ("conv", 4): (167, 0),
     },
     ("autocast float16", "upgrad"): {
-        ("tiny MLP", 2): (130, 2),
-        ("conv", 4): (216, 2),
+        ("tiny MLP", 2): (79, 2),
+        ("conv", 4): (143, 2),
     },
     ("one scale", "mgda"): {
-        ("tiny MLP", 2): (45, 2),
+        ("tiny MLP", 2): (44, 2),
     },
     ("one scale", "nash_mtl"): {
-        ("tiny MLP", 2): (48, 2),
+        ("tiny MLP", 2): (47, 2),
     },
 }
 """By form and rule: by case the launches and the waits: for a copy to the host and one back, where a rule searches."""
@@ -73,20 +75,20 @@ TORCHJD = {
     "nash_mtl": (43, 85, 229),
 }
 GOALS = {"mean": 1.2, "upgrad": 1.2, "mgda": 1.2, "config": 1.4, "cagrad": 1.4, "nash_mtl": 1.4}
-CHECKED = pytest.mark.xfail(strict=True, raises=AssertionError, reason="checks what it found, and copies what it keeps")
 
 
-@pytest.mark.parametrize(
-    ("rule", "case"),
-    [
-        pytest.param(rule, case, marks=CHECKED if (rule, case) == ("mean", CASES[0]) else [])
-        for rule in GOALS
-        for case in (CASES[0], CASES[2], CASES[4])
-    ],
-)
+@pytest.mark.parametrize("rule", GOALS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]])
 def test_a_step_launches_hardly_more_than_the_others(rule, case):
     launches = plain(case).launches if rule == "mean" else TORCHJD[rule][(CASES[0], CASES[2], CASES[4]).index(case)]
     ours(case, rule, limit=int(GOALS[rule] * launches))
+
+
+@pytest.mark.parametrize("rule", ["upgrad", "mgda", "config"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]])
+def test_a_scale_for_each_objective_costs_little_more(rule, case):
+    launches = TORCHJD[rule][(CASES[0], CASES[2], CASES[4]).index(case)]
+    ours(case, rule, FORMS[1], limit=int((GOALS[rule] + 0.2) * launches))
 
 
 @pytest.mark.parametrize("rule", ["upgrad", "config"])

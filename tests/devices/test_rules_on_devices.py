@@ -69,6 +69,32 @@ def test_a_direction_is_that_of_the_cpu(name, m, condition):
     check_stable(found, lambda J, K: direction(name, m, J, K, losses).direction, jacobian, other)
 
 
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize("name", RULES)
+def test_a_direction_without_float64_is_that_of_the_cpu(name):
+    m = 5
+    single = lambda tree: tree_map(lambda x: x.float(), tree)
+    (jacobian, losses), (other, _) = (single(problem(name, m, 10.0, seed)) for seed in (0, 1))
+    expected = direction(name, m, jacobian, other, losses).direction
+    with simulated(float64=False) as device:
+        found = direction(name, m, *device.put((jacobian, other, losses)))
+        assert all(x.device.type == "sim" for x in tree_leaves(found.direction))
+        found = device.get(found.direction)
+    size = max(x.abs().max() for x in tree_leaves(expected))
+    for x, y in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert (x - y).abs().max() <= 1e-5 * size
+
+
+def test_many_ill_conditioned_rows_do_not_conflict():
+    """Where the bound by roundings would take the search of each of the 128 rows several times."""
+    jacobian, losses = problem("upgrad", 128, 1e7)
+    with simulated() as device:
+        found = device.get(direction("upgrad", 128, *device.put((jacobian, jacobian, losses))).direction)
+    mean = jacobian.mean(0)
+    assert (jacobian @ found >= -1e-12 * jacobian.norm(dim=1) * found.norm()).all()
+    assert (jacobian @ mean < -1e-3 * jacobian.norm(dim=1) * mean.norm()).any()
+
+
 def differentiated(name, m):
     """The gradient of the direction's length by the rows, for a batch of Jacobians."""
 

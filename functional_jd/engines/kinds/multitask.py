@@ -15,7 +15,6 @@ from functional_jd.core.tree import (
     all_finite,
     detach_tree,
     floating_leaves,
-    times,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -45,11 +44,13 @@ from functional_jd.engines.kinds.kind import (
     PulledBack,
 )
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
+from functional_jd.engines.unscaled_heads import assigns_overflows, blamed, unscaled_rows, unscaled_sum
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
+from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -165,7 +166,7 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     outputs, n = point.heads.outputs, len(point.own[0])
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledBack:
-        ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights), options)
+        ones, plain_scale = weighted_cotangent(outputs, torch.ones_like(weights, dtype=outputs[0].dtype), options)
         cotangent, common = weighted_cotangent(outputs, weights, options)
         # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
         own = point.heads.pullback(ones, slice(n))
@@ -242,21 +243,21 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
 
     def one_by_one() -> Parted:
         sums: Rows = [None] * n_heads
-        features: list[list[Tensor | None]] = []
-        flags: list[Tensor] = []
-        scaled = options.scale is not None
-        inverses = factors.double().reciprocal().unbind() if scaled else [None] * len(factors)
-        for inverse, gradient in zip(inverses, gradients_one_by_one(above, factors), strict=True):
-            mine = {index: g for index, g in enumerate(gradient[:n_heads]) if g is not None}
+        mine: list[Rows] = []
+        features: list[Rows] = []
+        blame = None
+        for gradient in gradients_one_by_one(above, factors):
+            mine.append(gradient[:n_heads])
             features.append(gradient[n_heads:])
-            if _assigns_overflows(options):
-                reached = list(mine.values()) if any(g is not None for g in features[-1]) else []
-                flags.append(all_finite(reached) if reached else factors.new_ones((), dtype=torch.bool))
-            unscaled_row = _unscaled_row(list(mine.values()), inverse, flags[-1] if flags else None)
-            for index, own in zip(mine, unscaled_row, strict=True):
-                sums[index] = own if (others := sums[index]) is None else others + own
+        if options.scale is not None:
+            mine, blame = unscaled_rows(mine, features, factors, options)
+        for row in mine:
+            for index, own in enumerate(row):
+                if own is not None:
+                    own = at_least_float32(own)
+                    sums[index] = own if (others := sums[index]) is None else others + own
         rows = stack_rows(features, len(factors))
-        return sums, _nan_unless(torch.stack(flags), rows) if flags else rows
+        return sums, rows if blame is None else blamed(blame, rows)
 
     mode = choose_heads(above, point.own[0], len(factors), options)
     with autocast_disabled():
@@ -275,10 +276,10 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) ->
         above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
         for own in range(len(cotangent))
     ]
-    inverse = None if options.scale is None else factors[0].double().reciprocal()
     heads = [None if g is None else at_least_float32(g) for g in sums]
-    unscaled_heads = [g if g is None or inverse is None else g * inverse.to(g.dtype) for g in heads]
-    return unscaled_heads, stack_rows(gradients, len(factors))
+    if options.scale is not None:
+        heads = [None if g is None else g * inverse_of(factors[0], g.dtype) for g in heads]
+    return heads, stack_rows(gradients, len(factors))
 
 
 def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Options) -> Parted:
@@ -289,43 +290,12 @@ def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Opti
     """
     heads, features = rows[:n_heads], rows[n_heads:]
     present = [row for row in heads if row is not None]
-    if _assigns_overflows(options) and present and any(row is not None for row in features):
+    if assigns_overflows(options) and present and any(row is not None for row in features):
         finite = torch.stack([as_matrix(row.isfinite()).all(1) for row in present]).all(0)
         heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
-        features = _nan_unless(finite, features)
+        features = blamed(torch.where(finite, 0.0, torch.nan), features)
     scales = None if options.scale is None else factors
-    return [None if row is None else _unscaled_sum(row, scales, options) for row in heads], features
-
-
-def _assigns_overflows(options: Options) -> bool:
-    """Whether each row has a scale of its own."""
-    return options.scale is not None and options.scale.ndim > 0
-
-
-def _nan_unless(finite: Tensor, rows: Rows) -> Rows:
-    """The rows `[m, *z]`, all NaN where a flag `[m]` is false."""
-    blame = torch.where(finite, 0.0, torch.nan)
-    return [None if row is None else row + per_row(blame, row).to(row.dtype) for row in rows]
-
-
-def _unscaled_row(row: list[Tensor], inverse: Tensor | None, finite: Tensor | None) -> list[Tensor]:
-    """One row of the heads, divided by its scale, in at least float32; zeros where it is not finite."""
-    row = list(map(at_least_float32, row))
-    if inverse is None or not row:
-        return row
-    if finite is not None:
-        overflowed = ~finite
-        row = [g.masked_fill(overflowed, 0) for g in row]
-    return times(row, inverse)
-
-
-def _unscaled_sum(rows: Tensor, scale: Tensor | None, options: Options) -> Tensor:
-    """Sum rows `[m, *p]`, each divided by its scale, in at least float32."""
-    rows = at_least_float32(rows)
-    if scale is None:
-        return rows.sum(0)
-    inverse = row_scales(scale, len(rows), rows, options.where).double().reciprocal().to(rows.dtype)
-    return torch.tensordot(inverse, rows, dims=1)
+    return [None if row is None else unscaled_sum(row, scales, options) for row in heads], features
 
 
 def _differentiable(features: Tree) -> list[Tensor]:

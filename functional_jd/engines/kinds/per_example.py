@@ -126,7 +126,8 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
 
     dims = (None, 0, *losses.dims(batch))
     factors = row_scales(options.scale, m, leaves[0], options.where)
-    with _batched_attention(leaves):
+    # Attention by plain products: torch has no batching rule for the derivative of its fused kernels.
+    with sdpa_kernel(SDPBackend.MATH):
         gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
@@ -175,11 +176,6 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
         return direction, (), flags(options, finite)
 
     return *point.extra, pullback
-
-
-def _batched_attention(leaves: list[Tensor]) -> Any:
-    """On a CPU, attention by plain products: torch has no batching rule for its fused kernel there."""
-    return sdpa_kernel(SDPBackend.MATH) if leaves[0].is_cpu else nullcontext()
 
 
 def _one_by_one(losses: PerExample, params: Any, *batch: Any) -> Any:

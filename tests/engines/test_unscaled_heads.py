@@ -1,0 +1,72 @@
+"""The gradients of heads under loss scales: equal to unscaled ones, and an overflow is told apart by its row."""
+
+import pytest
+import torch
+
+import functional_jd as jd
+
+TRUNK, X = torch.tensor([[0.5, -1.0], [2.0, 0.25]]), torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
+# Heads of equal and of different sizes, and one without parameters of its own.
+SIZES = {"equal": (2, 2, 2), "different": (1, 3, 2), "one without": (2, 0, 3)}
+
+
+def problem(sizes):
+    heads = {f"h{i}": torch.full((2, n), 0.5 + i) for i, n in enumerate(sizes)}
+
+    def top(own, features, x):
+        return [(features @ own[f"h{i}"]).square().sum() + features.sum() * (i + 1) for i in range(len(sizes))]
+
+    return jd.multitask(lambda shared, x: x @ shared["w"], top), {"shared": {"w": TRUNK}, "heads": heads}
+
+
+def by_hand(sizes):
+    """The sum of the losses, differentiated by torch in float64."""
+    losses, params = problem(sizes)
+    heads = {name: h.double().requires_grad_() for name, h in params["heads"].items()}
+    total = sum(losses.heads(heads, X.double() @ TRUNK.double(), X))
+    return dict(zip(heads, torch.autograd.grad(total, list(heads.values())), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_scales_leave_the_gradient_of_the_heads_as_it_is(sizes, shape):
+    losses, params = problem(sizes)
+    scale = jd.scale_state(shape=shape)
+    scale = scale._replace(scale=2.0 ** torch.tensor([3.0, 20.0, -5.0]) if shape else torch.tensor(2.0**9))
+    found, _, finite = jd.jacobian_fn(losses, scale=scale)(params, X)
+    assert finite.all()
+    for name, expected in by_hand(sizes).items():
+        assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
+
+
+@pytest.mark.parametrize("overflows", [0, 2])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_an_overflow_in_one_head_leaves_the_others_as_they_are(sizes, overflows):
+    losses, params = problem(sizes)
+    scale = torch.full((3,), 2.0**10)
+    scale[overflows] = 2.0**127
+    found, _, finite = jd.jacobian_fn(losses, scale=scale)(params, X)
+    assert finite.tolist() == [i != overflows for i in range(3)]
+    for i, (name, expected) in enumerate(by_hand(sizes).items()):
+        assert torch.equal(found.heads[name].double(), expected if i != overflows else torch.zeros_like(expected))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_derivatives_go_through_what_was_unscaled(sizes):
+    losses, params = problem(sizes)
+    scale = 2.0 ** torch.tensor([3.0, 20.0, -5.0])
+
+    def length(w, heads):
+        jacobian, _, _ = jd.jacobian_fn(losses, scale=scale)({"shared": {"w": w}, "heads": heads}, X)
+        return sum(h.square().sum() for h in jacobian.heads.values())
+
+    def length_by_hand(w, heads):
+        total = lambda heads: sum(losses.heads(heads, X.to(w.dtype) @ w, X))
+        return sum(h.square().sum() for h in torch.func.grad(total)(heads).values())
+
+    w = TRUNK.clone().requires_grad_()
+    (found,) = torch.autograd.grad(length(w, params["heads"]), w)
+    double = {name: h.double() for name, h in params["heads"].items()}
+    expected = torch.func.grad(length_by_hand)(TRUNK.double(), double)
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=0)
+    assert torch.allclose(torch.func.grad(length)(TRUNK, params["heads"]).double(), expected, rtol=1e-6, atol=0)
