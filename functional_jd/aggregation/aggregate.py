@@ -154,14 +154,14 @@ def weigh(
     the state does not keep its structure.
     """
     received = view.receive(seen)
-    asked = seen.scaling is not None  # by the driver
-    if narrow := narrow_device(seen, received):
-        if view.products == "rows":
-            warn_of_rows(narrow)
-        run = partial(run_on_host, device=narrow, apart=apart)
-        aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
-    elif aggregator.on_host and not asked and goes_to_host(aggregator, (received, state)):
-        aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
+    if seen.scaling is None:  # else the driver has asked
+        if narrow := narrow_device(seen, received):
+            if view.products == "rows":
+                warn_of_rows(narrow)
+            run = partial(run_on_host, device=narrow, apart=apart)
+            aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
+        elif aggregator.on_host and goes_to_host(aggregator, (received, state)):
+            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None or torch.compiler.is_compiling():
         return aggregator.update(received, aggregator.init(received) if state is None else state)
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
