@@ -184,7 +184,7 @@ def narrow_device(seen: Observation, received: Any = None) -> torch.device | Non
     """The device of what is observed, if it has no float64: rules run on the host."""
     some: Any = received if seen.rows is None else seen.rows
     some = some if seen.losses is None else seen.losses
-    while isinstance(some, dict | list | tuple) and some:
+    while isinstance(some, (dict, list, tuple)) and some:  # a union is no type to torch.compile
         some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
     known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
     return some.device if isinstance(some, Tensor) and not known else None
