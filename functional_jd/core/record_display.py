@@ -22,7 +22,8 @@ _MAX_VALUES, _MAX_CHILDREN, _MAX_ROWS = 6, 8, 20
 def name_in_exports(records: Iterable[type]) -> None:
     """Give classes of records the names by which programs of torch.export are saved and loaded."""
     for record in records:
-        if pytree_nodes.get(record) is None:  # else the package is loaded again
+        # It has a name where the package is loaded again; without torch's registry, naming it would fail in torch.
+        if isinstance(pytree_nodes, dict) and record not in pytree_nodes:
             name_record(record, serialized_type_name=f"{record.__module__}.{record.__name__}")
 
 

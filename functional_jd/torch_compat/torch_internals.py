@@ -126,14 +126,6 @@ name_record: Any = private("utils._pytree._register_namedtuple", "records in exp
 _APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
-def weight_norm_as(form: Callable[..., Any]) -> dict[Any, Any]:
-    """The function that computes `weight_norm`, with another form. Where torch has no such function, those that have
-    its name in theirs raise: one of them may be the same.
-    """
-    named = {f: weight_norm for name, f in vars(torch).items() if "weight_norm" in name}
-    return {weight_norm: form} if weight_norm in named else named
-
-
 def constant_while_tracing(f: _Function) -> _Function:
     """`torch.compiler.assume_constant_result`, but for the import of the compiler, which takes as long as torch."""
     f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
