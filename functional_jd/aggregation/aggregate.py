@@ -270,7 +270,7 @@ def products_of_rows(
     of them as at least float32, from one set of matrices. With an inverse `[]` or `[m]`, `combine` and the magnitudes
     are those of the products with it. The caller of either switches autocast off.
     """
-    found = {"gramian": inner_products, "norms": squared_norms, "magnitudes": magnitudes}[needed]
+    found = {"gramian": inner_products, "magnitudes": magnitudes}.get(needed, squared_norms)
     add = torch.maximum if needed == "magnitudes" else torch.add
     m = len(leaves[0])
     matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])

@@ -212,8 +212,9 @@ def found_products(
     kind: Kind, losses: LossFunction, args: tuple[Any, ...], argnums: int | Sequence[int], options: Options
 ) -> FoundGramian:
     """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
-    first = tree_leaves(args[argnums if isinstance(argnums, int) else argnums[0]])[0]
-    by_layers = kind.gramian if first.is_cpu or has_float64(first.device) else None
+    leaves = tree_leaves(args[argnums if isinstance(argnums, int) else argnums[0]])  # not checked yet
+    narrow = any(isinstance(x, Tensor) and not (x.is_cpu or has_float64(x.device)) for x in leaves[:1])
+    by_layers = None if narrow else kind.gramian
 
     def by_rows() -> FoundGramian:
         jacobian, values, aux = kind.jacobian(losses, args, argnums, options._replace(mode="auto"))

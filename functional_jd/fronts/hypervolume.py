@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import described
-from functional_jd.fronts.points import check_points
+from functional_jd.fronts.points import check_floats, check_points
 
 # The memory grows as K^(m - 1).
 _MOST_LOSSES = 4
@@ -43,8 +43,7 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
     """
     check_points("hypervolume", points)
     m = points.shape[-1]
-    if not isinstance(reference, Tensor) or not reference.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"hypervolume: reference must be a floating-point tensor [m], found {described(reference)}.")
+    check_floats("hypervolume", "reference", reference, "[m]")
     if reference.shape != (m,):
         raise ValueError(
             f"hypervolume: expected one reference value per loss, [{m}], found {described(reference)}. Pass the worst "

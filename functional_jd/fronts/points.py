@@ -1,8 +1,11 @@
 """Sets of points, of which some are not dominated by others."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import refuse
 
 
 def non_dominated(points: Tensor) -> Tensor:
@@ -31,7 +34,15 @@ def non_dominated(points: Tensor) -> Tensor:
 
 def check_points(where: str, points: Tensor) -> None:
     """Refuse what is not a tensor of points, one in a row."""
-    if not isinstance(points, Tensor) or not points.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{where}: points must be a floating-point tensor [K, m], found {described(points)}.")
+    check_floats(where, "points", points, "[K, m]")
     if points.ndim != 2 or not points.shape[1]:
-        raise ValueError(f"{where}: expected points [K, m], one in a row, found shape {list(points.shape)}.")
+        raise ValueError(
+            f"{where}: expected points [K, m], one in a row, found shape {list(points.shape)}. Stack the losses of K "
+            "points."
+        )
+
+
+def check_floats(where: str, name: str, value: Any, shape: str) -> None:
+    """Refuse what is not a dense tensor of floating-point numbers."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
+        refuse(where, name, f"a floating-point tensor {shape}", value, "Pass the losses, or convert by .double().")

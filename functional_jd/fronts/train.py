@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.arguments import check_flag, check_function, check_integer, described
+from functional_jd.core.arguments import check_flag, check_function, check_integer, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
+from functional_jd.fronts.points import check_floats
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.fit import fit
@@ -84,7 +85,8 @@ def train(
         `Front(states, losses, preferences)`.
 
     Raises:
-        TypeError: `rule` is not a function, or does not return a rule; what `train_state` and `fit` raise.
+        TypeError: `rule` is not a function, or does not return a rule; preferences that are not floating-point; what
+            `train_state` and `fit` raise.
         ValueError: preferences that are not `[K, m]`; no batch; what `train_state`, `step` and `fit` raise.
 
     Laws:
@@ -105,6 +107,8 @@ def train(
         check_integer("fronts.train", "chunk_size", chunk_size, 1, "It counts solutions.")
     method: dict[str, Any] = {"losses": losses, "optimizer": optimizer, "engine": engine, "has_aux": has_aux}
     preferences = _checked_preferences(start, preferences)
+    if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse("fronts.train", "batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:
@@ -138,13 +142,15 @@ def train(
     return Front(states, found, preferences)
 
 
-def _checked_preferences(start: Params | Front, preferences: Any) -> Tensor:
+def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> Tensor:
     if preferences is None and isinstance(start, Front):
         return start.preferences
-    if not isinstance(preferences, Tensor) or not preferences.is_floating_point() or preferences.ndim != 2:
+    check_floats("fronts.train", "preferences", preferences, "[K, m]")
+    assert preferences is not None
+    if preferences.ndim != 2:
         raise ValueError(
-            f"fronts.train: preferences must be a floating-point tensor [K, m], one in a row, found "
-            f"{described(preferences)}. Spread them by lattice(m, divisions)."
+            f"fronts.train: expected preferences [K, m], one in a row, found shape {list(preferences.shape)}. Take "
+            "lattice(m, divisions)."
         )
     if not len(preferences):
         raise ValueError(

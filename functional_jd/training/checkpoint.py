@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
+from functional_jd.core.arguments import check_flag, check_type
 from functional_jd.core.checksum import checksums
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import gathered_leaf, laid_out_as
@@ -59,6 +60,8 @@ def to_checkpoint(
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))
         ['functional_jd.checksums', 'functional_jd.fields', 'functional_jd.version', 'w']
     """
+    _check_given("to_checkpoint", aggregator, optimizer)
+    check_flag("to_checkpoint", "whole", whole)
     named = _named("to_checkpoint", state)
     entries = {
         name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
@@ -105,6 +108,7 @@ def from_checkpoint(
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
+    _check_given("from_checkpoint", aggregator, optimizer)
     records = _written_records(checkpoint)
     named = _named("from_checkpoint", like)
     _check_records(records, named.records)
@@ -125,6 +129,13 @@ def from_checkpoint(
         target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
         leaves.append(target.copy_(laid_out_as(found.detach(), target)))
     return tree_unflatten(named.structure, leaves)
+
+
+def _check_given(where: str, aggregator: Any, optimizer: Any) -> None:
+    if aggregator is not None:
+        check_rule(aggregator, where)
+    if optimizer is not None:
+        check_type(where, "optimizer", optimizer, Optimizer, "Call its builder: adamw().")
 
 
 class _Named(NamedTuple):

@@ -688,7 +688,7 @@ MISTAKES = {
     "integer losses": (lambda: jacobian_fn(lambda w: w.int())(W), TypeError, "found torch.int32 in 'value'"),
     "complex losses": (lambda: jacobian_fn(lambda w: w + 1j)(W), TypeError, "found torch.complex64"),
     "no losses": (lambda: jacobian_fn(lambda w: {"a": w[:0]})(W), ValueError, "at least one objective, found none"),
-    "nothing": (lambda: jacobian_fn(lambda w: None)(W), ValueError, "at least one objective, found none"),
+    "nothing": (lambda: jacobian_fn(lambda w: None)(W), TypeError, "found None in 'value'"),
     "no pair": (lambda: jacobian_fn(SUM, has_aux=True)(W), TypeError, r"a pair \(losses, aux\), found Tensor"),
     "scale": (
         lambda: jacobian_fn(lambda w: w, scale=torch.ones(2))(W),

@@ -126,8 +126,9 @@ def test_it_compiles():
     [
         ({"rule": jd.upgrad()}, TypeError, "fronts.train: rule must be a function"),
         ({"rule": lambda u: u}, TypeError, "train_state: aggregator must be"),
-        ({"preferences": [[1.0, 2.0]]}, ValueError, r"preferences must be a floating-point tensor \[K, m\]"),
-        ({"preferences": None}, ValueError, r"preferences must be a floating-point tensor \[K, m\]"),
+        ({"preferences": [[1.0, 2.0]]}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
+        ({"preferences": None}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
+        ({"preferences": torch.ones(2)}, ValueError, r"expected preferences \[K, m\], one in a row, found shape \[2\]"),
         ({"preferences": torch.ones(0, 2)}, ValueError, "at least one preference, found none"),
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
         ({"batches": []}, ValueError, "fronts.train: expected at least one batch, found none"),

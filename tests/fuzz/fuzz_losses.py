@@ -109,8 +109,8 @@ def _weighted(losses, returned, params, x, weights, last, **options):
     return pullback(weights if returned is USUAL else torch.ones(m), last=last)
 
 
-def _weights(losses, returned, aggregator, params, x):
-    return jd.weights_fn(_returning(returned, losses), aggregator)(params, x)
+def _weights(losses, returned, aggregator, params, x, group):
+    return jd.weights_fn(_returning(returned, losses), aggregator, group=group)(params, x)
 
 
 _OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CONSTANTS}
@@ -168,9 +168,17 @@ ENGINES = {
     ),
     "weights_fn": Call(
         _weights,
-        lambda: {"losses": losses, "returned": USUAL, "aggregator": jd.upgrad(), "params": params(), "x": x()},
-        {"x": EVERYTHING, "returned": CONSTANTS},
+        lambda: {
+            "losses": losses,
+            "returned": USUAL,
+            "aggregator": jd.upgrad(),
+            "params": params(),
+            "x": x(),
+            "group": False,
+        },
+        {"x": EVERYTHING, "returned": CONSTANTS, "group": OPTION},
         _LOSSES,
+        names=("distributed",),
     ),
     "jacobian_engine": Call(
         jd.engines.jacobian_engine, lambda: {"mode": "loop", "chunk_size": 2}, {"chunk_size": OPTION}
@@ -266,6 +274,19 @@ TRAINING = {
         dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},
         kinds({"loss"}),
     ),
-    "to_checkpoint": Call(jd.to_checkpoint, lambda: {"state": state()}, {"state": TREE | EMPTY}),
-    "from_checkpoint": Call(jd.from_checkpoint, lambda: {"checkpoint": jd.to_checkpoint(state()), "like": state()}),
+    "to_checkpoint": Call(
+        jd.to_checkpoint,
+        lambda: {"state": state(), "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1), "whole": False},
+        {"state": TREE | EMPTY, "aggregator": OPTION, "optimizer": OPTION, "whole": SWITCH},
+    ),
+    "from_checkpoint": Call(
+        jd.from_checkpoint,
+        lambda: {
+            "checkpoint": jd.to_checkpoint(state()),
+            "like": state(),
+            "aggregator": None,
+            "optimizer": None,
+        },
+        {"aggregator": OPTION, "optimizer": OPTION},
+    ),
 }

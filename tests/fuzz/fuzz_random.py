@@ -11,6 +11,11 @@ RANDOM = {
         random.key, lambda: {"seed": 0, "device": "cpu"}, {"seed": kinds({"minus_one", "zero"}), "device": OPTION}
     ),
     "split": Call(random.split, lambda: {"key": random.key(0), "n": 2}, {"n": kinds({"zero"})}),
+    "fold_in": Call(
+        random.fold_in,
+        lambda: {"key": random.key(0), "number": 2},
+        {"number": kinds({"minus_one", "zero"})},
+    ),
     "uniform": Call(
         random.uniform,
         lambda: {"key": random.key(0), "shape": (2,), "dtype": torch.float32},

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzz_distributed import DISTRIBUTED
+from fuzz_fronts import FRONTS
 from fuzz_losses import ENGINES, OBJECTIVES, TRAINING
 from fuzz_optimizers import OPTIMIZERS
 from fuzz_precision import PRECISION
@@ -32,6 +33,7 @@ CALLS: dict[str, dict[str, Call]] = {
     **{home: {name: call for name, call in TABLE.items() if home_of(name) == home} for home in LISTED},
     "functional_jd.random": RANDOM,
     "functional_jd.distributed": DISTRIBUTED,
+    "functional_jd.fronts": FRONTS,
     "functional_jd.plotting": fuzz_tools.PLOTTING,
     "functional_jd.testing": fuzz_tools.TESTING,
 }
@@ -51,6 +53,7 @@ EXCLUDED = {
             "ExampleSets",
             "FoundWeights",
             "Findings",
+            "Front",
             "Layer",
             "Multitask",
             "MultitaskJacobian",
@@ -72,6 +75,7 @@ EXCLUDED = {
     **dict.fromkeys(["SlowPathWarning", "TrainingStalled"], "an exception"),
     **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PROBLEMS", "RULES", "random"], "no function"),
     "compiled": "compiles, with the checks of the other laws",
+    "leave": "ends the groups of the process, and takes no arguments",
 }
 """The public names that are not called, and why."""
 

@@ -1,0 +1,56 @@
+"""Valid calls of what stands around Pareto fronts."""
+
+import torch
+from fuzz_values import OPTION, SWITCH, kinds
+from garbage import CALLABLE, Call
+
+import functional_jd as jd
+from functional_jd import fronts
+
+
+def losses(params):
+    return torch.stack([params["w"].square().sum(), (params["w"] - 1).square().sum()])
+
+
+def points():
+    return {"points": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}
+
+
+def _train(compile, **others):
+    return fronts.train(compile=False if compile is True else compile, **others)  # which takes its time
+
+
+MATRIX = kinds({"wrong_shape"})
+
+FRONTS = {
+    "lattice": Call(fronts.lattice, lambda: {"m": 2, "divisions": 2}),
+    "non_dominated": Call(fronts.non_dominated, points, {"points": MATRIX}),
+    "knee": Call(fronts.knee, points, {"points": MATRIX}),
+    "hypervolume": Call(
+        fronts.hypervolume, lambda: {**points(), "reference": torch.ones(2)}, {"reference": kinds({"nans"})}
+    ),
+    "train": Call(
+        _train,
+        lambda: {
+            "start": {"w": torch.zeros(2)},
+            "batches": [()],
+            "losses": losses,
+            "rule": jd.tchebycheff,
+            "preferences": fronts.lattice(2, 2),
+            "optimizer": jd.sgd(0.1),
+            "scale": None,
+            "buffers": (),
+            "engine": "auto",
+            "has_aux": False,
+            "chunk_size": 2,
+            "compile": False,
+            "on_step": None,
+            "progress": False,
+            "patience": 3,
+        },
+        {"scale": OPTION, "chunk_size": OPTION, "on_step": OPTION | CALLABLE, "patience": OPTION, "progress": SWITCH}
+        | {"compile": SWITCH},
+        frozenset({"losses", "rule", "on_step", "start"}),
+        names=("fronts.train", "train_state", "fit", "step", "tchebycheff"),
+    ),
+}
