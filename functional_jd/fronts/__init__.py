@@ -1,5 +1,8 @@
 """Pareto fronts: one solution for each preference, what a set of solutions is worth, and which one to choose."""
 
+import torch
+
+from functional_jd.core.record_display import name_in_exports
 from functional_jd.fronts.hypervolume import hypervolume
 from functional_jd.fronts.knee import knee
 from functional_jd.fronts.lattice import lattice
@@ -7,3 +10,7 @@ from functional_jd.fronts.points import non_dominated
 from functional_jd.fronts.train import Front, train
 
 __all__ = ["Front", "hypervolume", "knee", "lattice", "non_dominated", "train"]
+
+# As the records that load with the package: checkpoints and exported programs may hold it.
+torch.serialization.add_safe_globals([Front])
+name_in_exports([Front])

@@ -233,6 +233,7 @@ def snapshot(teacher):
     return seen | {"count": teacher.count, "mode": teacher.averaged.training, "generators": generators}
 
 
+@pytest.mark.filterwarnings("ignore:train_state. normalization in training mode")  # the teacher is no part of the state
 @pytest.mark.parametrize("kind", [plain, multitask, per_example])
 @pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
 def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
