@@ -33,7 +33,7 @@ def options(mode, chunk_size):
 
 def point(name, kind=torch.float32, differentiable=False):
     x, a, b = (numbers(*shape, seed=i, dtype=kind) for i, shape in enumerate(SHAPES[name]))
-    return vjp(lambda ws: ([torch.tanh((x @ ws[0]) @ ws[1]).mean(0)], None), [a, b], differentiable)
+    return vjp(lambda ws: ([torch.tanh((x @ ws[0]) @ ws[1]).mean(0)], None), [a, b], differentiable=differentiable)
 
 
 @pytest.mark.parametrize(

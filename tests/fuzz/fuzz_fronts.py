@@ -49,7 +49,7 @@ FRONTS = {
             "patience": 3,
         },
         {"scale": OPTION, "chunk_size": OPTION, "on_step": OPTION | CALLABLE, "patience": OPTION, "progress": SWITCH}
-        | {"compile": SWITCH},
+        | {"compile": SWITCH, "rule": kinds({"builder"})},
         frozenset({"losses", "rule", "on_step", "start"}),
         names=("fronts.train", "train_state", "fit", "step", "tchebycheff"),
     ),
