@@ -1,8 +1,8 @@
 """The step: equal to the picture, pure, skipped when not finite, the same under every transform."""
 
 import re
+import subprocess
 import sys
-import weakref
 from functools import partial
 
 import pytest
@@ -779,23 +779,34 @@ def test_losses_in_one_half_precision_inside_autocast_of_the_other():
     assert torch.equal(state.params, params - 0.5 * torch.tensor([1.5, 2.5]))
 
 
-def test_the_direction_is_gone_before_the_step_chooses(monkeypatch):
-    """It is as large as the parameters, and as what `select` makes."""
-    seen, alive, module = [], [], sys.modules["functional_jd.training.step"]
-    inner, own = fj.sgd(0.1), module.select
+GONE = """
+import sys, weakref
+import torch
+import functional_jd as fj
 
-    def update(direction, state, params):
-        seen.append(weakref.ref(direction["w"]))
-        return inner.update(direction, state, params)
+seen, alive, module = [], [], sys.modules["functional_jd.training.step"]
+inner, own = fj.sgd(0.1), module.select
 
-    def choose(*given):
-        alive.append(seen[-1]() is not None)
-        return own(*given)
+def update(direction, state, params):
+    seen.append(weakref.ref(direction["w"]))
+    return inner.update(direction, state, params)
 
-    losses = lambda params, x: (params["w"] - x).square()
-    method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.Optimizer(inner.init, update)}
-    state = fj.train_state({"w": torch.ones(3)}, torch.zeros(3), **method)
-    monkeypatch.setattr(module, "select", choose)
-    fj.step(state, torch.zeros(3), **method)
-    assert alive
-    assert not any(alive)
+def choose(*given):
+    alive.append(seen[-1]() is not None)
+    return own(*given)
+
+losses = lambda params, x: (params["w"] - x).square()
+method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.Optimizer(inner.init, update)}
+state = fj.train_state({"w": torch.ones(3)}, torch.zeros(3), **method)
+module.select = choose
+fj.step(state, torch.zeros(3), **method)
+assert alive and not any(alive), alive
+"""
+
+
+def test_the_direction_is_gone_before_the_step_chooses():
+    """It is as large as the parameters, and as what `select` makes. In a process of its own, where nothing
+    else has run.
+    """
+    done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
