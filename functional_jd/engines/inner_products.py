@@ -213,7 +213,8 @@ def found_products(
 ) -> FoundGramian:
     """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
     leaves = tree_leaves(args[argnums if isinstance(argnums, int) else argnums[0]])  # not checked yet
-    narrow = any(isinstance(x, Tensor) and not (x.is_cpu or has_float64(x.device)) for x in leaves[:1])
+    first = leaves[0] if leaves else None
+    narrow = isinstance(first, Tensor) and not (first.is_cpu or has_float64(first.device))
     by_layers = None if narrow else kind.gramian
 
     def by_rows() -> FoundGramian:
