@@ -89,7 +89,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         G, losses = pair
         C = G / order_of(G)
         distance, a, worst = _adjustment(nan_unless((losses >= 0).all(), losses), u(losses))
-        excess = distance + -tolerance
+        excess = distance + -tolerance  # torch subtracts no bool, which is a number to Python
         balancing, pull = excess > 0, with_nan_of(C @ a, excess)
         towards = pull > 0
         free = balancing & towards & ~worst

@@ -123,7 +123,8 @@ class _Keyed(RecomputedMode):
         self.key, self.drawn, self.ahead = key, drawn, split(key, _AHEAD)
         self.numbers = Numbers(self.take, self.uniform)
         self.depth = functorch_depth()
-        self.rows: dict[tuple[int, torch.dtype], tuple[int, Tensor]] = {}  # the first call, and numbers `[calls, n]`
+        # By length, dtype and device: the first call, and numbers `[calls, n]`.
+        self.rows: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,14 +180,14 @@ class _Keyed(RecomputedMode):
         k, key = len(self.drawn), self.take()
         if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or functorch_depth() != self.depth:
             return draw(key.to(device), n, "uniform", dtype)
-        first, rows = self.rows.get((n, dtype), (k, None))
+        first, rows = self.rows.get((n, dtype, device), (k, None))
         if rows is None or k - first >= len(rows):
             examples = math.prod(size for _, size, _ in vmaps_inside(0))
             several = min(len(self.ahead) - k, _TOGETHER // max(1, n * examples))
             if several < 2:
                 return draw(key.to(device), n, "uniform", dtype)
             first, rows = k, draw(self.ahead[k : k + several].to(device), n, "uniform", dtype)
-            self.rows[n, dtype] = first, rows
+            self.rows[n, dtype, device] = first, rows
         return rows[k - first]
 
     def of_elements(self, key: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
 from device_steps import CASES, FORMS, RULES, Count, ours, peers, plain
-from page import BEGIN, END
+from page import with_table
 
 LAUNCHES = ("plain", "TorchJD", "ours", "to plain", "to TorchJD")
 HEAD = ("", "rule", *LAUNCHES, "waits: TorchJD", "ours", "copies: TorchJD", "ours", "peak, kB: TorchJD", "ours")
@@ -33,13 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line, flush=True)
         lines.append(line)
     if options.page:
-        begin, end = BEGIN.replace("page.py", "device_table.py").format("launches"), END.format("launches")
-        before, _, rest = options.page.read_text().partition(begin)
-        _, _, after = rest.partition(end)
-        if not after:
-            raise SystemExit(f"{options.page}: expected the marks {begin!r} and {end!r}")
-        text = "\n".join(lines)
-        options.page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+        text = with_table(options.page.read_text(), "launches", "\n".join(lines), "device_table.py")
+        options.page.write_text(text)
 
 
 def _lines(rules: Sequence[str], models: Sequence[str] | None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from page import BEGIN, END
+from page import with_table
 from torch import Tensor
 
 import functional_jd as jd
@@ -227,13 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line, flush=True)
         found.append(line)
     if options.page:
-        begin, end = BEGIN.replace("page.py", "fronts_table.py").format("fronts"), END.format("fronts")
-        before, _, rest = options.page.read_text().partition(begin)
-        _, _, after = rest.partition(end)
-        if not after:
-            raise SystemExit(f"{options.page}: expected the marks {begin!r} and {end!r}")
-        text = "\n".join(found)
-        options.page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+        text = with_table(options.page.read_text(), "fronts", "\n".join(found), "fronts_table.py")
+        options.page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
     text = options.page.read_text()
     for name, table in (("steps", _steps), ("plain", _plain), ("compiled", _compiled), ("goals", _goals)):
-        begin, end = BEGIN.format(name), END.format(name)
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        if not after:
-            raise SystemExit(f"{options.page}: expected the marks {begin!r} and {end!r}")
-        text = f"{before}{begin}\n\n{table(eager, compiled)}\n\n{end}{after}"
+        text = with_table(text, name, table(eager, compiled))
     options.page.write_text(text)
+
+
+def with_table(text: str, name: str, table: str, script: str = "page.py") -> str:
+    """The text of a page with the table between its marks replaced."""
+    begin, end = BEGIN.replace("page.py", script).format(name), END.format(name)
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    if not after:
+        raise SystemExit(f"expected a page with the marks {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def _rows(found: Iterable[Row], table: str) -> Rows:

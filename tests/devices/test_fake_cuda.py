@@ -5,9 +5,10 @@ It takes a torch that was built with CUDA, and no GPU. Steps are not possible: a
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+import functional_jd as jd
 from functional_jd import aggregate
 from functional_jd.aggregation.aggregate import start
 from functional_jd.testing import RULES
@@ -31,3 +32,18 @@ def test_a_rule_stays_on_its_device(name):
         losses = torch.empty(m, device="cuda")
         found = aggregate(rule, jacobian, start(rule, jacobian, other, losses=losses), other, losses=losses)
         assert all(x.device.type == "cuda" for x in tree_leaves(found))
+
+
+def test_masks_that_are_drawn_ahead_belong_to_their_device():
+    found = []
+
+    @jd.random.keyed
+    def dropped(x, y):
+        found.extend(torch.nn.functional.dropout(z, 0.5).device for z in (x, y, x, y))
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(8, device=f"cuda:{index}") for index in range(2)]
+        # Afterwards the states of the generators are compared, which takes values.
+        with pytest.raises(DataDependentOutputException):
+            dropped(jd.random.key(0), *inputs)
+    assert found == [x.device for x in inputs] * 2
