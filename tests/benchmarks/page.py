@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = [json.loads(file.read_text()) for file in options.files]
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
     text = options.page.read_text()
-    for name, table in (("steps", _steps), ("plain", _plain), ("compiled", _compiled), ("goals", _goals)):
-        text = with_table(text, name, table(eager, compiled))
+    for name, made in (("steps", _steps), ("plain", _plain), ("goals", _goals)):
+        text = with_table(text, name, made(eager, compiled))
     options.page.write_text(text)
 
 
@@ -63,8 +63,8 @@ def _steps(eager: Rows, compiled: Rows) -> str:
         ms = f"{row['seconds']['ours'] * 1e3:.1f}"
         floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
         graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
-        lines.append([_case(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
-    return _table(head, lines)
+        lines.append([case_name(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
+    return table(head, lines)
 
 
 def _plain(eager: Rows, compiled: Rows) -> str:
@@ -72,23 +72,10 @@ def _plain(eager: Rows, compiled: Rows) -> str:
     pairs = {"`upgrad` to plain training": "ours/plain", "`mean` to plain training": "mean/plain"}
     pairs |= {"`upgrad` to the limit": "ours/limit"}
     lines = [
-        [_case(*key)] + [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
+        [case_name(*key)] + [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
         for key, _ in _float32(eager)
     ]
-    return _table(["float32", *(cell for name in pairs for cell in (name, "compiled"))], lines)
-
-
-def _compiled(eager: Rows, compiled: Rows) -> str:
-    """What compiling took."""
-    head = ("float32", "ms", "first call, s", "graphs", "plain training: first call, s", "`upgrad` to plain compiled")
-    lines: list[Sequence[str]] = []
-    for (name, size), row in _float32(compiled):
-        if "ours" in row["compiled"]:
-            (first, graphs), (plain, _) = row["compiled"]["ours"], row["compiled"]["plain compiled"]
-            ratio = _ratio(row, "ours/plain compiled")
-            ms = f"{row['seconds']['ours'] * 1e3:.1f}"
-            lines.append([_case(name, size), ms, f"{first:.0f}", str(graphs), f"{plain:.0f}", ratio])
-    return _table(head, lines)
+    return table(["float32", *(cell for name in pairs for cell in (name, "compiled"))], lines)
 
 
 def _goals(eager: Rows, compiled: Rows) -> str:
@@ -104,7 +91,7 @@ def _float32(rows: Rows) -> list[tuple[tuple[str, str], Row]]:
     return [(key, row) for key, row in rows.items() if " " not in key[1] and "ours" in row["seconds"]]
 
 
-def _case(name: str, size: str) -> str:
+def case_name(name: str, size: str) -> str:
     if name == "Burgers":
         return f"Burgers' equation, {size[2:]} losses"
     model, _, each = name.partition(",")
@@ -120,7 +107,7 @@ def _goal(row: Row | None, pair: str) -> str:
     return next((f"{f['goal']:.2f}" for f in figures if f"{f['ours']}/{f['against']}" == pair), "-")
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 

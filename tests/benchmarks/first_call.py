@@ -1,0 +1,157 @@
+"""`python tests/benchmarks/first_call.py`: what compiling a step takes, and after how many steps it has paid.
+
+In CPU time, which other work on the machine stretches less. Every case runs in processes of its own, one thread each:
+`step`, then plain training, each with an empty cache and then with what that left there.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
+from page import case_name, table, with_table
+
+_TO_PLAIN = ("plain training", "to plain")
+TAKEN = ("first call, CPU s", "Dynamo", "AOT", "inductor", "C++", "all", *_TO_PLAIN, "second process", *_TO_PLAIN)
+_STEPS = ("eager", "compiled", "plain compiled", "to plain", "pays off after")
+GIVEN = ("step, CPU ms", *_STEPS, "kernels", "lines of C++", "graphs")
+Found = dict[str, Any]
+_TIMED = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table line by line, and put it into a page if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", help="such as MLP or conv; default: all")
+    parser.add_argument("--sizes", nargs="+", help="such as T=2; default: all")
+    parser.add_argument("--toy", action="store_true", help="models of a few neurons")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--page", type=Path, help="where the table goes, between its marks")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "SIZE", "SIDE"), help="measure this alone, here")
+    options = parser.parse_args(arguments)
+    if options.one:
+        print(json.dumps(measured(*options.one, options.toy, options.backend)))
+        return
+    rows: list[tuple[str, ...]] = []
+    for name, size, *_ in _cases(options.toy):
+        if name in (options.models or [name]) and size in (options.sizes or [size]):
+            rows.append(cells(name, size, *(_twice(name, size, side, options) for side in ("ours", "plain"))))
+            print(" | ".join(rows[-1]), flush=True)
+    text = tables(rows)
+    print(text)
+    if options.page:
+        options.page.write_text(with_table(options.page.read_text(), "first calls", text, "first_call.py"))
+
+
+def measured(name: str, size: str, side: str, toy: bool = False, backend: str = "inductor") -> Found:
+    """Compile one side in this process, with the cache that there is, and take some steps."""
+    import torch
+    from steps import ours, plain
+    from torch._dynamo.utils import compilation_time_metrics, counters
+    from torch._inductor import metrics
+
+    import functional_jd as jd
+
+    torch.set_num_threads(1)
+    make = next(case[2] for case in _cases(toy) if case[:2] == (name, size))
+    compile_ = partial(torch.compile, fullgraph=True, backend=backend)
+    if side == "ours":
+        compiled, eager = ours(make, "float32", step=compile_(jd.step)), ours(make, "float32")
+    else:
+        compiled, eager = plain(make, "float32", compile_), plain(make, "float32")
+    eager.call()
+    here, others = _cpu()
+    compiled.call()
+    here, others = (after - before for after, before in zip(_cpu(), (here, others), strict=True))
+    walls = {key: sum(spent) for key, spent in compilation_time_metrics.items()}
+    files = [*Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.cpp")]
+    return {
+        "parts": {part: here * share for part, share in _shares(walls).items()} | {"C++": others},
+        "all": here + others,
+        "kernels": metrics.generated_kernel_count,
+        "lines": sum(file.read_text().count("\n") for file in files),
+        "compiled": _milliseconds(compiled.call),
+        "eager": _milliseconds(eager.call),
+        "graphs": counters["stats"]["unique_graphs"],  # after all steps: more than one if some step compiled again
+    }
+
+
+def _shares(walls: dict[str, float]) -> dict[str, float]:
+    """The shares of this process's work, by the times that torch takes of its own parts, without waiting for g++."""
+    whole, backend, generated = (
+        walls.get(key, 0.0) for key in ("_compile.compile_inner", "OutputGraph.call_user_compiler", "compile_fx_inner")
+    )
+    waited = walls.get("async_compile.wait", 0.0) + walls.get("PyCodeCache.load_by_key_path", 0.0)
+    inductor = max(generated - min(waited, generated), 0.0)
+    parts = {"Dynamo": whole - backend, "AOT": max(backend - generated, 0.0), "inductor": inductor}
+    return {part: spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
+
+
+def _cpu() -> tuple[float, float]:
+    """Seconds of this process, and of those that it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system, spent.children_user + spent.children_system
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(_TIMED):
+        start = time.process_time()
+        call()
+        found.append(time.process_time() - start)
+    return median(found) * 1e3
+
+
+def _cases(toy: bool) -> list[Any]:
+    from as_run import _cases as cases
+
+    return cases(toy, "cpu", 1)
+
+
+def _twice(name: str, size: str, side: str, options: argparse.Namespace) -> tuple[Found, Found]:
+    """In two processes with one cache, which was empty before."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = os.environ | threads | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        command = [sys.executable, __file__, "--one", name, size, side, "--backend", options.backend]
+        runs = [
+            subprocess.run(
+                [*command, *(["--toy"] if options.toy else [])], env=environment, check=True, stdout=subprocess.PIPE
+            )
+            for _ in range(2)
+        ]
+    cold, warm = (json.loads(run.stdout.splitlines()[-1]) for run in runs)
+    return cold, warm
+
+
+def cells(name: str, size: str, ours: tuple[Found, Found], plain: tuple[Found, Found]) -> tuple[str, ...]:
+    """What goes into both tables of one case, from its first and its second process."""
+    (cold, warm), (plain_cold, plain_warm) = ours, plain
+    found = [case_name(name, size), *(f"{seconds:.1f}" for seconds in cold["parts"].values())]
+    for mine, beside in ((cold, plain_cold), (warm, plain_warm)):
+        found += [f"{mine['all']:.1f}", f"{beside['all']:.1f}", f"{mine['all'] / beside['all']:.2f}"]
+    found += [f"{cold['eager']:.1f}", f"{cold['compiled']:.1f}", f"{plain_cold['compiled']:.1f}"]
+    found.append(f"{cold['compiled'] / plain_cold['compiled']:.2f}")
+    saved = (cold["eager"] - cold["compiled"]) / 1e3
+    found.append(f"{cold['all'] / saved:,.0f} steps" if saved > 0 else "never")
+    return (*found, *(str(cold[key]) for key in ("kernels", "lines", "graphs")))
+
+
+def tables(rows: Sequence[tuple[str, ...]]) -> str:
+    """What the first call takes, then what later calls give."""
+    parts = len(TAKEN)
+    taken, given = table(TAKEN, [row[:parts] for row in rows]), table(GIVEN, [row[:1] + row[parts:] for row in rows])
+    return f"{taken}\n\n{given}"
+
+
+if __name__ == "__main__":
+    main()
