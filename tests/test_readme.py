@@ -26,6 +26,8 @@ GUIDES = [
         "own_rule",
         "own_kind",
         "recipes",
+        "recipes_optimizers",
+        "recipes_models",
         "cheaper_rules",
         "compile",
         "fronts",
@@ -42,6 +44,7 @@ PAGES = {
             ROOT / f"docs/{page}.md"
             for page in [
                 *GUIDES,
+                "guides/trainers",
                 "coming_from",
                 "laws_of_torchjd",
                 "rules",
@@ -55,7 +58,8 @@ PAGES = {
 }
 BLOCKS = [
     block
-    for text in PAGES.values()
+    for path, text in PAGES.items()
+    if path.stem != "trainers"  # they need packages of their own: tests/models runs them
     for block in re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, flags=re.DOTALL)
 ]
 DIFFS = [code for language, code, _ in BLOCKS if language == "diff"]
