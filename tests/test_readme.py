@@ -45,6 +45,8 @@ PAGES = {
             for page in [
                 *GUIDES,
                 "guides/trainers",
+                "which_function",
+                "how_it_is_tested",
                 "coming_from",
                 "laws_of_torchjd",
                 "rules",

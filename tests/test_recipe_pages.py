@@ -94,7 +94,7 @@ def test_every_field_is_explained():
 
 def test_a_compiled_part_of_the_losses_costs_the_vmap_and_changes_nothing():
     torch._dynamo.reset()
-    p, x = {"w": torch.randn(3, 2)}, torch.randn(4, 3)
+    p, x = {"w": torch.randn(8, 8)}, torch.randn(16, 8)
     losses = lambda inner: lambda p, x: inner(x @ p["w"]).square().mean(0)
     how = {"aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
     found = {}
