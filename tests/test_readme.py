@@ -98,15 +98,6 @@ def test_what_is_shown_below_a_block_is_what_it_prints(shown):
         assert text == found
 
 
-def test_the_picture_is_that_of_the_second_block(shown, tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    (picture,) = re.findall(r"!\[.+\]\((.*?)\)", README)
-    shown[0]["ax"].figure.savefig(tmp_path / "fresh.png", dpi=100)
-    stored, fresh = image.imread(ROOT / picture), image.imread(tmp_path / "fresh.png")
-    assert stored.shape == fresh.shape
-    assert abs(stored - fresh).mean() < 0.01  # fonts may differ by a pixel
-
-
 def side(diff, sign, session):
     """What one side of a diff leaves behind, beginning with the modules of the session, as they are."""
     lines = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ")]
