@@ -254,7 +254,7 @@ def test_the_readme_shows_what_it_draws(capsys, tmp_path):
 @pytest.mark.slow
 def test_a_short_run_beats_chance_and_the_mean_image(monkeypatch, capsys):
     monkeypatch.setattr(demo, "TRAIN_IMAGES", 1024)
-    rows = run(capsys, "--epochs", "3", "--rule", "upgrad")
+    rows = run(capsys, "--epochs", "6", "--rule", "config")
     (x, _), (test, _) = demo.train_and_test_images(demo.split(key(0), 3)[0])
     mean_image = 16 * (test - x.mean(0)).square().mean().sqrt().item()
     for side in ("left", "right"):

@@ -179,3 +179,36 @@ def test_heads_are_back_in_their_modules(shown):
         torch.testing.assert_close(
             values, shown["tasks"](shown["joint"].params, *(shown[n] for n in ("x", "kind", "price")))
         )
+
+
+def test_what_is_said_of_equations_is_what_was_measured():
+    table = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").partition("## What `advise` says")[0]
+    lines = [line.replace("*", "").strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    (head,) = [line for line in lines if "Helmholtz" in line]
+    rows = {
+        line[0].strip("`"): dict(zip(head, line[-len(head) :], strict=True)) for line in lines if len(line) > len(head)
+    }
+    assert rows
+    said = (GUIDES / "physics.md").read_text(encoding="utf-8").partition("## When it does not learn")[2]
+    for name in ("mean", "upgrad", "nash_mtl", "config"):
+        figure = rows[f"{name}()"]["Helmholtz"]
+        assert re.search(rf"`{name}\(\)`(?: gets)?\s+{figure}", said), (name, figure)
+    failing = re.findall(r"`(\w+)\(\)`", said.partition("3. ")[2].partition("4. ")[0])
+    assert len(failing) == 6
+    worst = {
+        name
+        for name, row in rows.items()
+        if name[-1] == ")" and row["Helmholtz"] != "-" and float(row["Helmholtz"]) <= 0.12
+    }
+    assert {f"{name}()" for name in failing} == worst
+
+
+def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown):
+    for block in blocks(GUIDES / "physics.md", 0, 2):
+        exec(compile(block, "physics", "exec"), shown)
+    params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
+    points, values = shown["points"], shown["values"]
+    plain = jd.per_example(shown["parts"])(params, points, values)
+    found = shown["equation"](params, points, values)
+    expected = plain["inside"].square().mean() + 10 * plain["edge"].square().mean()
+    torch.testing.assert_close(sum(leaf.square().sum() for leaf in found.values()), expected)
