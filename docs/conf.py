@@ -52,13 +52,15 @@ def setup(app: Any) -> None:
 
 # The pages of the site in the order of its sidebar; the README itself, read on its own, needs none.
 CONTENTS = {
-    "Choose": ["docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
+    "Choose": ["docs/which_function", "docs/rules", "docs/evidence", "docs/benchmarks", "docs/limits"],
     "Guides": [
         f"docs/guides/{page}"
         for page in (
             "objectives",
             "by_hand",
             "recipes",
+            "recipes_*",
+            "trainers",
             "cheaper_rules",
             "compile",
             "fronts",
@@ -73,7 +75,7 @@ CONTENTS = {
     "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
     "Notebooks": ["notebooks/*"],
     "Reference": ["docs/reference/index"],
-    "Project": ["CHANGELOG", "docs/contributing"],
+    "Project": ["CHANGELOG", "docs/how_it_is_tested", "docs/contributing"],
 }
 
 

@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from functional_jd import testing as testing
     from functional_jd import views as views
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # So that torch.load(weights_only=True) takes checkpoints of the states, and torch.export saves programs that return
 # them: all records, as a list by hand would miss the state of the next rule.
@@ -193,7 +193,7 @@ __all__ = [
 # The packages that load when they are first named.
 _LOADED_LATER = ["distributed", "fronts", "plotting", "testing", "views"]
 
-# Where names of version 0.2 stand now. The old ones go in version 0.4, and those of version 0.1 in version 0.3.
+# Where names of version 0.2 stand now. The old ones go in version 0.4.
 _MOVED = {
     "aggregation": "AffineWeights Aggregation MultitaskJacobian combine",
     "diagnostics": "Advice Diagnosis advise describe diagnose",
@@ -205,9 +205,6 @@ _MOVED = {
     "views": "cross_gramian full_jacobian gramian losses no_gradients norms",
 }
 _RENAMED = {
-    "blank": "views.no_gradients",
-    "whole": "views.full_jacobian",
-    "Carried": "aggregation.AffineWeights",
     "after_step": "famo_after_step",
     "end_epoch": "dwa_end_epoch",
     **{name: f"{package}.{name}" for package, names in _MOVED.items() for name in names.split()},

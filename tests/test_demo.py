@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from functional_jd.optimizers.sgd import sgd
 from functional_jd.random import key
 from functional_jd.testing.table import RULES, rule_of
 from functional_jd.training.start import train_state
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def refusal(capsys, *arguments):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_table_has_a_column_per_rule_and_numbers_that_can_be(tiny, capsys, dtype):
     rows = run(capsys, "--epochs", "1", "--batch-size", "32", "--dtype", dtype)
-    assert rows.pop("") == ["mean", "upgrad"]
+    assert rows.pop("") == ["mean", "config"]
     assert rows["skipped steps"][1:3] == ["of", "2"]
     for side in ("left", "right"):
         for cell in rows[f"test accuracy, {side} digit"]:
@@ -57,6 +60,15 @@ def test_the_table_has_a_column_per_rule_and_numbers_that_can_be(tiny, capsys, d
             assert round(float(cell.removesuffix("%")) / 2, 3).is_integer(), "one image of 50 is 2 %"
     # Two steps from heads at zero: still close to the entropy of ten digits, log 10.
     assert 1.5 < float(rows["test cross entropy, left digit (nats)"][0]) < 3.0
+
+
+def test_it_ends_with_the_difference_and_says_why_steps_are_skipped(tiny, capsys):
+    demo.main(["--epochs", "1", "--rule", "mean,config"])
+    out, _ = capsys.readouterr()
+    shown = re.search(r"(?m)^test accuracy, left digit +(\S+) +(\S+)$", out)
+    said = out.rpartition("\n\n")[2]
+    assert f"{shown[1]} under mean, {shown[2]} under config" in said
+    assert "the step is skipped and that scale halved" in said
 
 
 def test_rules_may_be_repeated_or_listed(tiny, capsys):
@@ -226,9 +238,23 @@ def test_help_names_every_flag_and_default(capsys):
 
 
 @pytest.mark.slow
+def test_the_readme_shows_what_it_draws(capsys, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    rows = run(capsys, "--plot", str(tmp_path / "demo.png"))
+    mean, config = (float(cell.removesuffix("%")) for cell in rows["test accuracy, left digit"])
+    assert mean < 60
+    assert config > 88
+    mean, config = map(float, rows[f"test reconstruction, rms error (of {demo.GREY_LEVELS} grey levels)"])
+    assert config < 0.8 * mean
+    stored, fresh = (image.imread(path) for path in (ROOT / "docs" / "demo.png", tmp_path / "demo.png"))
+    assert stored.shape == fresh.shape
+    assert abs(stored - fresh).mean() < 0.02  # other CPUs round otherwise
+
+
+@pytest.mark.slow
 def test_a_short_run_beats_chance_and_the_mean_image(monkeypatch, capsys):
     monkeypatch.setattr(demo, "TRAIN_IMAGES", 1024)
-    rows = run(capsys, "--epochs", "3", "--rule", "upgrad")
+    rows = run(capsys, "--epochs", "6", "--rule", "config")
     (x, _), (test, _) = demo.train_and_test_images(demo.split(key(0), 3)[0])
     mean_image = 16 * (test - x.mean(0)).square().mean().sqrt().item()
     for side in ("left", "right"):

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 import functional_jd
 
-# The names of version 0.2 that are elsewhere now, until 0.4, and those of 0.1, until 0.3.
+# The names of version 0.2 that are elsewhere now, until 0.4.
 MOVED = {
     "aggregation": "AffineWeights Aggregation MultitaskJacobian combine",
     "diagnostics": "Advice Diagnosis advise describe diagnose",
@@ -22,9 +23,6 @@ MOVED = {
 OLD = {name: f"{package}.{name}" for package, names in MOVED.items() for name in names.split()} | {
     "after_step": "famo_after_step",
     "end_epoch": "dwa_end_epoch",
-    "blank": "views.no_gradients",
-    "whole": "views.full_jacobian",
-    "Carried": "aggregation.AffineWeights",
 }
 
 LATER = """
@@ -64,6 +62,19 @@ def test_an_old_name_warns_and_is_what_the_new_one_is(old, new):
         value = getattr(functional_jd, old)
     assert value is attrgetter(new)(functional_jd)
     assert found[0].filename == __file__
+
+
+def test_the_changelog_says_where_each_name_has_gone():
+    text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.partition("### Migrating")[2].splitlines() if line.startswith("| `")]
+    for old, new in OLD.items():
+        (now,) = [row[1] for row in rows if f"`{old}`" in row[0]]
+        assert f"`{new}`" in now or now.strip(" |") == f"`{new.removesuffix(old)}` and the name"
+
+
+def test_the_names_of_the_first_version_are_gone():
+    for old in ("blank", "whole", "Carried"):
+        assert not hasattr(functional_jd, old)
 
 
 def test_a_name_that_never_was_is_an_error():

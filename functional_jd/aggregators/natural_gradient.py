@@ -12,7 +12,7 @@ from functional_jd.solvers.damped import damped_weights
 from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
 
 
-def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
+def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggregator:
     """The damped step of Gauss and Newton (Levenberg, Marquardt) for residuals r, which the losses are.
 
     `weights = (G + damping 1)^-1 r`, up to what the direction does not see, so that by Woodbury's identity
@@ -55,11 +55,11 @@ def natural_gradient(damping: Number, *, relative: bool = False) -> Aggregator:
     Example:
         >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
         >>> residuals = per_example(lambda params, x, y: x @ params["w"] - y)
-        >>> method = {"losses": residuals, "aggregator": natural_gradient(1e-6), "optimizer": sgd(1.0)}
+        >>> method = {"losses": residuals, "aggregator": natural_gradient(), "optimizer": sgd(1.0)}
         >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
     """
     check_flag("natural_gradient", "relative", relative)
-    damping = hyper_parameter(damping, "natural_gradient: damping", NOT_NEGATIVE, "A common start is 1e-6 or 1e-3.")
+    damping = hyper_parameter(damping, "natural_gradient: damping", NOT_NEGATIVE, "The default is 1e-3.")
 
     def weigh(view: tuple[Gramian, Tensor]) -> Weights:
         G, residuals = view

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
@@ -74,7 +75,12 @@ def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: O
 
 
 def check_learning(
-    plan: Plan, journal: StateJournal, losses: LossFunction, batch: tuple[Any, ...], constant: Any = ()
+    plan: Plan,
+    journal: StateJournal,
+    losses: LossFunction,
+    batch: tuple[Any, ...],
+    optimizer: Optimizer,
+    constant: Any = (),
 ) -> None:
     """Refuse losses that do not reach the parameters, and warn of what is likely to be wrong.
 
@@ -85,6 +91,7 @@ def check_learning(
         journal: what else is evaluated before it is undone once more is noted there, too.
         losses: as the user gave them.
         batch: what follows the parameters, and the buffers if there are any.
+        optimizer: what takes the rule's directions.
         constant: the names of the losses that may have no gradient on this batch.
     """
     draws = random_state()
@@ -114,6 +121,7 @@ def check_learning(
     if _refuse_unreached(where, values, points, constant):
         _report_unlearned(plan, unlearned, args[0])
     _refuse_own(plan, values, points)
+    _warn_of_residuals(plan, optimizer, values)
     _warn_unless_finite(where, values)
 
 
@@ -272,6 +280,35 @@ def _reached(loss: Tensor, points: set[int]) -> list[bool]:
 
 def _nodes_reach(nodes: list[Any], points: set[int]) -> bool:
     return any(id(getattr(node, "variable", None)) in points for node in nodes_from(nodes))
+
+
+def _warn_of_residuals(plan: Plan, optimizer: Optimizer, values: Losses) -> None:
+    """Warn where Levenberg-Marquardt gets squares for residuals, or its steps another length."""
+    if "levenberg_marquardt" not in function_names(plan.rule):
+        return
+    found: list[str] = []
+    if any(_is_square(leaf.grad_fn) for leaf in tree_leaves(values)):
+        found.append("losses that are squares: return the residuals themselves, one per example or point")
+    if not _ADAM.isdisjoint(function_names(optimizer)):
+        found.append("Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates), or sgd(1.0)")
+    if found:
+        warnings.warn(
+            f"{plan.where}: levenberg_marquardt expects residuals and a rate of 1, found {'; and '.join(found)}.",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _is_square(node: Any) -> bool:
+    """Whether a loss is a square, or a sum or mean of squares, by the last ops of its graph."""
+    while node is not None and node.name() in _REDUCTIONS:
+        node = node.next_functions[0][0]
+    square = node is not None and node.name() == "PowBackward0" and node._saved_exponent == 2
+    return square or (node is not None and node.name() == "MseLossBackward0")
+
+
+_ADAM = {"adamw", "Adam", "AdamW"}
+_REDUCTIONS = {"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "StackBackward0", "DivBackward0"}
 
 
 def _warn_unless_finite(where: str, values: Losses) -> None:

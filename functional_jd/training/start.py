@@ -72,7 +72,8 @@ def train_state(
 
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
-            buffers; single losses and something larger in one tuple; parameters that no loss reaches.
+            buffers; single losses and something larger in one tuple; parameters that no loss reaches;
+            `levenberg_marquardt` with losses that are squares, or with Adam.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by
@@ -134,7 +135,7 @@ def train_state(
         engine=engine,
         starting=True,
     )
-    check = partial(check_learning, losses=losses, batch=batch, constant=constant)
+    check = partial(check_learning, optimizer=optimizer, losses=losses, batch=batch, constant=constant)
     rule_state = _started(plan, chosen, check)
     check_ranks("train_state", losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)

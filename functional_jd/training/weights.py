@@ -1,8 +1,10 @@
 """The weights alone, for training loops that call `.backward()` themselves."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class FoundWeights(NamedTuple):
     """What a function made by `weights_fn` returns.
 
     Attributes:
-        weights: `[m]`, one per loss, in leaf order.
+        weights: `[m]`, one per loss, in leaf order, in the dtype of the losses, at least float32.
         losses: the values.
         state: what the rule remembers, for the next call.
     """
@@ -105,13 +107,15 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         seen, decided = weighed(plan, engine, state)
         if state is None:
             check_ranks(_WHERE, losses, leaves, {"keys": keys_of(decided.rule_state)})
-        found = FoundWeights(decided.weights, seen.losses, decided.rule_state)
-        if not isinstance(found.weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        weights = decided.weights
+        if not isinstance(weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"{_WHERE}: expected a rule that gives one weight per loss, found {described(found.weights)}: it "
+                f"{_WHERE}: expected a rule that gives one weight per loss, found {described(weights)}: it "
                 "weights single entries. Use step, or aggregate."
             )
-        return found
+        # `weights @ losses` refuses float64 beside float32. In float16 a small weight would be zero.
+        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in tree_leaves(seen.losses)), torch.float32)
+        return FoundWeights(weights.to(dtype), seen.losses, decided.rule_state)
 
     return weights_of
 

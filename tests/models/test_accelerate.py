@@ -22,7 +22,7 @@ def loop_of_accelerate(accelerator, net, batches, rule):
     for x, y in loader:
         params = dict(accelerator.unwrap_model(net).named_parameters())
         weights, _, memory = weights_of(params, x, y, state=memory)
-        accelerator.backward(weights.to(x.dtype) @ losses_of(net(x), y))
+        accelerator.backward(weights @ losses_of(net(x), y))
         optimizer.step()
         optimizer.zero_grad()
     return dict(accelerator.unwrap_model(net).named_parameters())

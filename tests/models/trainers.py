@@ -1,149 +1,134 @@
-"""Trainers of others on two ranks, whose losses get their weights from a rule, as the guide shows it:
+"""The loops of the guide to trainers, on one rank or two: the blocks of the page as they stand, in one session.
 
-python tests/models/trainers.py accelerate out
+python tests/models/trainers.py Accelerate 2 folder
 
-trains with Accelerate, and each rank writes into the folder `out` what it saw. So do `lightning` and `transformers`.
+runs what stands under that heading, and then the steps of one process with the batches of all ranks. Each rank writes
+into the folder what both found, in float64.
 """
 
+import functools
 import os
+import re
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from inputs import library
-from torch import nn
-from two_ranks import RANKS, meet, run
+from two_ranks import meet, run
 
-import functional_jd as fj
-from functional_jd import distributed
+import functional_jd as jd
 
-RATE, STEPS, EACH = 0.1, 4, 3
-"""The learning rate; the steps; the examples of each rank in one step."""
-RULE = fj.upgrad()
-
-
-def problem():
-    """A module, and the examples of all steps of all ranks."""
-    draw = torch.Generator().manual_seed(0)
-    rand = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=draw)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(rand(*p.shape) / 2)
-    examples = STEPS * EACH * RANKS
-    return net, torch.utils.data.TensorDataset(rand(examples, 5), rand(examples, 3))
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "trainers.md"
+SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+START, *REST = [re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL) for part in SECTIONS]
+BLOCKS = {part.partition("\n")[0]: blocks for part, blocks in zip(SECTIONS[1:], REST, strict=True)}
+LIBRARIES = {
+    "Accelerate": ["accelerate"],
+    "Lightning": ["lightning"],
+    "Losses that carry a graph": ["lightning"],
+    "Transformers": ["transformers", "accelerate"],
+    "PEFT": ["transformers", "peft"],
+    "Several rewards": ["transformers"],
+}
 
 
-def losses_of(output, y):
-    return ((output - y) ** 2).mean(0)
+class Recorder:
+    """`weights_fn` and `step`, which keep where training starts, by which method it goes, and this rank's batches."""
+
+    def __init__(self):
+        self.start, self.how, self.seen = None, None, []
+
+    def keep(self, params, how):
+        self.start = self.start or {name: p.detach().clone() for name, p in params.items()}
+        self.how = how
+
+    def weights_fn(self, losses, rule, *, group, given=jd.weights_fn):
+        def recorded(params, *batch, state):
+            self.keep(params, {"losses": losses, "aggregator": rule, "optimizer": jd.adamw(1e-2)})
+            found = given(losses, rule, group=group)(params, *batch, state=state)
+            self.seen.append((found.weights, *batch))
+            return found
+
+        return recorded
+
+    def step(self, state, *batch, engine, given=jd.step, **how):
+        self.keep(state.params, how)
+        state, info = given(state, *batch, engine=engine, **how)
+        self.seen.append((info.weights, *batch))
+        return state, info
+
+    def again(self):
+        """The parameters and the weights of steps of one process, from the start, with the batches of all ranks."""
+        ranks = [self.seen]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, self.seen)
+        state, weights = None, []
+        for parts in zip(*ranks, strict=True):
+            batch = [torch.cat(columns) for columns in zip(*(part[1:] for part in parts), strict=True)]
+            state = state or jd.train_state(self.start, *batch, **self.how)
+            state, info = jd.step(state, *batch, **self.how)
+            weights.append(info.weights)
+        return state.params, weights
 
 
-def losses_fn(net):
-    apply = fj.functional(net)
-    return lambda params, x, y: losses_of(apply(params, {}, x)[0], y)
-
-
-class Weights:
-    """The weights of the rule for the batches of all ranks; keeps them, and this rank's batches."""
-
-    def __init__(self, net):
-        self.net, self.losses, self.memory, self.seen = net, losses_fn(net), None, []
-
-    def __call__(self, x, y):
-        weights_of = fj.weights_fn(self.losses, RULE, group=dist.group.WORLD)
-        weights, _, self.memory = weights_of(dict(self.net.named_parameters()), x, y, state=self.memory)
-        self.seen.append((weights, x, y))
-        return weights
-
-
-def with_accelerate(net, data):
-    accelerator = library("accelerate").Accelerator(cpu=True)
-    loader = torch.utils.data.DataLoader(data, EACH)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    parallel, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    weights = Weights(net)
-    for x, y in loader:
-        accelerator.backward(weights(x, y) @ losses_of(parallel(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights
-
-
-def with_lightning(net, data):
-    lightning = library("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net, self.weights = net, Weights(net)
-
-        def training_step(self, batch, index):
-            x, y = batch
-            return self.weights(x, y) @ losses_of(self.net(x), y)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=RATE)
-
+def settle(ranks):
+    """Have the trainers work on the CPU, on as many ranks, and say nothing."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(accelerator="cpu", devices=RANKS, strategy="ddp", max_epochs=1, **quiet)
-    module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(data, EACH))
-    return module.weights
+    several = ranks > 1
+    settings = {
+        "accelerate.Accelerator": {"cpu": True},
+        "lightning.Trainer": quiet
+        | {"accelerator": "cpu", "devices": ranks}
+        | ({"strategy": "ddp"} if several else {}),
+        "transformers.TrainingArguments": {"use_cpu": True, "save_strategy": "no", "report_to": "none"}
+        | {"disable_tqdm": True, **({"ddp_backend": "gloo"} if several else {})},
+    }
+    for place, own in settings.items():
+        module, _, name = place.partition(".")
+        if module in sys.modules:
+            setattr(sys.modules[module], name, functools.partial(getattr(sys.modules[module], name), **own))
 
 
-def with_transformers(net, data):
-    transformers = library("transformers")
-    weights = Weights(net)
-
-    class Trainer(transformers.Trainer):
-        def compute_loss(self, model, inputs, **_):
-            x, y = inputs["input"], inputs["y"]
-            return weights(x, y) @ losses_of(model(x), y)
-
-    settings = transformers.TrainingArguments(
-        use_cpu=True,
-        ddp_backend="gloo",
-        per_device_train_batch_size=EACH,
-        num_train_epochs=1,
-        max_grad_norm=0,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        output_dir=sys.argv[2],
-    )
-    rows = [{"input": x, "y": y} for x, y in data]
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    Trainer(net, settings, train_dataset=rows, optimizers=(optimizer, None)).train()
-    return weights
+def play(blocks, change=None):
+    """Run blocks as one session; `change(session)` after the first one, which makes the module."""
+    session = {}
+    torch.manual_seed(0)
+    for index, block in enumerate(blocks):
+        exec(compile(block, f"{PAGE.name}, block {index}", "exec"), session)
+        if index == 0 and change is not None:
+            change(session)
+    return session
 
 
-def refusal(net, data):
-    """What several ranks without a group are told."""
-    try:
-        fj.weights_fn(losses_fn(net), RULE)(dict(net.named_parameters()), *data[:EACH])
-    except ValueError as error:
-        return str(error)
-    return "none"
+def trained_in(session):
+    """The parameters that the blocks have trained."""
+    module = session["model"] if "adapters" in session else session.get("policy", session["net"])
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
-TRAINERS = {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_transformers}
-
-
-def main(rank, name, folder):
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}  # as torchrun
-    meet(rank, folder)
-    net, data = problem()
-    weights = TRAINERS[name](net, data)
-    found = {"seen": weights.seen, "params": net.state_dict(), "refusal": refusal(net, data)}
+def main(rank, heading, ranks, folder):
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 1}
+    if int(ranks) > 1:
+        os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}  # as torchrun
+        meet(rank, folder)
+    torch.set_default_dtype(torch.float64)
+    settle(int(ranks))
+    os.chdir(folder)
+    recorder, given = Recorder(), (jd.weights_fn, jd.step)
+    jd.weights_fn, jd.step = recorder.weights_fn, recorder.step
+    session = play([*START, *BLOCKS[heading]])
+    jd.weights_fn, jd.step = given
+    found = {"params": trained_in(session), "seen": recorder.seen, "history": session.get("history")}
+    if recorder.seen:
+        found |= dict(zip(("expected", "weights"), recorder.again(), strict=True))
     torch.save(found, Path(folder, f"{rank}.pt"))
-    distributed.leave()
+    if dist.is_initialized():
+        jd.distributed.leave()
 
 
 if __name__ == "__main__":
-    getattr(library(sys.argv[1]), "Trainer", None)  # imported once, for both forks
-    run(main, *sys.argv[1:])
+    for name in LIBRARIES[sys.argv[1]]:
+        getattr(library(name), "Trainer", None)  # imported once, for both forks
+    run(main, *sys.argv[1:], ranks=int(sys.argv[2]))

@@ -17,11 +17,11 @@ def meet(rank, folder):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
 
 
-def run(main, *args):
-    """`main(rank, *args)` on each, and the end of this process with the worse of their codes."""
+def run(main, *args, ranks=RANKS):
+    """`main(rank, *args)` on each of the ranks, and the end of this process with the worse of their codes."""
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=main, args=(rank, *args)) for rank in range(RANKS)]
+    processes = [fork.Process(target=main, args=(rank, *args)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:

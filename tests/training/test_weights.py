@@ -71,6 +71,19 @@ def test_of_multitask_losses_the_shared_gradient_is_the_direction_and_those_of_t
     assert not torch.allclose(params["heads"]["one"].grad, w * x), "step gives a head its whole gradient"
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_have_the_dtype_of_the_losses_but_no_less_than_float32(dtype):
+    params, x = problem(range(9))
+    exact = jd.aggregate(jd.config(), gradients(params, x)).weights
+    own = {name: nn.Parameter(p.to(dtype)) for name, p in params.items()}
+    found = jd.weights_fn(losses, jd.config())(own, x.to(dtype)).weights
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found, exact.to(found.dtype))  # quarters: the rows are exact in each dtype
+    values = losses(own, x.to(dtype))["near"]
+    (found @ values.to(found.dtype)).backward()
+    assert all(p.grad.dtype == dtype for p in own.values())
+
+
 def test_a_rule_goes_on_from_the_state_that_is_passed():
     params, x = problem(range(9))
     rule = jd.random_weights(jd.random.key(0))

@@ -1,0 +1,214 @@
+"""What the pages of recipes say beside their blocks, which test_readme runs."""
+
+import csv
+import re
+import warnings
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import functional_jd as jd
+
+ROOT = Path(__file__).parents[1]
+GUIDES = ROOT / "docs" / "guides"
+
+
+def blocks(path, first=None, last=None):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)[first:last]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What the reader of the recipes has, who begins with "One step"."""
+    readme = blocks(ROOT / "README.md")
+    start = next(i for i, block in enumerate(readme) if "functional_call" in block)
+    pages = [blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_optimizers", "recipes_models")]
+    session = {}
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.chdir(tmp_path_factory.mktemp("reader"))
+        torch.manual_seed(0)
+        for block in [readme[0], *readme[start : start + 2], *blocks(GUIDES / "objectives.md", 0, 1), *chain(*pages)]:
+            exec(compile(block, "recipes", "exec"), session)
+        session["table"] = [*csv.reader(Path("losses.csv").read_text(encoding="utf-8").splitlines())]
+    return session
+
+
+def test_the_table_of_losses_has_a_row_for_every_tenth_step(shown):
+    head, *rows = shown["table"]
+    assert head == ["step", "kind", "price", "taken"]
+    assert [int(row[0]) for row in rows] == [0, 10]
+    assert all(torch.tensor([float(x) for x in row[1:3]]).isfinite().all() for row in rows)
+
+
+def test_what_is_reported_to_tensorboard_is_what_the_step_found(shown):
+    written = {}
+
+    class Writer:
+        def add_scalar(self, tag, scalar_value, global_step):
+            assert global_step == 7
+            written[tag] = scalar_value
+
+    info, scale = one_step(shown, jd.upgrad())
+    shown["report"](Writer(), 7, info, scale)
+    assert written["losses/price"] == info.losses["price"].item()
+    assert written["weights/kind"] == info.weights[0].item()
+    assert written["scales/kind"] == scale.scale[0].item()
+    assert written["skipped"] == 1 - info.moved.item()
+    assert written["diagnosis/rank"] == jd.diagnostics.diagnose(info.gramian, info.weights).rank.item()
+    written.clear()
+    shown["report"](Writer(), 7, *one_step(shown, jd.mean()))
+    assert not [tag for tag in written if tag.startswith("diagnosis")], "no gradients were looked at"
+
+
+def one_step(shown, rule):
+    batch = shown["x"], shown["kind"], shown["price"]
+    how = {"losses": shown["losses"], "aggregator": rule, "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(shown["params"], *batch, scale=jd.scale_state(2.0, shape=(2,)), **how)
+    state, info = jd.step(state, *batch, **how)
+    return info, state.scale
+
+
+def test_the_moving_average_is_that_of_torch(shown):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    original = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    original.update_parameters(net)  # the first one copies
+    average = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for _ in range(5):
+        with torch.no_grad():
+            for p in net.parameters():
+                p += torch.randn_like(p)
+        original.update_parameters(net)
+        average = shown["averaged"](average, dict(net.named_parameters()), 0.9)
+    torch.testing.assert_close(average, dict(original.module.named_parameters()), rtol=1e-6, atol=1e-7)
+
+
+def test_every_field_is_explained():
+    page = (GUIDES / "diagnose.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", page.partition("## Every field")[2], flags=re.MULTILINE)
+    assert rows == [*jd.diagnostics.Diagnosis._fields, *jd.StepInfo._fields]
+
+
+def test_a_compiled_part_of_the_losses_costs_the_vmap_and_changes_nothing():
+    torch._dynamo.reset()
+    p, x = {"w": torch.randn(8, 8)}, torch.randn(16, 8)
+    losses = lambda inner: lambda p, x: inner(x @ p["w"]).square().mean(0)
+    how = {"aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
+    found = {}
+    for inner in (torch.sin, torch.compile(lambda h: h.sin(), backend="aot_eager")):
+        how["losses"] = losses(inner)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found[inner] = jd.step(jd.train_state(p, x, **how), x, **how)[0].params
+        slow = [each for each in told if each.category is jd.SlowPathWarning]
+        assert ("one row after the other" in "".join(str(each.message) for each in slow)) == (inner is not torch.sin)
+    torch.testing.assert_close(*found.values())
+
+
+def test_an_average_of_the_labels_that_are_known_is_that_of_these_examples(shown):
+    params = shown["params"]
+    x, kind, price = (shown[name].clone() for name in ("x", "kind", "price"))
+    few, some = torch.arange(len(x)) % 3 == 0, torch.arange(len(x)) % 2 == 0
+    values = shown["losses"](params, x[few], kind[few], price[few])["kind"]
+    others = shown["losses"](params, x[some], kind[some], price[some])["price"]
+    kind[~few], price[~some] = -1, torch.nan
+    jacobian, found = jd.jacobian_fn(shown["partly"])(params, x, kind, price)
+    torch.testing.assert_close(found, {"kind": values, "price": others})
+    assert all(leaf.isfinite().all() for part in jacobian.values() for leaf in part.values())
+    assert shown["info"].moved
+
+
+ROWS = torch.tensor([[1.0, 0.0, 0.5], [0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
+LOSSES = torch.tensor([1.0, 2.0, 0.0])
+
+
+def rules_of(words):
+    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {words}")]
+    for name in re.findall(r"`(\w+)`", line):
+        yield {"cagrad": lambda: jd.cagrad(0.5), "fairgrad": lambda: jd.fairgrad(2.0)}.get(name, getattr(jd, name))()
+
+
+def test_what_rules_make_of_a_task_without_labels():
+    weights = lambda rule, m: jd.aggregate(rule, ROWS[:m], losses=LOSSES[:m])
+    for rule in rules_of("is left out"):
+        with_zero, without = weights(rule, 3).direction, weights(rule, 2).direction
+        assert with_zero.abs().max() > 0
+        torch.testing.assert_close(functional.normalize(with_zero, dim=0), functional.normalize(without, dim=0))
+    for rule in rules_of("counts in the mean"):
+        torch.testing.assert_close(weights(rule, 3).direction, weights(rule, 2).direction * 2 / 3)
+    for rule in rules_of("stops all"):
+        assert weights(rule, 3).direction.abs().max() < 1e-6
+    for rule in rules_of("skips the step"):
+        assert weights(rule, 3).direction.isnan().any()
+
+
+def test_teachers_and_queues_move_as_they_do_by_hand(shown):
+    start, carried, x = shown["start"], shown["carried"], shown["x"]
+    other = x + 0.5
+    moved = {name: p + 1 for name, p in start.items()}
+    _, buffers = shown["contrastive"](moved, carried, x, other)
+    for name, p in buffers["teacher"].items():
+        torch.testing.assert_close(p, 0.99 * start[name] + 0.01 * moved[name])
+    spoken = functional.normalize(torch.func.functional_call(shown["trunk"], buffers["teacher"], other), dim=1)
+    torch.testing.assert_close(buffers["queue"], torch.cat([spoken, carried["queue"][:-32]]))
+
+
+def test_codes_follow_the_mean_of_their_members(shown):
+    book, x = shown["book"], shown["x"]
+    z = torch.func.functional_call(shown["trunk"], shown["start"], x)
+    nearest = [min(range(16), key=lambda k, h=h: float((h - book["codes"][k]).norm())) for h in z]
+    losses, buffers = shown["quantized"](shown["start"], book, x)
+    for k in range(16):
+        members = z[torch.tensor(nearest) == k]
+        counts = 0.99 * book["counts"][k] + 0.01 * len(members)
+        sums = 0.99 * book["sums"][k] + 0.01 * members.sum(0)
+        torch.testing.assert_close(buffers["codes"][k], sums / (counts + 1e-5))
+    chosen = book["codes"][nearest]
+    torch.testing.assert_close(losses["commitment"], (z - chosen).square().mean())
+
+
+def test_heads_are_back_in_their_modules(shown):
+    with torch.no_grad():
+        h = shown["trunk"](shown["x"])
+        values = {"kind": functional.cross_entropy(shown["heads"]["kind"](h), shown["kind"])}
+        values["price"] = functional.mse_loss(shown["heads"]["price"](h), shown["price"])
+        torch.testing.assert_close(
+            values, shown["tasks"](shown["joint"].params, *(shown[n] for n in ("x", "kind", "price")))
+        )
+
+
+def test_what_is_said_of_equations_is_what_was_measured():
+    table = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").partition("## What `advise` says")[0]
+    lines = [line.replace("*", "").strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    (head,) = [line for line in lines if "Helmholtz" in line]
+    rows = {
+        line[0].strip("`"): dict(zip(head, line[-len(head) :], strict=True)) for line in lines if len(line) > len(head)
+    }
+    assert rows
+    said = (GUIDES / "physics.md").read_text(encoding="utf-8").partition("## When it does not learn")[2]
+    for name in ("mean", "upgrad", "nash_mtl", "config"):
+        figure = rows[f"{name}()"]["Helmholtz"]
+        assert re.search(rf"`{name}\(\)`(?: gets)?\s+{figure}", said), (name, figure)
+    failing = re.findall(r"`(\w+)\(\)`", said.partition("3. ")[2].partition("4. ")[0])
+    assert len(failing) == 6
+    worst = {
+        name
+        for name, row in rows.items()
+        if name[-1] == ")" and row["Helmholtz"] != "-" and float(row["Helmholtz"]) <= 0.12
+    }
+    assert {f"{name}()" for name in failing} == worst
+
+
+def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown):
+    for block in blocks(GUIDES / "physics.md", 0, 2):
+        exec(compile(block, "physics", "exec"), shown)
+    params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
+    points, values = shown["points"], shown["values"]
+    plain = jd.per_example(shown["parts"])(params, points, values)
+    found = shown["equation"](params, points, values)
+    expected = plain["inside"].square().mean() + 10 * plain["edge"].square().mean()
+    torch.testing.assert_close(sum(leaf.square().sum() for leaf in found.values()), expected)
