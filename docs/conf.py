@@ -9,6 +9,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import formulas
+import make_pictures
 import make_reference
 
 import functional_jd
@@ -39,12 +41,20 @@ html_theme = "furo"
 html_title = "functional_jd"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"  # browsers draw it themselves: no script, no network
 
 
 def setup(app: Any) -> None:
     """Pages of the reference are written before the build, and the front page is copied to index.html after it."""
-    make_reference.write(Path(app.srcdir) / "docs" / "reference")
+    folder = Path(app.srcdir) / "docs" / "reference"
+    folder.mkdir(exist_ok=True)
+    make_reference.write(folder, make_pictures.write(folder))
+    app.add_html_math_renderer("mathml", (formulas.visit_inline, None), (formulas.visit_block, None))
     app.connect("source-read", add_contents)
+    app.connect("source-read", link_rules)
+    app.connect("autodoc-process-docstring", write_formulas, priority=300)
     app.connect("autodoc-process-docstring", link_names, priority=400)
     app.connect("autodoc-process-docstring", keep_returns_whole, priority=400)
     app.connect("build-finished", copy_front_page)
@@ -80,11 +90,29 @@ CONTENTS = {
 
 
 def add_contents(app: Any, page: str, source: list[str]) -> None:
-    """Append the sidebar to the front page."""
+    """Append the sidebar to the front page; whoever reads it there needs no command that makes it."""
     if page == root_doc:
+        by_hand = "`make docs`, then open `build/docs/index.html`"
+        source[0] = source[0].replace(by_hand, "[by task](docs/reference/index.rst)")
+        source[0] = re.sub(r"^make docs .*\n", "", source[0], flags=re.MULTILINE)
         for caption, pages in CONTENTS.items():
             options = f":hidden:\n:glob:\n:caption: {caption}\n:maxdepth: 2"
             source[0] += f"\n```{{toctree}}\n{options}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def link_rules(_app: Any, page: str, source: list[str]) -> None:
+    """Link each rule in the table of all rules to its page; read in the repository, the table has no such pages."""
+    if page == "docs/rules":
+        before, opening, table = source[0].partition("<!-- rules -->")
+        table, closing, after = table.partition("<!-- /rules -->")
+        linked = r"| [`\1`](reference/rule_\1.rst) `\2` |"
+        table = re.sub(r"^\| `(\w+)(\(.*?\))` \|", linked, table, flags=re.MULTILINE)
+        source[0] = before + opening + table + closing + after
+
+
+def write_formulas(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Write the formulas of a docstring as mathematics."""
+    lines[:] = formulas.as_mathematics("\n".join(lines)).split("\n")
 
 
 def keep_returns_whole(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
@@ -99,7 +127,7 @@ def link_names(app: Any, what: str, name: str, found: Any, options: Any, lines: 
     """Turn the names of public functions in docstrings into links, and other code into RST's code, before napoleon."""
     room, _, own = name.removeprefix("functional_jd.").rpartition(".")
     for i, line in enumerate(lines):
-        lines[i] = re.sub(r"`([^`]+)`", lambda match: _linked(match[1], room, own), line)
+        lines[i] = re.sub(r":math:`[^`]+`|`([^`]+)`", lambda m: _linked(m[1], room, own) if m[1] else m[0], line)
 
 
 def _linked(code: str, room: str, own: str) -> str:

@@ -1,6 +1,7 @@
 """Pages of the reference, one per section, with a page for each rule, written before the site is built."""
 
 import inspect
+from collections.abc import Container, Iterable
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -8,6 +9,33 @@ from typing import Any
 
 import functional_jd
 
+# What a reader wants to do, and what does it.
+TASKS = {
+    "differentiate several losses": ["jacobian_fn", "gramian_fn", "weighted_fn"],
+    "say how the losses are built": ["functional", "per_example", "multitask"],
+    "make one direction of the rows": ["aggregate"],
+    "choose how objectives count": ["mean", "upgrad", "config", "nash_mtl"],
+    "train: one step, or a loop": ["train_state", "step", "fit"],
+    "keep a loop of your own, and get weights for the losses": ["weights_fn"],
+    "choose an optimizer": ["sgd", "adamw", "from_torch", "from_transformation", "line_search"],
+    "train in half precision": ["autocast", "scale_state"],
+    "see whether objectives conflict": ["diagnostics.diagnose", "diagnostics.describe", "diagnostics.advise"],
+    "draw a training": ["plotting.history", "plotting.cone", "plotting.heatmap"],
+    "stop, store and go on": ["to_checkpoint", "from_checkpoint"],
+    "train on several processes or devices": ["distributed.replicated", "distributed.sharded"],
+    "train privately": ["private", "clipped", "noised"],
+    "solve for residuals, as of physics": ["natural_gradient", "levenberg_marquardt"],
+    "find a front, and not one point of it": [
+        "fronts.lattice",
+        "fronts.pmtl",
+        "fronts.hypervolume",
+        "fronts.non_dominated",
+    ],
+    "write a rule": ["stateless", "scalarized", "Aggregator"],
+    "test a rule": ["testing.laws_of", "testing.obeys"],
+    "draw random numbers": ["random.key", "random.split", "random.keyed"],
+    "know which engine a step takes, and why": ["chosen_engine"],
+}
 # The sections, and the packages or files that their names come from.
 SECTIONS = {
     "Train": ["training", "engines.choose"],
@@ -60,8 +88,9 @@ def members_of(module: str) -> list[str]:
     return list(getattr(found, "__all__", [name for name in own if name[0] != "_"]))
 
 
-def write(folder: Path) -> None:
-    """Write all pages into a folder."""
+def write(folder: Path, pictures: Iterable[str] = ()) -> None:
+    """Write all pages into a folder, where there are pictures of these functions of `plotting`."""
+    shown = dict.fromkeys(pictures)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.rst"):
         old.unlink()
@@ -77,10 +106,42 @@ def write(folder: Path) -> None:
     for module in MODULES:
         pages.append(module)
         blocks = [_entry(f"functional_jd.{module}", name) for name in members_of(module)]
+        if module == "plotting":
+            names = members_of(module)
+            blocks = [block + _pictures(name, shown) for name, block in zip(names, blocks, strict=True)]
         _page(
             folder / f"{module}.rst", f"functional_jd.{module}", [f".. automodule:: functional_jd.{module}\n", *blocks]
         )
-    _page(folder / "index.rst", "Reference", [_contents(pages)])
+    _page(folder / "index.rst", "Reference", [tasks(), _contents(pages)])
+
+
+def tasks() -> str:
+    """The table of what to do and which function does it."""
+    lines = [
+        ".. list-table:: Which function do I need?",
+        "   :header-rows: 1",
+        "",
+        "   * - I want to",
+        "     - take",
+        "",
+    ]
+    for task, names in TASKS.items():
+        links = ", ".join(_link(name) for name in names)
+        lines += [f"   * - {task}", f"     - {links}"]
+    return "\n".join(lines) + "\n"
+
+
+def _link(name: str) -> str:
+    value = attrgetter(name)(functional_jd)
+    return f":{'class' if inspect.isclass(value) else 'func'}:`{name} <functional_jd.{name}>`"
+
+
+def _pictures(name: str, shown: Container[str]) -> str:
+    """The directives for the picture of a function, in both themes, if there is one."""
+    if name not in shown:
+        return ""
+    picture = "   .. image:: plot_{0}_{1}.png\n      :alt: What {0} draws\n      :class: only-{1}\n"
+    return "\n" + "\n".join(picture.format(name, theme) for theme in ("light", "dark"))
 
 
 def _write_rules(folder: Path, names: list[str]) -> None:

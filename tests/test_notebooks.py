@@ -30,6 +30,38 @@ def texts(notebook):
             yield from (text for kind, text in output.get("data", {}).items() if kind != PICTURE)
 
 
+# Numbers in words; smaller ones count things that a reader sees.
+WORDS = {
+    "fifteen": 15,
+    "sixteen": 16,
+    "eighteen": 18,
+    "twenty": 20,
+    "thirty": 30,
+    "forty": 40,
+    "fifty": 50,
+    "sixty": 60,
+}
+WORDS |= {"ninety": 90, "hundred": 100, "thousand": 1000}
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w])"
+CHAPTER = r"[Nn]otebooks? \d+|^#.*$"
+CODE = r"```.*?```|`[^`]*`|\$[^$]*\$|\]\([^)]*\)"
+
+
+def claimed(text):
+    """The numbers that a text states, outside of code, formulas, links and headings, above two."""
+    prose = re.sub(CHAPTER, " ", re.sub(CODE, " ", text, flags=re.DOTALL), flags=re.MULTILINE)
+    digits = [float(found) for found in re.findall(NUMBER, prose)]
+    return {number for number in digits if number > 2} | {
+        n for word, n in WORDS.items() if re.search(rf"\b{word}\b", prose)
+    }
+
+
+def shown(notebook):
+    """The numbers that its cells set or print."""
+    code = "\n".join([cell.source for cell in notebook.cells if cell.cell_type == "code"] + list(texts(notebook)))
+    return {float(found) for found in re.findall(r"\d+(?:\.\d+)?", code.replace("_", " "))}
+
+
 def stored(path):
     return nbformat.read(path, as_version=4)
 
@@ -70,3 +102,16 @@ def test_nothing_of_the_machine_is_stored(path):
     assert path.stat().st_size < 2e6
     for text in texts(stored(path)):
         assert not re.search(r"/(home|root|tmp|usr|work|Users)/|Traceback|Warning", text), text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_number_in_the_text_is_set_or_printed_by_a_cell(path):
+    """But for what is left to try, in the last cell. Code, formulas and headings may hold any number."""
+    notebook = stored(path)
+    prose = [cell.source.partition("## What to try")[0] for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert set().union(*map(claimed, prose)) <= shown(notebook)
+
+
+def test_claims_are_numbers_outside_of_code():
+    text = "# 9 tries\nSee notebook 7: `f(8)` costs fifteen of 2 or $3^2$, 4.5 times [it](a5.md), 60 % in float16."
+    assert claimed(text) == {15, 4.5, 60}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_integer, described, refuse
@@ -41,7 +41,7 @@ def losses(infos: Sequence[StepInfo], ax: Ax | None = None, *, log: bool | None 
     Args:
         infos: one `StepInfo` per step.
         ax: the axes to draw on; `None` creates a figure.
-        log: whether the axis is logarithmic; `None`: if all losses are positive and span more than a factor of 20.
+        log: whether the axis is logarithmic; `None`: if all losses are positive and span more than a factor of 5.
 
     Returns:
         The axes. More than 10 losses are drawn in one style, with their median; non-finite values leave gaps.
@@ -55,10 +55,8 @@ def losses(infos: Sequence[StepInfo], ax: Ax | None = None, *, log: bool | None 
     table = _table("losses", [torch.cat([leaf.reshape(-1) for leaf in tree_leaves(i.losses)]) for i in infos])
     ax = axes_or_new("losses", ax, SIZE)
     _plot_lines(ax, table, _names(infos[0].losses))
-    values = table[np.isfinite(table)]
-    wide_range = values.size > 0 and values.min() > 0 and values.max() > 20 * values.min()
-    if wide_range if log is None else log:
-        ax.set_yscale("log")
+    if _is_wide(table) if log is None else log:
+        _set_log(ax, table)
     return _finish(ax, "loss", _skipped_steps(infos))
 
 
@@ -70,7 +68,7 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
         ax: the axes to draw on; `None` creates a figure.
 
     Returns:
-        The axes.
+        The axes, logarithmic if all weights are positive and span more than a factor of 5.
 
     Raises:
         TypeError, ValueError: not a list of records, an empty list, or a rule with entrywise weights.
@@ -82,7 +80,10 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
             "plot its losses, or average the weights of some entries."
         )
     ax = axes_or_new("weights", ax, SIZE)
-    _plot_lines(ax, _table("weights", [info.weights for info in infos]), _names(infos[0].losses))
+    table = _table("weights", [info.weights for info in infos])
+    _plot_lines(ax, table, _names(infos[0].losses))
+    if _is_wide(table):
+        _set_log(ax, table)
     return _finish(ax, "weight", _skipped_steps(infos))
 
 
@@ -110,7 +111,7 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
     table = _table("norms", [_gramian(info).diagonal().sqrt() for info in infos])
     ax = axes_or_new("norms", ax, SIZE)
     _plot_lines(ax, table, _names(infos[0].losses))
-    ax.set_yscale("log")
+    _set_log(ax, table)
     return _finish(ax, "gradient norm", _skipped_steps(infos))
 
 
@@ -309,6 +310,23 @@ def _plot_lines(ax: Ax, table: Array, names: list[str], **settings: Any) -> None
         # The markers of different lines are at different steps.
         markers = {"markevery": (index * every // max(1, len(names)), every), "markersize": 5}
         ax.plot(steps, table[:, index], label=name, linewidth=1.6, **markers, **look(index), **settings)
+
+
+def _is_wide(table: Array) -> bool:
+    """Whether a logarithmic axis tells more: all values are positive, and span more than a factor of 5."""
+    values = table[np.isfinite(table)]
+    return values.size > 0 and values.min() > 0 and values.max() > 5 * values.min()
+
+
+def _set_log(ax: Ax, table: Array) -> None:
+    """Make the axis logarithmic; over few decades, with ticks at 2 and 5 of each too."""
+    ax.set_yscale("log")
+    values = table[np.isfinite(table) & (table > 0)]
+    if values.size and values.max() < 100 * values.min():
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_minor_locator(NullLocator())
+    if values.size and values.min() > 1e-4 and values.max() < 1e5:
+        ax.yaxis.set_major_formatter("{x:g}")
 
 
 def _finish(ax: Ax, label: str, skipped: list[int]) -> Ax:

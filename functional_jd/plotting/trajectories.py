@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import check_flag, check_mapping
 from functional_jd.plotting.problems import Path, Problem, check_problem, descend
-from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, look, quiet, text_color
+from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, background_color, look, quiet, text_color
 from functional_jd.plotting.style import legend as add_legend
 
 GRID, LEVELS = 160, 9
@@ -36,7 +36,8 @@ def trajectories(
 
     Returns:
         The axes: contours solid for the first loss and dashed for the second, the Pareto set as a wide band, dots at
-        the starts, the marker of the rule at the end of each path.
+        the starts. The marker of the rule is at the end of each path, above all paths and of a size that fits the
+        axes; where a path leaves the window, it is hollow, at the edge.
 
     Raises:
         TypeError: what is no problem, no rule and no path.
@@ -69,26 +70,37 @@ def trajectories(
     ax.plot(*as_array(problem.pareto).T, color=text_color(ax), label="Pareto set", **band)
     starts = np.concatenate([as_array(path.points[0]) for path in paths.values()] or [np.empty((0, 2))])
     ax.plot(*starts.T, "o", color=text_color(ax), markersize=5, label="start", zorder=3)
+    window = as_array(problem.window)
+    ax.set(xlim=window[:, 0], ylim=window[:, 1], aspect="equal")
     for index, (name, path) in enumerate(paths.items()):
-        _draw_path(ax, as_array(path.points), name, index)
-    (left, bottom), (right, top) = as_array(problem.window)
-    ax.set(xlim=(left, right), ylim=(bottom, top), aspect="equal")
+        _draw_path(ax, as_array(path.points), name, index, window)
     if legend:
         add_legend(ax, handles=_legend_handles(ax, contours))
     return ax
 
 
-def _draw_path(ax: Ax, points: Array, name: str, index: int) -> None:
-    style, width = look(index), max(1.2, 2.6 - 0.35 * index)
-    end_marker = {
-        "markevery": [len(points) - 1],
-        "markersize": max(5, 10 - index),
-        "markeredgecolor": text_color(ax),
-        "markeredgewidth": 0.8,
-    }
+def _draw_path(ax: Ax, points: Array, name: str, index: int, window: Array) -> None:
+    style, color, width = look(index), text_color(ax), max(1.2, 2.6 - 0.35 * index)
+    box = ax.get_window_extent()
+    side = 72 * min(box.width, box.height) / ax.figure.dpi  # in points
+    marker: dict[str, Any] = {"markersize": max(5.0, min(10.0, side / 12) - index)}
+    marker |= {"markeredgecolor": color, "markeredgewidth": 0.8}
     for start, path in enumerate(points.swapaxes(0, 1)):
         label = name if not start else "_"
-        ax.plot(*path.T, label=label, linewidth=width, zorder=4 + 0.01 * index, **end_marker, **style)
+        ax.plot(*path.T, label=label, linewidth=width, zorder=4 + 0.01 * index, markevery=[], **marker, **style)
+    # The ends are apart from the lines: above those of all rules, and at the edge where a path has left the window.
+    ends = points[-1].clip(*window)
+    marker |= {
+        "linestyle": "none",
+        "color": color,
+        "marker": style["marker"],
+        "clip_on": False,
+        "in_layout": False,
+        "zorder": 5,
+    }
+    for inside, face in ((True, style["color"]), (False, background_color(ax))):
+        shown = ends[(ends == points[-1]).all(1) == inside]
+        ax.plot(*shown.T, label="_", markerfacecolor=face, **marker)
 
 
 def _draw_contours(ax: Ax, problem: Problem) -> None:

@@ -1,8 +1,10 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
+import inspect
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Law, compiled
 from functional_jd.testing.measures import Case
 from functional_jd.testing.strategies import Range, numbers
 from functional_jd.testing.strategies import jacobians as any_jacobians
+from functional_jd.testing.written import Written, first_argument
 
 Cases = st.SearchStrategy[Any]
 Builder = Callable[..., Aggregator]
@@ -43,6 +46,7 @@ class Counterexample(NamedTuple):
         losses: the losses, for a rule that uses them.
         error: the exception that was raised.
         hyper: the hyper-parameters, for a builder that was tested.
+        rule: how the rule was written in the call of `obeys` or `laws_of`, if that can be pasted.
     """
 
     law: Law
@@ -51,6 +55,7 @@ class Counterexample(NamedTuple):
     losses: Losses
     error: BaseException
     hyper: Mapping[str, float] = MappingProxyType({})
+    rule: Written | None = None
 
     def __bool__(self) -> bool:
         return False
@@ -66,16 +71,25 @@ class Counterexample(NamedTuple):
         imports = {"import torch", f"from {self.law.__module__} import {self.law.__name__}"}
         assignments = [f"{name} = {_code(value, imports)}" for name, value in values.items()]
         call = f"{self.law.__name__}({', '.join(arguments)})"
-        if not self.hyper:
-            call += "  # rule: the one that was tested"
-        else:
+        if self.rule is not None:
+            imports.update(self.rule.imports)
+        unknown = "" if self.rule else f"  # {'build' if self.hyper else 'rule'}: the one that was tested"
+        if self.hyper:
+            assignments += [f"build = {self.rule.code}"] if self.rule else []
             given = f"hyper = {dict(self.hyper)}" if is_of_builder else f"rule = build(**{dict(self.hyper)})"
-            assignments.append(f"{given}  # build: the one that was tested")
+            assignments.append(given + unknown)
+        elif self.rule is not None:
+            assignments.append(f"rule = {self.rule.code}")
+        else:
+            call += unknown
         return "\n".join([*sorted(imports, key=len), "", *assignments, call])
 
 
 class Findings(dict[str, "bool | Counterexample"]):
-    """A dict from the names of laws to `True` or a `Counterexample`, which is false. Prints as a list."""
+    """A dict from the names of laws to `True` or a `Counterexample`, which is false.
+
+    Prints as a list; a notebook shows it as a table, with the code of each counterexample to unfold.
+    """
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -85,6 +99,20 @@ class Findings(dict[str, "bool | Counterexample"]):
                 lines.append(f"    # {_message(result.error)}")
                 lines += [f"    {line}".rstrip() for line in str(result).splitlines()]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [_html_row(name, result) for name, result in self.items()]
+        return f"<table><tr><th>law</th><th></th><th>counterexample</th></tr>{''.join(rows)}</table>"
+
+
+def _html_row(name: str, result: "bool | Counterexample") -> str:
+    shown = "holds</td><td>"
+    if isinstance(result, Counterexample):
+        message, code = escape(_message(result.error)), escape(str(result))
+        shown = f"<b>broken</b></td><td><details><summary>{message}</summary><pre>{code}</pre></details>"
+    return f"<tr><td>{escape(name)}</td><td>{shown}</td></tr>"
 
 
 def obeys(
@@ -108,7 +136,7 @@ def obeys(
 
     Returns:
         A parametrised pytest test. If a law is broken it raises an `AssertionError`, whose message is the smallest such
-        Jacobian, as code to paste into a notebook.
+        Jacobian, as code to paste into a notebook, with the rule as it is written in the call.
 
     Raises:
         TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
@@ -125,12 +153,14 @@ def obeys(
     """
     _check_search("obeys", laws, jacobians, settings)
     _check_subject(rule, hyper, "obeys")
+    written = first_argument(_caller(), "obeys")
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
         __tracebackhide__ = True  # pytest shows the message alone: the example is in it
         example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None), hyper)
         if example is not None:
+            example = example._replace(rule=written)
             raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from None
 
     return test
@@ -166,7 +196,14 @@ def laws_of(
     _check_subject(rule, hyper, "laws_of")
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
-    return Findings({name: True if example is None else example for name, example in examples.items()})
+    written = first_argument(_caller(), "laws_of")
+    return Findings({name: True if e is None else e._replace(rule=written) for name, e in examples.items()})
+
+
+def _caller() -> Any:
+    """The frame that called the function that calls this one."""
+    frame = inspect.currentframe()
+    return frame.f_back.f_back if frame and frame.f_back else None
 
 
 def counterexample(

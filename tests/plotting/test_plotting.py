@@ -383,6 +383,24 @@ def test_the_axis_of_losses_is_logarithmic_where_that_helps():
     assert plotting.losses(_infos(60), log=False).get_yscale() == "linear"
 
 
+def _ticks(ax):
+    ax.figure.canvas.draw()
+    low, high = ax.get_ylim()
+    return [text.get_text() for at, text in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True) if low < at < high]
+
+
+def test_wide_axes_are_logarithmic_and_their_ticks_plain_numbers():
+    infos = [info._replace(weights=torch.tensor([1.0, 1e6 * (k + 1)])) for k, info in enumerate(_infos(20))]
+    infos = [info._replace(gramian=torch.eye(2) * 4.0**-k, moved=torch.tensor(True)) for k, info in enumerate(infos)]
+    losses, weights, norms, _ = plotting.history(infos)
+    assert [ax.get_yscale() for ax in (losses, weights, norms)] == ["log"] * 3
+    assert _ticks(losses) == ["0.2", "0.5", "1", "2"]
+    signed = [info._replace(weights=torch.tensor([-1.0, 1e6])) for info in infos]
+    assert plotting.weights(signed).get_yscale() == "linear"
+    near = [info._replace(gramian=torch.eye(2) * (4 + k / 5)) for k, info in enumerate(infos)]
+    assert _ticks(plotting.norms(near)) != []
+
+
 def test_conflicts_are_shares_of_diagnoses():
     gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
     ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
@@ -557,6 +575,31 @@ def test_trajectories_are_drawn_over_contours_and_the_pareto_set():
         level = contours.levels[3]
         for x, y in contours.get_paths()[3].vertices[::50]:
             assert _bowls(x, y)[index] == pytest.approx(level, rel=1e-2)
+
+
+def _ends(ax):
+    """The markers at the ends of paths, by whether they are filled with the colour of the rule."""
+    ends = [line for line in ax.get_lines() if line.get_marker() == "o" and line.get_zorder() == 5]
+    filled, hollow = sorted(ends, key=lambda line: line.get_markerfacecolor() != plotting.PALETTE[0])
+    return filled, hollow
+
+
+@pytest.mark.parametrize("columns", [1, 7])
+def test_the_ends_of_paths_stand_out_in_small_multiples_too(columns):
+    problem = plotting.quadratics()
+    inside, outside = torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[9.0, 0.25]])
+    points = torch.stack([torch.zeros(3, 2), torch.cat([inside, outside])]).double()
+    paths = {"one": plotting.Path(points, points), "two": plotting.Path(points, points)}
+    ax = plt.subplots(columns, columns, figsize=(7, 7), squeeze=False)[1][0, 0]
+    filled, hollow = _ends(plotting.trajectories(problem, paths, ax, legend=False))
+    np.testing.assert_array_equal(filled.get_xydata(), inside)
+    np.testing.assert_array_equal(hollow.get_xydata(), [[2.2, 0.25]])  # at the edge of the window
+    assert to_rgb(hollow.get_markerfacecolor()) == (1, 1, 1)
+    assert not hollow.get_clip_on()
+    paths_below = [line.get_zorder() for line in ax.get_lines() if line.get_label() in paths]
+    assert max(paths_below) < filled.get_zorder()
+    height = 72 * ax.get_window_extent().height / ax.figure.dpi
+    assert 5 <= filled.get_markersize() <= max(5, height / 12)
 
 
 def test_trajectories_can_be_lean():

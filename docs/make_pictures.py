@@ -1,0 +1,78 @@
+"""A picture of every function of `functional_jd.plotting`, for its entry in the reference, light and dark."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+
+import functional_jd as jd
+from functional_jd import plotting
+from functional_jd.diagnostics import diagnose
+
+ROWS = {"weight": torch.tensor([[2.0, 0.4], [-0.9, 0.6]], dtype=torch.float64)}
+RULES = {"mean": jd.mean(), "upgrad": jd.upgrad(), "mgda": jd.mgda()}
+THEMES = {"light": "default", "dark": "dark_background"}
+
+
+def _front(ax: Any = None) -> Any:
+    t = torch.linspace(0, 1, 12, dtype=torch.float64)
+    points = torch.stack([t.square(), (1 - t).square()], dim=1)
+    return plotting.front({"found": points, "others": points[1::2] + 0.15}, ["time", "cost"], ax)
+
+
+def _training() -> tuple[list[jd.StepInfo], list[jd.ScaleState]]:
+    """Sixty steps on two losses in different units, in float16, with a scale for each."""
+
+    def losses(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = x @ params["weight"]
+        return {"time": (out - x[:, 0]).square().mean(), "cost": 1e-3 * (out + 2 * x[:, 1]).square().mean()}
+
+    params = {"weight": torch.tensor([3.0, -1.0])}
+    batches = torch.randn(60, 64, 2, generator=torch.Generator().manual_seed(0))
+    method = {"losses": jd.autocast(losses), "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.05)}
+    scale = jd.scale_state(2.0**18, growth_interval=12, shape=(2,))
+    state = jd.train_state(params, batches[0], scale=scale, **method)
+    infos, states = [], []
+    for batch in batches:
+        states.append(state.scale)
+        state, info = jd.step(state, batch, **method)
+        infos.append(info)
+    return infos, states
+
+
+def pictures() -> dict[str, Callable[[], Any]]:
+    """How each function is called for its picture: it returns axes, or a list of them."""
+    infos, states = _training()
+    shares = [diagnose(info.gramian) for info in infos if info.moved]
+    two = {name: RULES[name] for name in ("mean", "upgrad")}
+    cosines = torch.tensor([[1.0, -0.6, 0.3], [-0.6, 1.0, 0.1], [0.3, 0.1, 1.0]])
+    return {
+        "cone": partial(plotting.cone, ROWS, RULES, names=["cost", "time"]),
+        "conflicts": partial(plotting.conflicts, shares),
+        "front": _front,
+        "heatmap": partial(plotting.heatmap, cosines, ["left", "right", "image"]),
+        "history": partial(plotting.history, infos, states),
+        "losses": partial(plotting.losses, infos),
+        "norms": partial(plotting.norms, infos),
+        "scales": partial(plotting.scales, states, infos),
+        "trajectories": partial(plotting.trajectories, plotting.quadratics(), two),
+        "weights": partial(plotting.weights, infos),
+    }
+
+
+def write(folder: Path) -> list[str]:
+    """Draw all of them into a folder as `plot_NAME_light.png` and `plot_NAME_dark.png`; return the names."""
+    mpl.use("Agg")
+    drawn = pictures()
+    for theme, style in THEMES.items():
+        with plt.style.context(style), mpl.rc_context({"savefig.transparent": True}):
+            for name, draw in drawn.items():
+                axes = draw()
+                figure = (axes[0] if isinstance(axes, list) else axes).figure
+                figure.savefig(folder / f"plot_{name}_{theme}.png", dpi=110)
+                plt.close(figure)
+    return list(drawn)
