@@ -125,8 +125,8 @@ def advise(
     if given_up and rule != "mean":
         said = "explore the front"
         reason = (
-            f"{given_up:.0%} of the losses rise along the mean, and would not if all gradients were of one length: if they "
-            "cannot all be small, which of them wins is a preference."
+            f"{given_up:.0%} of the losses rise along the mean, and would not if all gradients were of one length: if "
+            "they cannot all be small, which of them wins is a preference."
         )
     return Advice(said, rule, reason, *figures)
 
