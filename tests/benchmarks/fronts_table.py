@@ -123,7 +123,7 @@ METHODS = {
     ),
     "MOO-SVGD": Method(lambda *_: fronts.moo_svgd(), ("moosvgd_solver", "MOOSVGDSolver", {}), True, (2,)),
     "Pareto MTL": Method(
-        lambda _, preferences: fronts.pmtl(preferences, STEPS // 5),
+        lambda _, preferences: fronts.pmtl(preferences, STEPS),  # theirs ends its first phase when all have arrived
         ("pmtl_solver", "PMTLSolver", {"tol": 0.0, "folder_name": None}),
         peer_losses=(2,),
     ),
