@@ -18,7 +18,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     `w_k = max(0, sum_j (kappa_kj w*_k + repulsion d kappa_kj / d L_k))`
 
-    so that a solution far from all others descends by `mgda`, and solutions that are close drive each other apart, along
+    so that a solution far from all others descends by `mgda`, and solutions that are close drive each other apart along
     the front: none is driven up a loss for nothing.
 
     Args:
@@ -46,8 +46,8 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
         losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem; the
         usual one of SVGD, the median divided by `log(K)`, gathers solutions at the ends of a front. There
-        the sums are divided by K, and weights may be negative: repulsion drives the ends of a front beyond it, and grows
-        with the bandwidth.
+        the sums are divided by K, and weights may be negative: repulsion drives the ends of a front beyond it, the more
+        the wider they are apart.
 
     Example:
         >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter
