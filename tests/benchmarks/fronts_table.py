@@ -71,7 +71,7 @@ METHODS = {
 
 
 class Outcome(NamedTuple):
-    """Losses `[K, m]` before each step, when it began or ended, in seconds of the CPU, and how many gradients one takes."""
+    """Losses `[K, m]` before each step, when it began or ended in seconds of the CPU, and the gradients that it takes."""
 
     losses: list[Tensor]
     times: list[float]
