@@ -71,7 +71,7 @@ METHODS = {
 
 
 class Outcome(NamedTuple):
-    """Losses `[K, m]` before each step, when it began or ended in seconds of the CPU, and the gradients that it takes."""
+    """Losses `[K, m]` before each step, when that began or ended in seconds of the CPU, and the gradients it takes."""
 
     losses: list[Tensor]
     times: list[float]
