@@ -46,7 +46,7 @@ bench-device: $(VENV)/.bench  ## what a step launches on an accelerator, and whe
 	@$(BIN)/python tests/benchmarks/device_table.py --page docs/benchmarks.md
 
 bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOON where its repository is on PYTHONPATH
-	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md
+	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md --pictures build/bench
 
 evidence: $(VENV)/.test  ## rules beside tuned weights, for docs/evidence.md: twenty minutes; QUICK=1: one or two
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)

@@ -34,14 +34,16 @@ class Advice(NamedTuple):
     """The result of `advise`: what to do, and the figures it rests on, as Python values.
 
     Attributes:
-        verdict: `"keep the mean"`, `"rescale"` or `"project"`.
-        rule: the name of the rule to try: `getattr(functional_jd, advice.rule)()`.
+        verdict: `"keep the mean"`, `"rescale"`, `"project"` or `"explore the front"`.
+        rule: the name of the rule to try, for one solution: `getattr(functional_jd, advice.rule)()`.
         reason: one sentence.
         conflict: the share of the pairs of objectives that conflict throughout the window, in [0, 1].
         imbalance: the ratio of the longest to the shortest gradient, of their medians over the window; at least 1.
         rank: the median effective rank divided by m, in (0, 1].
         noise: how much a cosine of two gradients varies from step to step: its standard deviation, the mean over pairs.
         rising: the share of the objectives whose loss rose over the window; NaN without losses.
+        given_up: the share of the objectives that rise along the mean throughout the window, and would not if all
+            gradients were of one length.
     """
 
     verdict: str
@@ -52,6 +54,7 @@ class Advice(NamedTuple):
     rank: float
     noise: float
     rising: float
+    given_up: float
 
 
 class Thresholds(NamedTuple):
@@ -76,7 +79,9 @@ def advise(
 
     First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest, and fixed
     weights or a rule that does not see lengths would help. Else, if all pairs of objectives conflict throughout
-    the window, `"project"`. Else `"keep the mean"`, which costs one backward pass.
+    the window, `"project"`. Else `"keep the mean"`, which costs one backward pass. In the place of the first two, with
+    the same rule, `"explore the front"`, if lengths alone decide which loss falls and which one rises: no rule knows
+    which of them you want, and `fronts.train` shows what there is to choose from.
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.
@@ -86,7 +91,7 @@ def advise(
             share of them rose.
 
     Returns:
-        `Advice(verdict, rule, reason, conflict, imbalance, rank, noise, rising)`.
+        `Advice(verdict, rule, reason, conflict, imbalance, rank, noise, rising, given_up)`.
 
     Raises:
         TypeError: no diagnoses, Gramians or losses, or tensors without values: unlike what runs in a step, `advise`
@@ -114,8 +119,16 @@ def advise(
         )
     conflict, noise = _conflict_and_noise(cosines)
     rising = math.nan if values is None else _rising(values[finite])
-    figures = (conflict, _imbalance(norms), float(ranks.median()) / norms.shape[1], noise, rising)
-    return Advice(*verdict(figures[0], figures[1], Thresholds()), *figures)
+    given_up = _given_up(norms, cosines)
+    figures = (conflict, _imbalance(norms), float(ranks.median()) / norms.shape[1], noise, rising, given_up)
+    said, rule, reason = verdict(figures[0], figures[1], Thresholds())
+    if given_up and rule != "mean":
+        said = "explore the front"
+        reason = (
+            f"{given_up:.0%} of the losses rise along the mean, and would not if all gradients were of one length: if "
+            "they cannot all be small, which of them wins is a preference."
+        )
+    return Advice(said, rule, reason, *figures)
 
 
 def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[str, str, str]:
@@ -204,14 +217,32 @@ def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
 
 def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:
     """The share of pairs that conflict throughout, and the mean deviation of a pair's cosine; 0 for one objective."""
-    k, m, _ = cosines.shape
+    m = cosines.shape[1]
     i, j = torch.triu_indices(m, m, 1)
     if not len(i):
         return 0.0, 0.0
     pairs = cosines[:, i, j]
-    deviation = pairs.std(0)
-    low = pairs.mean(0) + _STANDARD_ERRORS * deviation / k**0.5 < -_ROUNDING
-    return float(low.double().mean()), float(deviation.mean())
+    return float(_below_zero(pairs).double().mean()), float(pairs.std(0).mean())
+
+
+def _below_zero(cosines: Tensor) -> Tensor:
+    """Which cosines, `[k, ...]` of k steps, are negative by more than chance, bool `[...]`."""
+    errors = cosines.std(0) / len(cosines) ** 0.5
+    return cosines.mean(0) + _STANDARD_ERRORS * errors < -_ROUNDING
+
+
+def _given_up(norms: Tensor, cosines: Tensor) -> float:
+    """The share of the objectives that rise along the sum of the gradients, but not along that of unit gradients."""
+
+    def rising_along(lengths: Tensor) -> Tensor:
+        gains = (cosines @ lengths.unsqueeze(2)).squeeze(2)  # the inner products of unit gradients and the sum
+        squares = (gains * lengths).sum(1, keepdim=True)
+        # A sum that vanishes has no direction, and nothing rises.
+        least = (_ROUNDING * lengths.sum(1, keepdim=True)).square()
+        return _below_zero(torch.where(squares > least, gains / squares.clamp(min=0).sqrt(), 0.0))
+
+    given_up = rising_along(norms) & ~rising_along((norms > 0).double())
+    return float(given_up.double().mean())
 
 
 # Cosines of orthogonal gradients are no conflict, in float32 products either.

@@ -48,6 +48,8 @@ class EngineChoice(NamedTuple):
 # - m examples, P for each, with inner products and with norms only. MLP, P = 1: 0.95, 0.99 at m n = 2^14; 0.88, 0.94 at
 #   2^16; 0.81, 0.88 at 2^18; 0.43 at 2^22, 0.26 at 2^23. Transformer, P = 16: 1.06, 1.13 at 2^18; 1.02, 0.99 at 2^19;
 #   0.88, 0.81 at 2^20; 0.83, 0.74 at 2^21. Convolutions: 0.99, 0.99 at 2^16; 0.98, 0.92 at 2^18; 1.04, 0.86 at 2^20.
+# - Rules that need the losses too: epo, m = 2: 1.33 at n = 2^10 and P = 16; 1.22, 1.06, 0.76 at 2^13.6, 2^16.3, 2^19
+#   and P = 64. natural_gradient, a residual per example: 0.98 at m n = 2^15, 1.10 at 2^17, 0.53 at 2^20.5.
 _RECORDED_FROM = 1 << 17
 # So many parameters for each position of all tasks; so many elements of rows for each position of one example.
 _BY_TASK, _BY_EXAMPLE = 6_000, 1 << 16
@@ -96,9 +98,6 @@ def choose_engine(
     if narrowest < 4:
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
-    if view.products == "gramian" and view.losses:
-        # Residuals, whose number the parameters do not tell: there are many, and their rows are what takes memory.
-        return EngineChoice("gramian", "the rule solves in the space of the losses, of which there are many")
     if m * n >= MANY_ELEMENTS:
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
     few = m * n < _BY_EXAMPLE * max(1, positions // m) if examples else n < max(_RECORDED_FROM, _BY_TASK * positions)

@@ -16,9 +16,10 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     With `kappa_kj = exp(-|L_k - L_j|^2 / h)`, and w*_k the weights of `mgda` for solution k,
 
-    `w_k = sum_j (kappa_kj w*_k + repulsion d kappa_kj / d L_k)`
+    `w_k = max(0, sum_j (kappa_kj w*_k + repulsion d kappa_kj / d L_k))`
 
-    so that a solution far from all others descends by `mgda`, and solutions that are close drive each other apart.
+    so that a solution far from all others descends by `mgda`, and solutions that are close drive each other apart along
+    the front: none is driven up a loss for nothing.
 
     Args:
         repulsion: how much the second term counts; not negative. A number or a tensor `[]`.
@@ -27,17 +28,16 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     Returns:
         A `Population` that needs Gramians and losses; its solutions start apart, and the losses are in like units.
-        Weights `[K, m]`, float64: their sum is not one, and single ones may be negative. Differentiable with respect to
-        Gramians, losses and hyper-parameters, but for the set of positive weights of `mgda` and the pair of the median.
+        Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable with respect to Gramians, losses
+        and hyper-parameters, but for the set of positive weights, of `mgda` too, and the pair of the median.
 
     Raises:
         TypeError, ValueError: a hyper-parameter that is no number, or out of range.
 
     Laws:
         Equivariant to permutations of the solutions and of the losses. A solution that is alone, or far from all
-        others, descends by `mgda`. The repulsion of all solutions adds up to zero. It raises
-        single losses, also where a solution at the end of the front can only leave it. A solution that is not finite
-        has NaN weights, and does not touch the others.
+        others, descends by `mgda`. A solution at the end of the front, where the gradient of one loss vanishes, stays
+        there. A solution that is not finite has NaN weights, and does not touch the others.
 
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.
@@ -46,7 +46,8 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
         losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem; the
         usual one of SVGD, the median divided by `log(K)`, gathers solutions at the ends of a front. There
-        the sums are divided by K.
+        the sums are divided by K, and weights may be negative: repulsion drives the ends of a front beyond it, the more
+        the wider they are apart.
 
     Example:
         >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter
@@ -70,7 +71,7 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         kernel = torch.where(both, (-divide(squares, h)).exp(), 0)
         own = torch.vmap(lambda G: descend(G, ())[0])(gramians)
         apart = divide(-2 * (kernel.unsqueeze(-1) * apart).sum(1), h)
-        return torch.where(finite, kernel.sum(1, keepdim=True) * own + strength * apart, torch.nan)
+        return torch.where(finite, (kernel.sum(1, keepdim=True) * own + strength * apart).clamp(min=0), torch.nan)
 
     return Population(gramian_and_losses, weigh)
 

@@ -140,6 +140,8 @@ def train(
         begin(tree_map(lambda x: x[0], start) if apart else start, buffers, marks[0])  # alone: tells what is wrong
         each = tree_map(lambda x: torch.stack([x] * len(marks)), buffers) if apart else buffers
         states = torch.vmap(begin, in_dims=(0, 0, 0) if apart else (None, None, 0))(start, each, marks)
+        # What does not depend on k is one value with stride 0: a step would be compiled for that, and once more.
+        states = tree_map(lambda x: x.contiguous(), states)
     take = torch.compile(every) if compile else every
     states = fit(take, states, each_batch(), on_step=on_step, progress=progress, patience=patience)
     _, info = take(states, *_arguments(last))

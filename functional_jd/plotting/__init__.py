@@ -21,6 +21,7 @@ from functional_jd.plotting.cone import cone
 from functional_jd.plotting.front import front
 from functional_jd.plotting.heatmap import heatmap
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
+from functional_jd.plotting.parallel import parallel
 from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
 from functional_jd.plotting.style import PALETTE, legend, look, quiet
 from functional_jd.plotting.trajectories import trajectories
@@ -41,6 +42,7 @@ __all__ = [
     "look",
     "losses",
     "norms",
+    "parallel",
     "quadratics",
     "quiet",
     "scales",

@@ -1,18 +1,16 @@
 """`python tests/benchmarks/fronts_table.py [--page docs/benchmarks.md]`: what fronts are worth, and what they take.
 
 Sixteen solutions (fifteen of three losses) of test problems, by Adam, on one thread. Where `libmoon.solver.gradient` is
-found, the same methods of LibMOON run too, from the same starts, at the same rate, for as many steps. Both sides see
-problems without bounds, ZDT and DTLZ through a sigmoid, and losses that are not negative.
+found, the same methods of LibMOON run too, in turns, from the same starts, at the same rates, for as many steps.
 """
 
 import argparse
-import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from functools import partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
@@ -23,78 +21,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from fronts_pictures import Sides, draw
+from fronts_problems import PROBLEMS, Problem
 from page import with_table
 from torch import Tensor
 
 import functional_jd as jd
 from functional_jd import fronts
 
-SIZE, RATE, STEPS, EARLY = 10, 0.1, 200, 50
-HEAD = (
-    "problem",
-    "method",
-    f"after {EARLY} steps",
-    "LibMOON",
-    f"after {STEPS} steps",
-    "LibMOON",
-    "ms a step",
-    "LibMOON",
-)
-
-
-def zdt(shape: Callable[[Tensor, Tensor], Tensor], w: Tensor) -> Tensor:
-    x = torch.sigmoid(w)
-    g = 1 + 9 * x[1:].mean()
-    return torch.stack([x[0], g * shape(x[0], g)])
-
-
-def zdt3(f: Tensor, g: Tensor) -> Tensor:
-    return 2 - (f / g).sqrt() - f / g * torch.sin(10 * math.pi * f)  # one more than usual
-
-
-def dtlz2(w: Tensor) -> Tensor:
-    x = torch.sigmoid(w)
-    g, (a, b) = (x[2:] - 0.5).square().sum(), x[:2] * math.pi / 2
-    return (1 + g) * torch.stack([a.cos() * b.cos(), a.cos() * b.sin(), a.sin()])
-
-
-def vlmop2(w: Tensor) -> Tensor:
-    at = 1 / math.sqrt(len(w))
-    return torch.stack([1 - (-(w - at).square().sum()).exp(), 1 - (-(w + at).square().sum()).exp()])
-
-
-def curve(f: Callable[[Tensor], Tensor]) -> Tensor:
-    """Points of a front of two losses."""
-    t = torch.linspace(0, 1, 2001, dtype=torch.float64)
-    return torch.stack([t, f(t)], 1)
-
-
-class Problem(NamedTuple):
-    """Losses of one solution, a reference, and the hypervolume of the whole front up to it."""
-
-    losses: Callable[[Tensor], Tensor]
-    reference: Tensor
-    whole: float
-
-
-def problem_of(losses: Callable[[Tensor], Tensor], reference: float, points: Tensor) -> Problem:
-    limit = torch.full((2,), reference, dtype=torch.float64)
-    return Problem(losses, limit, float(fronts.hypervolume(points, limit)))
-
-
-def line_of_vlmop2() -> Tensor:
-    at = torch.linspace(-1, 1, 2001, dtype=torch.float64) / math.sqrt(SIZE)
-    return torch.vmap(vlmop2)(at.unsqueeze(1).expand(-1, SIZE))
-
-
-PROBLEMS = {
-    "ZDT1": lambda: problem_of(partial(zdt, lambda f, g: 1 - (f / g).sqrt()), 1.1, curve(lambda t: 1 - t.sqrt())),
-    "ZDT2": lambda: problem_of(partial(zdt, lambda f, g: 1 - (f / g).square()), 1.1, curve(lambda t: 1 - t.square())),
-    "ZDT3": lambda: problem_of(partial(zdt, zdt3), 2.1, curve(lambda t: zdt3(t, torch.ones(())))),
-    "VLMOP2": lambda: problem_of(vlmop2, 1.1, line_of_vlmop2()),
-    # Outside of the unit ball: an eighth of it is pi / 6.
-    "DTLZ2": lambda: Problem(dtlz2, torch.full((3,), 1.1, dtype=torch.float64), 1.1**3 - math.pi / 6),
-}
+# Each figure is the best of these rates; a budget of `STEPS` gradients for each solution, and as many steps.
+RATES, STEPS = (0.3, 0.1, 0.03), 200
+WORTH = ("problem", "method", "equal gradients", "LibMOON", "equal steps", "LibMOON", "CPU ms a step", "LibMOON")
+TIMES = ("method", "eager", "compiled", "LibMOON", "eager / LibMOON", "compiled / LibMOON")
 
 
 class Method(NamedTuple):
@@ -123,7 +61,7 @@ METHODS = {
     ),
     "MOO-SVGD": Method(lambda *_: fronts.moo_svgd(), ("moosvgd_solver", "MOOSVGDSolver", {}), True, (2,)),
     "Pareto MTL": Method(
-        lambda _, preferences: fronts.pmtl(preferences, STEPS // 5),
+        lambda _, preferences: fronts.pmtl(preferences, STEPS),  # theirs ends its first phase when all have arrived
         ("pmtl_solver", "PMTLSolver", {"tol": 0.0, "folder_name": None}),
         peer_losses=(2,),
     ),
@@ -134,28 +72,35 @@ METHODS = {
 
 
 class Outcome(NamedTuple):
-    """Losses `[K, m]` before each step, and when each began or ended, in seconds."""
+    """Losses `[K, m]` before each step, when that began or ended in seconds of the CPU, and the gradients it takes."""
 
     losses: list[Tensor]
     times: list[float]
+    gradients: int
 
 
-def ours(problem: Problem, method: Method, starts: Tensor, preferences: Tensor) -> Outcome:
-    found = Outcome([], [])
+def ours(
+    problem: Problem, method: Method, starts: Tensor, preferences: Tensor, rate: float, *, compile: bool = False
+) -> Outcome:
+    rule = method.rule(problem, preferences)
+    view = (rule if isinstance(rule, fronts.Population) else rule(preferences[0])).view
+    # One backward pass with a weighted sum of each solution, or one for each loss.
+    found = Outcome([], [], 1 if view.products == "none" else preferences.shape[1])
 
     def keep(info: Any) -> None:
-        found.losses.append(info.losses)
-        found.times.append(time.perf_counter())
+        found.losses.append(info.losses.detach())
+        found.times.append(time.process_time())
 
     given = {"start": starts} if method.together else {"start": starts[0], "preferences": preferences}
-    how = {"losses": problem.losses, "rule": method.rule(problem, preferences)}
-    fronts.train(batches=[()] * STEPS, optimizer=jd.adamw(RATE, weight_decay=0.0), on_step=keep, **given, **how)
+    how = {"losses": problem.losses, "rule": rule, "optimizer": jd.adamw(rate, weight_decay=0.0)}
+    fronts.train(batches=[()] * STEPS, on_step=keep, compile=compile, **given, **how)
     return found
 
 
-def theirs(problem: Problem, method: Method, starts: Tensor, preferences: Tensor) -> Outcome:
+def theirs(problem: Problem, method: Method, starts: Tensor, preferences: Tensor, rate: float) -> Outcome:
     file, name, further = method.peer
-    home, found = "libmoon.solver.gradient.methods", Outcome([], [])
+    m = preferences.shape[1]
+    home, found = "libmoon.solver.gradient.methods", Outcome([], [], m + 1)
     loop, module = import_module(f"{home}.base_solver"), import_module(f"{home}.{file}")
     for place in (loop, module):
         place.get_hv_ref = lambda _: problem.reference.numpy()  # their table has other references
@@ -163,50 +108,95 @@ def theirs(problem: Problem, method: Method, starts: Tensor, preferences: Tensor
     losses = torch.vmap(problem.losses)
 
     def evaluate(w: Tensor) -> Tensor:
-        found.times.append(time.perf_counter())
+        found.times.append(time.process_time())
         values = losses(w)
         found.losses.append(values.detach())
         return values
 
-    given = SimpleNamespace(evaluate=evaluate, n_obj=preferences.shape[1], n_var=SIZE, problem_name="without")
+    given = SimpleNamespace(evaluate=evaluate, n_obj=m, n_var=problem.size, problem_name="without")
     further = {"tol": 0.0} | further if name == "GradHVSolver" else further
-    solver = getattr(module, name)(problem=given, prefs=preferences, step_size=RATE, n_epoch=STEPS, **further)
+    solver = getattr(module, name)(problem=given, prefs=preferences, step_size=rate, n_epoch=STEPS, **further)
     solver.verbose = False  # which only one of their solvers sets
     with redirect_stdout(StringIO()):
         solver.solve((starts if method.together else starts[:1].expand_as(starts)).clone())
     return found
 
 
-def milliseconds(outcome: Outcome | None) -> str:
+def setting(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Starts of all solutions, and their preferences."""
+    m = len(problem.reference)
+    lattice = fronts.lattice(m, {2: 17, 3: 7}[m])
+    preferences = lattice[(lattice > 0).all(1)].float()
+    return 0.5 * torch.randn(len(preferences), problem.size, generator=torch.Generator().manual_seed(0)), preferences
+
+
+@cache
+def has_peer() -> bool:
+    return find_spec("libmoon") is not None and find_spec("libmoon.solver.gradient") is not None
+
+
+def milliseconds(outcomes: Sequence[Outcome]) -> float:
     """The median of the steps."""
-    if outcome is None:
+    return median(b - a for outcome in outcomes for a, b in pairwise(outcome.times)) * 1e3
+
+
+def share(problem: Problem, outcomes: Sequence[Outcome], gradients: int | None = None) -> str:
+    """The part of the front's hypervolume after so many gradients, or all steps, in per cent: at the best rate."""
+    if not outcomes:
         return "-"
-    return f"{median(b - a for a, b in pairwise(outcome.times)) * 1e3:.1f}"
+
+    def worth(outcome: Outcome) -> float:
+        step = STEPS if gradients is None else max(1, gradients // outcome.gradients)
+        return float(fronts.hypervolume(outcome.losses[step - 1], problem.reference)) / problem.whole * 100
+
+    return f"{max(map(worth, outcomes)):.1f}"
 
 
-def share(problem: Problem, outcome: Outcome | None, step: int) -> str:
-    """The part of the front's hypervolume before a step, in per cent."""
-    if outcome is None:
-        return "-"
-    return f"{float(fronts.hypervolume(outcome.losses[step - 1], problem.reference)) / problem.whole * 100:.1f}"
-
-
-def lines(problems: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
-    has_peer = find_spec("libmoon") is not None and find_spec("libmoon.solver.gradient") is not None
-    yield from (_line(HEAD), _line(["---"] * len(HEAD)))
+def worth_lines(
+    problems: Sequence[str], methods: Sequence[str], kept: dict[str, dict[str, Sides]] | None = None
+) -> Iterator[str]:
+    """What fronts are worth; keeps what was found, where there is a place for it."""
+    yield from (_line(WORTH), _line(["---"] * len(WORTH)))
     for name in problems:
         problem = PROBLEMS[name]()
-        m = len(problem.reference)
-        lattice = fronts.lattice(m, {2: 17, 3: 7}[m])
-        preferences = lattice[(lattice > 0).all(1)].float()
-        starts = 0.5 * torch.randn(len(preferences), SIZE, generator=torch.Generator().manual_seed(0))
+        starts, preferences = setting(problem)
         for label in methods:
-            method = METHODS[label]
-            own = ours(problem, method, starts, preferences)
-            runs = has_peer and m in method.peer_losses
-            peer = theirs(problem, method, starts, preferences) if runs else None
-            shares = [share(problem, side, step) for step in (EARLY, STEPS) for side in (own, peer)]
-            yield _line((name, label, *shares, milliseconds(own), milliseconds(peer)))
+            own, peer = _in_turns(problem, METHODS[label], starts, preferences)
+            if kept is not None:
+                kept.setdefault(name, {})[label] = own, peer
+            shares = [share(problem, side, budget) for budget in (STEPS, None) for side in (own, peer)]
+            times = [f"{milliseconds(side):.1f}" if side else "-" for side in (own, peer)]
+            yield _line((name, label, *shares, *times))
+
+
+def _in_turns(
+    problem: Problem, method: Method, starts: Tensor, preferences: Tensor
+) -> tuple[list[Outcome], list[Outcome]]:
+    runs = has_peer() and len(problem.reference) in method.peer_losses
+    own: list[Outcome] = []
+    peer: list[Outcome] = []
+    for rate in RATES:
+        own.append(ours(problem, method, starts, preferences, rate))
+        if runs:
+            peer.append(theirs(problem, method, starts, preferences, rate))
+    return own, peer
+
+
+def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
+    """What a step takes on one problem, in milliseconds of the CPU."""
+    yield from (_line(TIMES), _line(["---"] * len(TIMES)))
+    problem = PROBLEMS[name]()
+    given = setting(problem)
+    for label in methods:
+        method, sides = METHODS[label], [[], [], []]
+        sides[0].append(ours(problem, method, *given, 0.1))
+        sides[1].append(ours(problem, method, *given, 0.1, compile=True))
+        if has_peer():
+            sides[2].append(theirs(problem, method, *given, 0.1))
+        ms = [milliseconds(side) for side in sides if side]
+        ratios = [f"{ms[side] / ms[2]:.2f}" if len(ms) > 2 else "-" for side in (0, 1)]
+        cells = [f"{x:.1f}" for x in ms] + ["-"] * (3 - len(ms))
+        yield _line((label, *cells, *ratios))
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -214,21 +204,33 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """One table, on stdout, and between the marks of a page."""
+    """Two tables, on stdout, and between the marks of a page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
-    parser.add_argument("--page", type=Path, help="a Markdown file with marks for the table")
+    parser.add_argument("--only", choices=("fronts", "times of fronts"), help="one of the tables")
+    parser.add_argument("--pictures", type=Path, help="a folder for a picture of the first")
+    parser.add_argument("--page", type=Path, help="a Markdown file with marks for the tables")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # the peer's
-    found: list[str] = []
-    for line in lines(options.problems, options.methods):
-        print(line, flush=True)
-        found.append(line)
-    if options.page:
-        text = with_table(options.page.read_text(), "fronts", "\n".join(found), "fronts_table.py")
-        options.page.write_text(text)
+    kept: dict[str, dict[str, Sides]] = {}
+    tables = {
+        "fronts": worth_lines(options.problems, options.methods, kept if options.pictures else None),
+        "times of fronts": times_lines("VLMOP2", options.methods),
+    }
+    for name, lines in tables.items():
+        if options.only not in (None, name):
+            continue
+        found: list[str] = []
+        for line in lines:
+            print(line, flush=True)
+            found.append(line)
+        if options.page:
+            text = with_table(options.page.read_text(), name, "\n".join(found), "fronts_table.py")
+            options.page.write_text(text)
+    if kept:
+        print(draw(kept, options.pictures))
 
 
 if __name__ == "__main__":

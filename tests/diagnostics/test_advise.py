@@ -24,6 +24,7 @@ STEADY = {
     "keep the mean": window([E1, E2], [E1, 2 * E2], [2 * E1, E2]),
     "rescale": window([E1, 40 * E2], [E1, 50 * E2], [E1, 60 * OPPOSED]),
     "project": window([E1, OPPOSED], [E1, 2 * OPPOSED], [E1, OPPOSED]),
+    "explore the front": window([E1, 3 * OPPOSED], [E1, 4 * OPPOSED], [E1, 5 * OPPOSED]),
 }
 
 
@@ -46,6 +47,42 @@ def test_figures_by_hand():
     assert found.conflict == 0  # the mean of 1, -.6, -.6 is within two standard errors of 0
     assert found.rising == pytest.approx(1 / 3, rel=EPS)  # only the second loss is higher in the end
     assert found.rank == sorted(float(diagnose(G).rank) for G in window(*steps))[1] / 3
+    assert found.given_up == 0
+
+
+def trained(losses, steps, rate=0.05):
+    """Gramians of steps under the mean."""
+    w, found = torch.tensor([0.3, -0.4], dtype=torch.float64), []
+    for _ in range(steps):
+        jacobian = torch.func.jacrev(losses)(w)
+        found.append(jacobian @ jacobian.T)
+        w = w - rate * jacobian.mean(0) / jacobian.mean(0).norm()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 0.3, 3.0, 1e3])
+def test_a_front_is_explored_where_units_decide_which_loss_wins(unit):
+    ends = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    units = torch.tensor([1.0, unit], dtype=torch.float64)
+
+    def conflicting(w):
+        return units * (w - ends).square().sum(1)
+
+    def agreeing(w):
+        return units * torch.stack([(w - 1).square().sum(), (w - 1).square().sum() + (w[0] - 1).square()])
+
+    found = advise(trained(conflicting, 8))
+    assert (found.verdict, found.given_up) == ("explore the front", 0.5)
+    assert found.rule == ("aligned_mtl" if 0.1 < unit < 10 else "nash_mtl")
+    assert "50% of the losses rise along the mean" in found.reason
+    found = advise(trained(agreeing, 8))
+    assert (found.verdict, found.given_up) == ("keep the mean" if 0.1 < unit < 10 else "rescale", 0)
+
+
+def test_nothing_is_given_up_where_any_lengths_give_up_the_same_loss_or_none():
+    against_two = [[E1, E1 + 0.1 * E2, -E1], [E1, E1 + 0.2 * E2, -E1]]
+    assert advise(window(*against_two)).given_up == 0
+    assert advise(window([E1, -E1], [E1, -E1])).given_up == 0  # the mean vanishes
 
 
 def test_a_conflict_that_comes_and_goes_with_batches_is_noise():

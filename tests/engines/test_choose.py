@@ -57,6 +57,13 @@ def test_examples_take_the_engine_that_was_measured_to_be_faster(shapes, example
     assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == engine
 
 
+@pytest.mark.parametrize(("shapes", "batch", "engine"), [(TINY, (16, 16), "jacobian"), (LARGE, (64, 1024), "gramian")])
+@pytest.mark.parametrize("rule", [fj.epo([0.5, 0.5]), fj.natural_gradient(1e-6)])
+def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, shapes, batch, engine):
+    state = fj.TrainState([torch.empty(shape) for shape in shapes], (), (), (), fj.precision.no_scale())
+    assert fj.chosen_engine(state, torch.empty(batch), losses=lambda params, x: x[0], aggregator=rule).engine == engine
+
+
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
     state = fj.TrainState(leaves, (), (), (), fj.precision.no_scale())

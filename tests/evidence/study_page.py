@@ -14,7 +14,7 @@ Figures are those of the record `Advice`, from the first tenth of a training wit
 over the five seeds. On the left what `advise` says with its own thresholds and rules, which are those that hit most of
 these ten problems, of the few in `CHOICES` of `tests/evidence/study_advice.py`; on the right what it would say if they
 had been chosen on the nine other problems. The right side is what to expect on a problem of your own, as far as ten
-problems can tell."""
+problems can tell. Where `advise` says to explore the front, these are its rules all the same."""
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
 
 

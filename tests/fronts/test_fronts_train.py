@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import functional_jd as jd
-from functional_jd.fronts import Front, knee, lattice, train
+from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, train
 
 RULES = {
     "tchebycheff": jd.tchebycheff,
@@ -120,6 +120,22 @@ def test_it_compiles():
     how = {"losses": quadratics, "optimizer": jd.adamw(0.05), "rule": jd.tchebycheff, "preferences": lattice(2, 4)}
     expected = train(START, [()] * 4, **how)
     torch.testing.assert_close(train(START, [()] * 4, compile=True, **how), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_all_steps_are_one_graph(together, monkeypatch):
+    graphs, compile = [], torch.compile
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend=counted, fullgraph=True))
+    rule = hypervolume_gradient([20.0, 20.0]) if together else jd.tchebycheff
+    given = {} if together else {"preferences": lattice(2, 4)}
+    start = START + torch.arange(5.0)[:, None] if together else START
+    train(start, [()] * 3, losses=quadratics, rule=rule, optimizer=jd.adamw(0.05), compile=True, **given)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(

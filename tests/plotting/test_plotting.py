@@ -68,7 +68,10 @@ PICTURES = {
     "scales": lambda ax: plotting.scales(_states(), _infos(), ax),
     "conflicts": lambda ax: plotting.conflicts([0.0, torch.tensor(0.5), 1.0], ax),
     "trajectories": lambda ax: plotting.trajectories(QUADRATICS, _short_path(QUADRATICS), ax),
-    "front": lambda ax: plotting.front({"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax),
+    "front": lambda ax: plotting.front(
+        {"one": torch.rand(9, 2), "two": torch.rand(9, 2)}, None, ax, reference=torch.ones(2)
+    ),
+    "parallel": lambda ax: plotting.parallel(torch.linspace(0, 9, 20).sin().reshape(5, 4), None, ax),
 }
 
 
@@ -650,10 +653,51 @@ def test_an_old_name_warns_and_is_what_the_new_one_is():
         _ = plotting.nothing
 
 
-def test_the_knee_of_a_front_is_marked():
-    losses = torch.tensor([[0.0, 1.0], [0.1, 0.2], [1.0, 0.0]], dtype=torch.float64)
+def test_the_knee_and_the_ideal_point_of_a_front_are_marked():
+    # The last two are dominated: the least losses on the front are those of the others.
+    losses = torch.tensor([[0.5, 1.0], [0.6, 0.2], [1.0, 0.1], [0.7, 0.9], [torch.nan, 0.0]], dtype=torch.float64)
     ax = plotting.front(jd.fronts.Front(None, losses, losses))
     np.testing.assert_array_equal(_lines(ax)["knee"].get_xydata(), losses[1:2])
+    np.testing.assert_array_equal(_lines(ax)["ideal"].get_xydata(), [[0.5, 0.1]])
+
+
+def test_the_area_up_to_the_reference_is_the_hypervolume():
+    points, reference = torch.tensor([[0.0, 0.7], [0.4, 0.3], [0.5, 0.9], [0.2, 2.0], [3.0, 0.1]]), torch.ones(2)
+    ax = plotting.front(points, reference=reference)
+    np.testing.assert_array_equal(_lines(ax)["reference"].get_xydata(), [[1, 1]])
+    (area,) = ax.collections
+    x, y = area.get_paths()[0].vertices[:-1].T
+    shaded = abs(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2  # the shoelace formula
+    assert (
+        shaded == pytest.approx(1 * 0.3 + 0.6 * 0.4) == pytest.approx(float(jd.fronts.hypervolume(points, reference)))
+    )
+    assert not plotting.front(points + 2, reference=reference).collections
+
+
+def test_parallel_coordinates_run_from_the_least_to_the_largest_on_the_front():
+    points = torch.tensor([[0.0, 2.0, 4.0, 1.0], [2.0, 0.0, 0.0, 1.0], [0.5, 0.5, 1.0, 1.0], [1.0, 1.0, 3.0, 1.0]])
+    ax = plotting.parallel(points, ["a", "b", "c", "d"])
+    heights = {tuple(line.get_ydata()): line.get_label() for line in ax.get_lines()}
+    assert heights == {
+        (0, 1, 1, 0): "on the front",
+        (1, 0, 0, 0): "_",
+        (0.25, 0.25, 0.25, 0): "knee",
+        (0.5, 0.5, 0.75, 0): "dominated",
+    }
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b", "c", "d"]
+    assert ax.get_lines()[0].get_label() == "dominated"
+    assert len(plotting.parallel(jd.fronts.Front(None, points, points)).get_lines()) == 4
+
+
+def test_parallel_coordinates_say_what_is_wrong():
+    for points in (torch.ones(3, 1), torch.ones(0, 4), torch.ones(2, 2, 2)):
+        with pytest.raises(ValueError, match=r"parallel: expected points \[k, m\], two losses or more"):
+            plotting.parallel(points)
+    with pytest.raises(ValueError, match="parallel: points must be a tensor of points"):
+        plotting.parallel([[1.0, 2.0]])
+    with pytest.raises(ValueError, match="parallel: expected one name for each of 3"):
+        plotting.parallel(torch.ones(2, 3), ["one"])
+    assert not plt.get_fignums()
 
 
 def test_the_front_has_full_markers_and_the_rest_hollow_ones():
@@ -679,4 +723,6 @@ def test_the_front_says_what_is_wrong():
         plotting.front({})
     with pytest.raises(ValueError, match="front: expected one name for each of 2"):
         plotting.front(torch.zeros(4, 2), ["one"])
+    with pytest.raises(ValueError, match=r"front: reference must be a tensor \[2\], the worst losses that count"):
+        plotting.front(torch.zeros(4, 2), reference=torch.ones(3))
     assert not plt.get_fignums()

@@ -731,7 +731,7 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
         (fj.upgrad, (), "gramian", "for so few positions"),
         (partial(fj.clipped, 1.0), (4,), "gramian", "for so few positions"),
         (fj.gradnorm, (), "gramian", "for so few positions"),
-        (partial(fj.natural_gradient, 1.0), (), "gramian", "space of the losses"),
+        (partial(fj.natural_gradient, 1.0), (), "gramian", "for so few positions"),
         (lambda: fj.trimmed_mean(1), (), "jacobian", "the rows themselves"),
     ],
 )
