@@ -1,9 +1,9 @@
 """`python tests/evidence [--quick] [--page] [PROBLEM ...]`: rules beside plain and tuned sums, for one CPU core.
 
-Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there in
-`results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `docs/evidence.md` and
-its pictures. A file that is removed is trained again. `--seconds S` stops after that time; `--quick` trains two problems
-shortly, in two draws, and stores nothing; `--page` writes the page from what is stored.
+Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there
+in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `docs/evidence.md`
+and its picture. A file that is removed is trained again. `--seconds S` stops after that time; `--quick` trains two
+problems shortly, in two draws, and stores nothing; `--page` writes the page from what is stored.
 """
 
 import sys
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 def quick() -> None:
     """Train shortly, and print scores."""
     for name, methods in QUICK.items():
-        problem = PROBLEMS[name]()
+        problem = PROBLEMS[name].build()
         draws = draws_of(problem, 2)
         for method in methods:
             print(f"{name:14} {method:26} {said(cell_of(problem, method, draws, 80))}", flush=True)

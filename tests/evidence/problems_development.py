@@ -53,7 +53,6 @@ def units() -> Problem:
         scores,
         ("accuracy", "R² of the columns"),
         m=2,
-        shared=True,
     )
 
 
@@ -81,8 +80,6 @@ def noisy_labels() -> Problem:
         ("accuracy",),
         m=16,
         batch=16,
-        shared=True,
-        exchangeable=True,
     )
 
 
@@ -126,13 +123,10 @@ def two_digits() -> Problem:
         scores,
         ("accuracy left", "accuracy right", "R² of the image"),
         m=3,
-        shared=True,
     )
 
 
-def tabular(
-    name: str, about: str, columns: Split, scored: tuple[str, ...], rows: int | None = None, held_out: bool = False
-) -> Problem:
+def tabular(name: str, about: str, columns: Split, scored: tuple[str, ...], rows: int | None = None) -> Problem:
     """Regression of several columns, each in its own unit, by one network; inputs and targets are standardised, and
     losses multiplied by the variance of their column, which puts them back into its unit.
 
@@ -154,8 +148,6 @@ def tabular(
         lambda params, x, y: explained(apply(params, x), y),
         scored,
         m=y.shape[1],
-        shared=rows is None,
-        held_out=held_out,
     )
 
 

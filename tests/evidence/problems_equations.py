@@ -31,7 +31,6 @@ def _equation(
     constant: Callable[..., Tensor],
     m: int,
     inside: Callable[[int, torch.Generator], Tensor],
-    held_out: bool = False,
 ) -> Problem:
     """A problem whose draws are points; validation and test are other points, with the solution."""
 
@@ -53,7 +52,6 @@ def _equation(
         m=m,
         batch=None,
         steps=2000,
-        held_out=held_out,
     )
 
 
@@ -101,7 +99,7 @@ def heat() -> Problem:
     about = "A network solves the equation of heat (a = 0.2): equation, start and edge."
     exact = lambda x: -torch.sin(pi * x[:, 1]) * torch.exp(-a * pi**2 * x[:, 0])
     constant = lambda inside, start, edge: torch.full((3,), 0.5)
-    return _equation("heat", about, _with_start_and_edge, exact, losses, constant, 3, _in_time, held_out=True)
+    return _equation("heat", about, _with_start_and_edge, exact, losses, constant, 3, _in_time)
 
 
 def _cole_hopf(x: Tensor, viscosity: float) -> Tensor:

@@ -31,7 +31,6 @@ def diamonds() -> Problem:
         (x, numbers(rows, "price", "carat", "table")),
         ("R² price", "R² weight", "R² table"),
         rows=5000,
-        held_out=True,
     )
 
 
@@ -43,7 +42,6 @@ def molecule_properties() -> Problem:
         "in its own unit, from counts of fragments.",
         molecules(),
         ("R² logP", "R² surface", "R² refractivity", "R² likeness", "R² sp3"),
-        held_out=True,
     )
 
 
@@ -120,8 +118,6 @@ def _mixed(
         scores,
         scored,
         m=k + len(labels),
-        shared=True,
-        held_out=True,
     )
 
 
@@ -166,8 +162,6 @@ def loans() -> Problem:
         ("order", "1 - gap"),
         m=2,
         batch=128,
-        shared=True,
-        held_out=True,
     )
 
 
@@ -196,7 +190,6 @@ def signals_of_digits() -> Problem:
         scores,
         ("accuracy", "R² of the signal"),
         m=2,
-        held_out=True,
     )
 
 
@@ -234,6 +227,4 @@ def twenty() -> Problem:
         scores,
         tuple(f"skill {i}" for i in range(20)),
         m=20,
-        shared=True,
-        held_out=True,
     )

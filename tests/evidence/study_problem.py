@@ -40,9 +40,6 @@ class Problem:
     batch: int | None = 64  # rows of a batch; None: all of them
     steps: int = 1000  # at most
     draws: int = 10
-    shared: bool = False  # whether the draws are splits of the same rows
-    exchangeable: bool = False  # whether objectives have no identity, so that fixed weights mean nothing
-    held_out: bool = False
 
 
 def network(generator: torch.Generator, *widths: int) -> Params:

@@ -1,11 +1,12 @@
 """The cells of the study in the order in which they are trained: the most telling first, so that a part is of use."""
 
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from problems import PROBLEMS
 from study_advice import figures
-from study_cells import Cell, load, path_of, store, under_method
+from study_cells import Cell, path_of, store, under_method
 from study_problem import Problem
 from study_rules import methods_for
 from study_search import SEARCHES
@@ -21,17 +22,17 @@ STAGES = (
 )
 
 
-def names_for(problem: Problem) -> list[str]:
-    """All methods of a problem, in no order of importance."""
-    searches = () if problem.exchangeable else SEARCHES
-    return [*methods_for(problem.m, problem.exchangeable), *searches, "advice"]
+def names_for(m: int, exchangeable: bool) -> list[str]:
+    """All methods of a problem."""
+    searches = () if exchangeable else SEARCHES
+    return [*methods_for(m, exchangeable), *searches, "advice"]
 
 
 def queue() -> Iterator[tuple[str, str]]:
     """Problem and method of every cell, stage by stage; what no stage names comes last."""
-    names = {name: names_for(build()) for name, build in PROBLEMS.items()}
+    names = {name: names_for(entry.m, entry.exchangeable) for name, entry in PROBLEMS.items()}
     middle = [name for name in PROBLEMS if name not in FIRST + SLOW]
-    order = [*FIRST, *middle, *SLOW]
+    order = [name for name in (*FIRST, *middle, *SLOW) if name in PROBLEMS]
     staged = {method for stage in STAGES for method in stage}
     for stage in (*STAGES, None):
         for name in order:
@@ -45,25 +46,23 @@ def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
         return figures(problem, draws, steps)
     if method in SEARCHES:
         return SEARCHES[method](problem, draws, steps)
-    return under_method(problem, methods_for(problem.m, problem.exchangeable)[method], draws, steps)
+    return under_method(problem, methods_for(problem.m)[method], draws, steps)
 
 
 def run(only: list[str], seconds: float = float("inf")) -> None:
     """Train what is not stored yet, of these problems or all, until so many seconds are over."""
-    import time
-
     begin, kept_problem = time.perf_counter(), ("", None, None)
     todo = [(p, m) for p, m in queue() if (not only or p in only) and not path_of(p, m).exists()]
     for i, (name, method) in enumerate(todo):
         if time.perf_counter() - begin > seconds:
             print(f"stopped: {len(todo) - i} cells are left", flush=True)
             return
-        if load(path_of(name, method)) is not None:
+        if path_of(name, method).exists():
             continue  # another process has trained it meanwhile
         if method == "tpe" and find_spec("optuna") is None:
             continue
         if kept_problem[0] != name:
-            problem = PROBLEMS[name]()
+            problem = PROBLEMS[name].build()
             kept_problem = name, problem, draws_of(problem, problem.draws)
         _, problem, draws = kept_problem
         cell = cell_of(problem, method, draws, problem.steps)

@@ -1,4 +1,4 @@
-"""The methods of the study: rules with their defaults or the values of their papers, baselines, and grids of weights."""
+"""The methods of the study: rules with defaults or the values of their papers, baselines, and grids of weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -87,7 +87,7 @@ def optimizer_for(rate: Any) -> jd.Optimizer:
 def train(problem: Problem, method: Method, draws: Draws, rates: Tensor, weights: Tensor, steps: int) -> Trained:
     """Train c configurations in all draws: rates `[c, d]`, and factors `[c, d, m]` of the losses."""
     begin = time.perf_counter()
-    c, d, m = weights.shape
+    c, d, _ = weights.shape
     rates, weights = rates.flatten(), weights.flatten(0, 1).float()
     keys = torch.stack([jd.random.key(draw) for draw in draws.numbers]).repeat(c, 1)
     sources = generators(draws.numbers)
