@@ -27,6 +27,8 @@ ROWS: dict[str, str | None] = {
     "resume a stateful rule": "resume",
     "several processes": "replicas",
 }
+# Not in the table, but said on the page of evidence.
+BESIDE = {"directions beside ours, under imbalance": "directions"}
 
 
 def main(names: list[str]) -> None:
@@ -34,7 +36,7 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     versions = [f"{name} {version(name).partition('+')[0]}" for name in ("torch", "torchjd", "functional_jd")]
     print(", ".join(versions), flush=True)
-    for row, name in ROWS.items():
+    for row, name in (ROWS | BESIDE).items():
         if name is None or (names and name not in names):
             continue
         print(f"\n{row} (tests/claims/{name}.py)")

@@ -38,6 +38,16 @@ def test_an_interval_is_that_of_the_normal_distribution():
     assert difference(ours, ours, shared=False).word == "none seen"
 
 
+def test_ten_draws_cover_nine_times_in_ten():
+    """What the page says against its own intervals: by percentiles, of ten draws from a normal distribution."""
+    g = torch.Generator().manual_seed(0)
+    zeros, covered = torch.zeros(10, dtype=torch.float64), 0
+    for _ in range(300):
+        found = difference(torch.randn(10, generator=g, dtype=torch.float64), zeros, shared=False, resamples=400)
+        covered += found.word == "none seen"
+    assert 0.85 < covered / 300 < 0.94
+
+
 def test_intervals_of_splits_of_the_same_rows_are_wider():
     """The corrected variance of Nadeau and Bengio: 1/n + n_test / n_train, here 1/10 + 1/3, in place of 1/10."""
     ours = torch.linspace(-1, 1, 10, dtype=torch.float64)
