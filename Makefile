@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts evidence notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts evidence claims notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -48,8 +48,11 @@ bench-device: $(VENV)/.bench  ## what a step launches on an accelerator, and whe
 bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOON where its repository is on PYTHONPATH
 	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md --pictures build/bench
 
-evidence: $(VENV)/.test  ## rules beside tuned weights, for docs/evidence.md: twenty minutes; QUICK=1: one or two
+evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)
+
+claims: $(VENV)/.bench  ## what the README's table says of the peers, measured anew: a minute or two
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/claims
 
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show
 	@$(BIN)/python tests/notebooks.py notebooks/*.ipynb

@@ -2,8 +2,9 @@
 
 The error that is reached in so many seconds of CPU time, 8 by default, one thread, for three seeds: `step` with
 `natural_gradient` and `line_search`, eager, in float64, beside Adam in one graph in float32, with the best of three
-rates, and LBFGS with its strong Wolfe search, eager, in float32 and in float64. All minimize the same sum of mean
-squares at the same points. An error is the relative L2 distance to the solution at other points, the least of the run.
+rates, which falls to zero with the time, and LBFGS with its strong Wolfe search, eager, in float32 and in float64. All
+minimize the same sum of mean squares at the same points. An error is the relative L2 distance to the solution at other
+points: validation points choose the rate and the moment of the run, and the error at test points is shown.
 """
 
 import os
@@ -31,19 +32,23 @@ DAMPING = 1e-3  # for all equations
 GOALS = {"Helmholtz": (1 / 200, 1 / 5), "Poisson 5-d": (1 / 30, 1 / 5), "Burgers": (1 / 10, 1 / 5)}
 # An error is looked at so often in a run.
 _LOOKS = 20
-Method = Callable[[], Params]
-"""One step, or one call of a closure with several; returns the parameters."""
+Method = Callable[[float], Params]
+"""One step, or one call of a closure with several, from the share of the time that is spent; returns the parameters."""
+Errors = tuple[float, float]
+"""At validation points, and at test points."""
 
 
-def least_error(equation: Equation, advance: Method, seconds: float) -> float:
-    """The least error within so many seconds of CPU time; what is spent on looking does not count."""
-    spent, least, look = 0.0, float("inf"), 1
+def least_error(
+    equation: Equation, advance: Method, seconds: float, clock: Callable[[], float] = process_time
+) -> Errors:
+    """The errors where that at validation points is least, within so many seconds; looking does not count."""
+    spent, least, look = 0.0, (float("inf"), float("inf")), 1
     while spent < seconds:
-        start = process_time()
-        params = advance()
-        spent += process_time() - start
+        start = clock()
+        params = advance(spent / seconds)
+        spent += clock() - start
         if spent >= look * seconds / _LOOKS:
-            least = min(least, equation.error(params))
+            least = min(least, (equation.error(params, "validation"), equation.error(params, "test")))
             look = int(spent * _LOOKS / seconds) + 1
     return least
 
@@ -67,7 +72,7 @@ def ours(equation: Equation, seed: int) -> Method:
     batch = {"inside": inside, "edge": edge}, {"edge": known}
     state = [jd.train_state(equation.network(seed), *batch, **how)]
 
-    def advance() -> Params:
+    def advance(_: float) -> Params:
         state[0], _ = jd.step(state[0], *batch, **how)
         return state[0].params
 
@@ -75,16 +80,16 @@ def ours(equation: Equation, seed: int) -> Method:
 
 
 def adam(equation: Equation, rate: float, seed: int) -> Method:
-    """Adam in one graph in float32, derivatives by `torch.func.grad`, all parameters in one vector."""
+    """Adam in one graph in float32, derivatives by `torch.func.grad`, all parameters in one vector; a falling rate."""
     points = tuple(x.float() for x in equation.points())
     start = equation.network(seed)
     flat = torch.cat([p.flatten() for p in start]).float()
     held = [(flat, torch.zeros_like(flat), torch.zeros_like(flat), torch.tensor(0.0))]
     shapes = tuple(p.shape for p in start)
-    step, given = _adam_step(equation, shapes), torch.tensor(rate)
+    step = _adam_step(equation, shapes)
 
-    def advance() -> Params:
-        held[0] = step(points, given, *held[0])
+    def advance(share: float) -> Params:
+        held[0] = step(points, torch.tensor(rate * (1 - share)), *held[0])
         return _leaves(shapes, held[0][0])
 
     return advance
@@ -126,7 +131,7 @@ def lbfgs(equation: Equation, dtype: torch.dtype, seed: int) -> Method:
         loss.backward()
         return loss
 
-    def advance() -> Params:
+    def advance(_: float) -> Params:
         optimizer.step(closure)
         return params
 
@@ -134,17 +139,16 @@ def lbfgs(equation: Equation, dtype: torch.dtype, seed: int) -> Method:
 
 
 def errors(equation: Equation, seconds: float) -> dict[str, list[float]]:
-    """By method, the error for each seed."""
-    adam(equation, RATES[0], 0)()  # compiles
-    ours(equation, 0)()
+    """By method, the error at test points for each seed; Adam's rate is chosen by the first seed."""
+    adam(equation, RATES[0], 0)(0.0)  # compiles
+    ours(equation, 0)(0.0)
+    shown = lambda method: least_error(equation, method, seconds)[1]
     tried = {rate: least_error(equation, adam(equation, rate, SEEDS[0]), seconds) for rate in RATES}
     best = min(tried, key=tried.__getitem__)
-    found = {
-        f"Adam {best:g}": [tried[best]] + [least_error(equation, adam(equation, best, s), seconds) for s in SEEDS[1:]]
-    }
+    found = {f"Adam {best:g}": [tried[best][1]] + [shown(adam(equation, best, s)) for s in SEEDS[1:]]}
     for name, dtype in (("LBFGS float32", torch.float32), ("LBFGS float64", torch.float64)):
-        found[name] = [least_error(equation, lbfgs(equation, dtype, s), seconds) for s in SEEDS]
-    return found | {"ours": [least_error(equation, ours(equation, s), seconds) for s in SEEDS]}
+        found[name] = [shown(lbfgs(equation, dtype, s)) for s in SEEDS]
+    return found | {"ours": [shown(ours(equation, s)) for s in SEEDS]}
 
 
 def report(equation: Equation, found: dict[str, list[float]]) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""`python tests/evidence [--quick] [PROBLEM ...]`: rules beside tuned fixed weights, on problems for one CPU core.
+"""`python tests/evidence [--quick] [--page] [PROBLEM ...]`: rules beside plain and tuned sums, for one CPU core.
 
-Trains under every rule and under a grid of fixed weights; keeps what is found in `study.json` beside this file,
-problem by problem, so that an interrupted study goes on; then writes the tables of `docs/evidence.md` and its pictures.
-With `--quick`, three problems at a fifth of the steps, with two seeds: it shows that all works, and stores nothing.
-With `--page`, only the page and the pictures, from what is stored; with `--advice`, these and the figures of `advise`.
+Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there
+in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `docs/evidence.md`
+and its picture. A file that is removed is trained again. `--seconds S` stops after that time; `--quick` trains two
+problems shortly, in two draws, and stores nothing; `--page` writes the page from what is stored.
 """
 
 import sys
@@ -14,51 +14,42 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
 
-from study_advice import advice_for
-from study_page import summary, write_page
-from study_problems import PROBLEMS
-from study_results import load, machine, run, store
+from problems import PROBLEMS
+from study_queue import cell_of, run, said
+from study_training import draws_of
 
-STORED = Path(__file__).with_name("study.json")
-QUICK = ("units", "fairness", "helmholtz")
+QUICK = {"units": ("mean", "standardised", "nash_mtl", "random_search"), "fairness": ("mean", "upgrad", "advice")}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study, or the part of it that is asked for."""
     parser = ArgumentParser("python tests/evidence", None, __doc__)
-    parser.add_argument("problems", nargs="*", help=f"some of {', '.join(PROBLEMS)}: train these again")
-    parser.add_argument("--quick", action="store_true", help="three problems, few steps: stores nothing")
+    parser.add_argument("problems", nargs="*", help=f"some of {', '.join(PROBLEMS)}")
+    parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
     parser.add_argument("--page", action="store_true", help="only write the page from what is stored")
-    parser.add_argument("--advice", action="store_true", help="only the figures of `advise`, and the page")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="train no longer than this")
     given = parser.parse_args(arguments)
     for name in given.problems:
         if name not in PROBLEMS:
             parser.error(f"expected some of {', '.join(PROBLEMS)}, found {name!r}")
     torch.set_num_threads(1)  # networks this small gain nothing from more
     if given.quick:
-        quick(given.problems or QUICK)
+        quick()
         return
-    stored = load(STORED)
-    if not (given.page or given.advice):
-        stored["machine"] = machine()
-        for name in given.problems or [name for name in PROBLEMS if name not in stored["problems"]]:
-            problem = PROBLEMS[name]()
-            stored["problems"][name] = {"name": problem.name, **run(problem, 5, problem.steps, rounds=10)}
-            store(STORED, stored)
-    stored["problems"] = {name: stored["problems"][name] for name in PROBLEMS if name in stored["problems"]}
     if not given.page:
-        stored["advice"] = advice_for(stored)
-    store(STORED, stored)
-    write_page(stored)
+        run(given.problems, given.seconds)
+    from study_page import write_page
+
+    write_page()
 
 
-def quick(names: tuple[str, ...] | list[str]) -> None:
-    """Train shortly, and print the table."""
-    found = {}
-    for name in names:
-        problem = PROBLEMS[name]()
-        found[name] = {"name": problem.name, **run(problem, 2, problem.steps // 5, rounds=2)}
-    print("\n".join(summary({"problems": found})))
+def quick() -> None:
+    """Train shortly, and print scores."""
+    for name, methods in QUICK.items():
+        problem = PROBLEMS[name].build()
+        draws = draws_of(problem, 2)
+        for method in methods:
+            print(f"{name:14} {method:26} {said(cell_of(problem, method, draws, 80))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,34 @@
-"""Tables of the study, in a terminal and between the marks of `docs/evidence.md`."""
+"""Tables of the study, between the marks of `docs/evidence.md`, made from what is stored."""
 
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
 
+from problems import PROBLEMS
+from study_advice import FROZEN
+from study_cells import Cell, load_all
 from study_pictures import draw
-from study_results import best, by_score, near_best, overall, search_cost, share_to_grid, spread
-from study_rules import RULES, SPELLED
+from study_queue import queue
+from study_rules import SPELLED
+from study_statistics import (
+    REFERENCE,
+    Difference,
+    complete,
+    critical_difference,
+    difference,
+    friedman,
+    mean_ranks,
+    scores,
+    signed_ranks,
+    spent,
+    table_of,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
-ADVICE = """\
-Figures are those of the record `Advice`, from the first tenth of a training with `mean()` at the middle rate: medians
-over the five seeds. On the left what `advise` says with its own thresholds and rules, which are those that hit most of
-these ten problems, of the few in `CHOICES` of `tests/evidence/study_advice.py`; on the right what it would say if they
-had been chosen on the nine other problems. The right side is what to expect on a problem of your own, as far as ten
-problems can tell. Where `advise` says to explore the front, these are its rules all the same."""
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
-
-
-def summary(stored: dict[str, Any]) -> list[str]:
-    """A row a rule, a column a problem: the score over that of the tuned weights, bold within 2 % of the best rule."""
-    problems = stored["problems"]
-    near = {name: near_best(problem) for name, problem in problems.items()}
-    rows = []
-    for rule in RULES:
-        cells, times, count = [], [], 0
-        for name, problem in problems.items():
-            result = problem["rules"].get(rule)
-            if result is None:
-                cells.append("-")
-                continue
-            ratio = overall(result) / overall(problem["grid"])
-            hit = rule in near[name]
-            count += hit
-            times.append(result["time"])
-            cells.append(f"**{ratio:.2f}**" if hit else f"{ratio:.2f}")
-        if times:
-            rows.append((count, [f"`{spelled(rule)}`", *cells, f"{count} of {len(times)}", f"{median(times):.2f}"]))
-    rows.sort(key=lambda row: -row[0])
-    titles = ["", *(problem["name"] for problem in problems.values()), "near the best", "time of a step"]
-    cells = [f"{overall(p['grid']):.2f}" for p in problems.values()]
-    reached = [overall(p["grid"]) >= 0.98 * best(p) for p in problems.values()]
-    bold = [f"**1** ({cell})" if near else f"1 ({cell})" for cell, near in zip(cells, reached, strict=True)]
-    tuned = ["tuned weights (score)", *bold, f"{sum(reached)} of {len(cells)}", "1.00"]
-    return table(titles, [tuned, *(row for _, row in rows)])
+Cells = dict[str, dict[str, Cell]]
+KEYED = ("pcgrad", "gradvac", "graddrop", "random_weights")
+BASELINES = (REFERENCE, "start", "unit_sum", "random_search", "tpe", "grid")
+ALWAYS = ("mean", REFERENCE, "unit_sum", "nash_mtl", "config")
 
 
 def table(titles: list[str], rows: list[list[str]]) -> list[str]:
@@ -52,105 +37,213 @@ def table(titles: list[str], rows: list[list[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
-def spelled(rule: str) -> str:
-    return SPELLED.get(
-        rule, f"{rule}()" if rule not in ("pcgrad", "gradvac", "graddrop", "random_weights") else f"{rule}(key)"
-    )
+def spelled(method: str) -> str:
+    """A method on the page: a rule as it is called, a baseline by its name."""
+    rule = method.removesuffix("_standardised")
+    if method in BASELINES:
+        return f"*{method}*"
+    call = SPELLED.get(rule, f"{rule}(key)" if rule in KEYED else f"{rule}()")
+    return f"`{call}`" + (", standardised" if rule != method else "")
 
 
-def of_problem(problem: dict[str, Any]) -> list[str]:
-    """Everything that is known of a problem, rules from best to worst."""
-    grid = problem["grid"]
-    weights = ", ".join(f"{w:.2g}" for w in grid["weights"])
-    anonymous = len(set(grid["weights"])) == 1
-    lines = [
-        "",
-        f"### {problem['name'][0].upper()}{problem['name'][1:]}",
-        "",
-        f"{problem['about']} {problem['m']} objectives, {problem['parameters']} parameters, {problem['steps']} steps, "
-        f"rates {', '.join(f'{rate:g}' for rate in problem['rates'])}; {problem['seeds']} seeds. "
-        f"Tuned weights: {'equal ones' if anonymous else weights}, of {grid['candidates']}.",
-        "",
-    ]
-    rules = sorted(problem["rules"].items(), key=lambda pair: -overall(pair[1]))
-    titles = [
-        "",
-        "score",
-        "of tuned",
-        *problem["scored"],
-        "worst",
-        "step",
-        "time to tuned",
-        "search",
-        "rate",
-        "skipped",
-    ]
-    rows = [row("**tuned weights**", problem, grid)]
-    rows += [row(f"`{spelled(name)}`", problem, result) for name, result in rules]
-    return lines + table(titles, rows)
+def points(found: Difference) -> str:
+    """A difference in hundredths, with its interval; bold where the interval leaves out 0."""
+    text = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    return text if found.word == "none seen" else f"**{text}**"
 
 
-def row(title: str, problem: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    """A line of the table of a problem."""
-    scores, grid = by_score(result), problem["grid"]
-    share = share_to_grid(problem, result)
-    return [
-        title,
-        f"{overall(result):.3f} ± {spread(result):.3f}",
-        f"{overall(result) / overall(grid):.3f}",
-        *(f"{score:.3f}" for score in scores),
-        f"{min(scores):.3f}",
-        f"{result['time']:.2f}",
-        "never" if share is None else f"{share * result['time']:.2f}",
-        f"{search_cost(result)}",
-        f"{result['rate']:g}",
-        f"{result['skipped']:.0%}" if result["skipped"] else "0",
-    ]
+def reference_of(problem: str) -> str:
+    """What methods are compared with: where weights are all equal, the plain mean."""
+    return "mean" if PROBLEMS[problem].exchangeable else REFERENCE
 
 
-def advice(found: dict[str, Any], problems: dict[str, Any]) -> list[str]:
-    """What `advise` saw and said, and how good that was."""
-    titles = [
-        "",
-        "conflict",
-        "imbalance",
-        "rank",
-        "noise",
-        "rising",
-        "says",
-        "score of the best",
-        "hit",
-        "left out: says",
-        "score of the best",
-        "hit",
-    ]
+def against(cells: Cells, shared: dict[str, bool], problem: str, method: str, share: int = 2) -> Difference | None:
+    """A method against the reference on a problem, where both are stored."""
+    found, reference = cells[problem], reference_of(problem)
+    if method not in found or method == reference:
+        return None
+    return difference(scores(found[method], share), scores(found[reference], share), shared[problem])
+
+
+def methods_of(cells: Cells) -> list[str]:
+    """All methods that are stored, in the order of the queue."""
+    stored = {method for found in cells.values() for method in found}
+    return [m for m in dict.fromkeys(method for _, method in queue()) if m in stored and m != "advice"]
+
+
+def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
+    """A row a method: better, none seen, worse; mean and worst difference; what its search costs."""
     rows = []
-    for name, line in found["problems"].items():
-        figures = [f"{line['figures'][key]:.2g}" for key in ("conflict", "imbalance", "rank", "noise", "rising")]
-        said = [cell for part in ("all", "left_out") for cell in _said(line[part])]
-        rows.append([problems[name]["name"], *figures, *said])
-    return table(titles, rows)
+    for method in methods_of(cells):
+        found = {p: d for p in cells if (d := against(cells, shared, p, method)) is not None}
+        if not found:
+            continue
+        counts = []
+        for part in (False, True):
+            words = [d.word for p, d in found.items() if PROBLEMS[p].held_out is part]
+            counts.append(" / ".join(str(words.count(word)) for word in ("better", "none seen", "worse")))
+        low = min(found, key=lambda p: found[p].mean)
+        costs = [spent(cells[p][method]) for p in found]
+        rows.append(
+            (
+                mean(d.mean for d in found.values()),
+                [
+                    spelled(method),
+                    *counts,
+                    f"{100 * mean(d.mean for d in found.values()):+.1f}",
+                    f"{100 * found[low].mean:+.1f} ({low})",
+                    f"{median(cost for cost, _ in costs):.0f}",
+                    f"{median(cost for _, cost in costs):.0f}",
+                ],
+            )
+        )
+    rows.sort(key=lambda row: -row[0])
+    titles = ["", "development: better / none seen / worse", "held out: the same", "mean", "worst", "passes", "time"]
+    return table(titles, [row for _, row in rows])
 
 
-def _said(line: dict[str, Any]) -> list[str]:
-    return [f"{line['verdict']}: `{line['rule']}`", f"{line['share']:.3f}", "yes" if line["hit"] else "**no**"]
+def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names: list[str]) -> list[str]:
+    """A row a problem, a column a method: points over the reference, with intervals."""
+    rows = []
+    for name in names:
+        found = cells[name]
+        reference = scores(found[reference_of(name)])
+        cells_of_row = [against(cells, shared, name, method) for method in methods]
+        shown = ["-" if d is None else points(d) for d in cells_of_row]
+        rows.append([name, f"{reference.mean():.3f}", *shown])
+    return table(["", "*standardised*", *map(spelled, methods)], rows)
 
 
-def write_page(stored: dict[str, Any]) -> None:
-    """Write tables between the marks, and the pictures beside the page."""
-    problems, machine = stored["problems"], stored["machine"]
-    made = [
-        f"Measured with torch {machine['torch']}, functional_jd {machine['functional_jd']}, {machine['threads']} "
-        f"thread on a machine with {machine['cores']} cores, which was not idle.",
-        "",
-        *summary(stored),
+def at_equal_budget(cells: Cells, shared: dict[str, bool]) -> list[str]:
+    """Random search after as many trials as rates and rows of `nash_mtl` cost, beside it."""
+    rows = []
+    for name, found in cells.items():
+        if "random_search" not in found or "nash_mtl" not in found:
+            continue
+        nash, passes = scores(found["nash_mtl"]), round(spent(found["nash_mtl"])[0])
+        trials = min(passes, len(found["random_search"]["configurations"]))
+        random = scores(found["random_search"], trials=trials)
+        rows.append(
+            [
+                name,
+                str(passes),
+                str(trials),
+                f"{random.mean():.3f}",
+                f"{nash.mean():.3f}",
+                points(difference(nash, random, shared[name])),
+            ]
+        )
+    return table(["", "passes of `nash_mtl()`", "trials", "*random_search*", "`nash_mtl()`", "difference"], rows)
+
+
+def ranks(cells: Cells) -> list[str]:
+    """Mean ranks and the critical difference, of the methods of the first stage on the problems that have them all."""
+    methods = [REFERENCE, "mean", "start", "unit_sum", "nash_mtl", "config", "upgrad"]
+    names = complete(cells, methods)
+    if len(names) < 5:
+        return [f"Ranks need five problems with all of the first methods; {len(names)} have them so far."]
+    found = table_of(cells, names, methods)
+    chances = signed_ranks(found, 0)
+    order = mean_ranks(found)
+    rows = [
+        [spelled(methods[i]), f"{order[i]:.2f}", "-" if i == 0 else f"{chances[i]:.3f}"]
+        for i in sorted(range(len(methods)), key=lambda i: float(order[i]))
     ]
-    if "advice" in stored:
-        found = stored["advice"]
-        made += ["", "## What `advise` says", "", ADVICE, "", *advice(found, problems), "", found["words"]]
-    made += ["", "## Problem by problem", *(line for problem in problems.values() for line in of_problem(problem))]
+    words = (
+        f"On the {len(names)} problems with all of these methods. Mean ranks that differ by less than "
+        f"{critical_difference(len(methods), len(names)):.2f} are not told apart (Nemenyi, 5 %); Friedman's test: "
+        f"p = {friedman(found):.2g}. Last column: Wilcoxon's signed ranks against *standardised*, corrected after Holm."
+    )
+    return [words, "", *table(["", "mean rank", "p"], rows)]
+
+
+def advice(cells: Cells, names: list[str]) -> list[str]:
+    """What `advise` says in every draw, and the score of the rule that it names."""
+    rows = []
+    for name in names:
+        found = cells[name]
+        needed = ("advice", "mean", "nash_mtl", "aligned_mtl")
+        if any(x not in found for x in needed) or REFERENCE not in found:
+            continue
+        said = found["advice"]["rule"]
+        got = mean(float(scores(found[rule])[i]) for i, rule in enumerate(said))
+        named = ", ".join(f"`{rule}` {said.count(rule)}" for rule in dict.fromkeys(said))
+        always = [f"{scores(found[rule]).mean():.3f}" if rule in found else "-" for rule in ALWAYS]
+        rows.append([name, named, f"{got:.3f}", *always])
+    return table(["", "named, in draws", "score", *(f"always {spelled(rule)}" for rule in ALWAYS)], rows)
+
+
+def honesty(cells: Cells) -> list[str]:
+    """What the protocol asks to report: missing cells, rates at an edge, trainings that were still moving."""
+    todo = list(queue())
+    stored = [(p, m) for p, m in todo if m in cells.get(p, {})]
+    trained = [cells[p][m] for p, m in stored if m != "advice"]
+    edge = sum(cell["inside"] is False for cell in trained)
+    of = sum(cell["inside"] is not None for cell in trained)
+    moving = sum(not all(cell["stopped"]) for cell in trained)
+    versions = sorted({(cell["machine"]["torch"], cell["machine"]["functional_jd"]) for cell in trained})
+    return [
+        f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
+        f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} methods. {moving} of "
+        f"{len(trained)} were still rising at the largest number of steps. "
+        f"Measured with {', '.join(f'torch {t}, functional_jd {f}' for t, f in versions)}; one thread, on a machine "
+        "with two cores that was not idle."
+    ]
+
+
+def made(cells: Cells) -> list[str]:
+    """All that stands between the marks."""
+    shared = {name: PROBLEMS[name].shared for name in cells}
+    ready = [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
+    cells = {name: cells[name] for name in ready}
+    core = [
+        m
+        for m in ("mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search")
+        if m in methods_of(cells)
+    ]
+    old, new = ([n for n in ready if PROBLEMS[n].held_out is part] for part in (False, True))
+    frozen = ", ".join(f"{key} {value}" for key, value in FROZEN.items())
+    return [
+        *honesty(cells),
+        "",
+        "### By method",
+        "",
+        "Against *standardised*. *Better* and *worse*: the 95 % interval leaves out 0. Differences are in hundredths "
+        "of the score. *Passes* and *time*: what the search for rate and weights costs, in trainings of a plain sum "
+        "(median over problems).",
+        "",
+        *summary(cells, shared),
+        "",
+        "### Held-out problems",
+        "",
+        *differences(cells, shared, core, new),
+        "",
+        "### Development problems",
+        "",
+        *differences(cells, shared, core, old),
+        "",
+        "### At equal budget",
+        "",
+        *at_equal_budget(cells, shared),
+        "",
+        "### Ranks",
+        "",
+        *ranks(cells),
+        "",
+        "### What `advise` says",
+        "",
+        f"Thresholds and rules as they were frozen: {frozen}. Held-out problems first; on the others it was made.",
+        "",
+        *advice(cells, [*new, *old]),
+    ]
+
+
+def write_page(cells: Cells | None = None) -> None:
+    """Write tables between the marks, and the picture beside the page."""
+    cells = load_all() if cells is None else cells
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     if not begin:
-        raise ValueError(f"expected the mark {BEGIN!r} in {PAGE.name}")
-    PAGE.write_text(before + "\n".join([BEGIN, "", *made, "", ""]) + END + rest.partition(END)[2], encoding="utf-8")
-    draw(stored, PAGE.parent)
+        raise ValueError(f"write_page: expected the mark {BEGIN!r}, found none in {PAGE.name}. Put it back.")
+    text = "\n".join([BEGIN, "", *made(cells), "", ""])
+    PAGE.write_text(before + text + END + rest.partition(END)[2], encoding="utf-8")
+    draw(cells, {name: PROBLEMS[name].shared for name in cells}, PAGE.parent)

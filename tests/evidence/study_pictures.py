@@ -1,87 +1,52 @@
-"""Pictures of the study, readable on white and on black: rules beside the tuned weights, and price against result."""
+"""The picture of the study, readable on white and on black: differences to standardised sums, with their intervals."""
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from study_results import NEAR, best, overall
-from study_rules import RULES
+from study_statistics import REFERENCE, difference, scores
 
-INK, FAINT, NEAR_COLOR, FAR_COLOR = "#777777", "#77777755", "#0072B2", "#D55E00"
+INK, FAINT, BETTER, WORSE = "#777777", "#77777755", "#0072B2", "#D55E00"
+SHOWN = ("upgrad", "config", "nash_mtl", "unit_sum", "start", "random_search", "mean")
+FARTHEST = -30.0  # what is worse than this many points is drawn here
 
 
-def draw(stored: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw both pictures."""
+def draw(cells: dict[str, dict[str, Any]], shared: dict[str, bool], folder: Path) -> Path:
+    """Draw the picture: a panel a problem, a line a method."""
     settings = {
         "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK,
-        "font.size": 9, "svg.hashsalt": "evidence", "svg.fonttype": "none",
+        "font.size": 8, "svg.hashsalt": "evidence", "svg.fonttype": "none",
     }  # fmt: skip
+    ready = [name for name, found in cells.items() if REFERENCE in found]
+    path = folder / "evidence_differences.svg"
     with mpl.rc_context(settings):
-        pictures = {"evidence_scores.svg": scores(stored), "evidence_price.svg": price(stored)}
-        for name, figure in pictures.items():
-            figure.savefig(folder / name, transparent=True, metadata={"Date": None})
-    return [folder / name for name in pictures]
+        columns = 5
+        lines = max(1, -(-len(ready) // columns))
+        figure = Figure(figsize=(11, 0.5 + 1.9 * lines), layout="constrained")
+        axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
+        for axis in axes.flat[len(ready) :]:
+            axis.set_visible(False)
+        for axis, name in zip(axes.flat, ready, strict=False):
+            panel(axis, name, cells[name], shared[name])
+        figure.supxlabel("hundredths of the score over standardised sums, with 95 % intervals", fontsize=8, color=INK)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    return path
 
 
-def order(problems: dict[str, Any]) -> list[str]:
-    """Rules by the mean of their scores relative to the tuned weights, best last; absent ones count nothing."""
-    return sorted(RULES, key=lambda rule: mean_ratio(problems, rule))
-
-
-def mean_ratio(problems: dict[str, Any], rule: str) -> float:
-    found = [overall(p["rules"][rule]) / overall(p["grid"]) for p in problems.values() if rule in p["rules"]]
-    return sum(found) / max(len(found), 1)
-
-
-def scores(stored: dict[str, Any]) -> Figure:
-    """A panel a problem, a line a rule: the score over that of the tuned weights."""
-    problems = stored["problems"]
-    rules = order(problems)
-    columns = 5
-    lines = -(-len(problems) // columns)
-    figure = Figure(figsize=(11, 0.4 + 3.9 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    for axis in axes.flat[len(problems) :]:
-        axis.set_visible(False)
-    for axis, problem in zip(axes.flat, problems.values(), strict=False):
-        top, tuned = best(problem), overall(problem["grid"])
-        found = [(y, overall(problem["rules"][rule])) for y, rule in enumerate(rules) if rule in problem["rules"]]
-        near = [(value / tuned, y) for y, value in found if value >= NEAR * top]
-        far = [(value / tuned, y) for y, value in found if value < NEAR * top]
-        axis.plot(*zip(*near, strict=True), "o", markersize=4.5, color=NEAR_COLOR)
-        if far:
-            axis.plot(*zip(*far, strict=True), "s", markersize=4.5, color=FAR_COLOR, markerfacecolor="none")
-        axis.axvline(1, color=INK, linewidth=0.8)
-        axis.set_title(problem["name"], fontsize=9, color=INK)
-        axis.set_yticks(range(len(rules)), rules, fontsize=7)
-        axis.grid(color=FAINT, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.patch.set_alpha(0)
-    figure.supxlabel(
-        "score over that of the tuned weights (the line); filled blue circles: within 2 % of the best rule",
-        fontsize=9,
-        color=INK,
-    )
-    return figure
-
-
-def price(stored: dict[str, Any]) -> Figure:
-    """Median time of a step against the mean score relative to the tuned weights."""
-    problems = stored["problems"]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axis = figure.subplots()
-    axis.axhline(1, color=INK, linewidth=0.8)
-    for rule in RULES:
-        times = [p["rules"][rule]["time"] for p in problems.values() if rule in p["rules"]]
-        if times:
-            x, y = median(times), mean_ratio(problems, rule)
-            axis.plot(x, y, "o", color=NEAR_COLOR, markersize=4)
-            axis.annotate(rule, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=7, color=INK)
-    axis.set_xlabel("time of a step over that of mean (median over problems)")
-    axis.set_ylabel("score over that of the tuned weights (mean over problems)")
+def panel(axis: Any, name: str, found: dict[str, Any], shared: bool) -> None:
+    """One problem."""
+    axis.axvline(0, color=INK, linewidth=0.8)
+    for y, method in enumerate(SHOWN):
+        if method not in found:
+            continue
+        d = difference(scores(found[method]), scores(found[REFERENCE]), shared)
+        low, mean, high = (max(100 * x, FARTHEST) for x in (d.low, d.mean, d.high))
+        color = {"better": BETTER, "worse": WORSE}.get(d.word, INK)
+        axis.plot([low, high], [y, y], "-", color=color, linewidth=1.5)
+        axis.plot(mean, y, "<" if 100 * d.mean < FARTHEST else "o", color=color, markersize=3.5)
+    axis.set_title(name, fontsize=8, color=INK)
+    axis.set_yticks(range(len(SHOWN)), SHOWN, fontsize=7)
     axis.grid(color=FAINT, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.patch.set_alpha(0)
-    return figure

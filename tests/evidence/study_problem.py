@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Params = dict[str, Tensor]
 Split = tuple[Tensor, ...]
+
+
+class Data(NamedTuple):
+    """The rows of a draw; their shapes are those of every other draw."""
+
+    train: Split
+    validation: Split
+    test: Split
 
 
 @dataclass(frozen=True)
@@ -22,15 +30,16 @@ class Problem:
 
     name: str
     about: str  # one sentence, for the page
-    losses: Callable[..., Tensor]  # losses(params, *batch) -> [m]
+    data: Callable[[int], Data]  # of a draw
     init: Callable[[torch.Generator], Params]
-    batch: Callable[[torch.Generator], Split]  # the batch of one step
-    scores: Callable[[Params, str], Tensor]  # scores(params, "validation" or "test") -> [k]
+    losses: Callable[..., Tensor]  # losses(params, *rows of the batch) -> [m]
+    constant: Callable[..., Tensor]  # constant(*training rows) -> [m], the losses of the best constant answer
+    scores: Callable[..., Tensor]  # scores(params, *rows of a split) -> [k]
     scored: tuple[str, ...]  # names of the k scores
     m: int
-    steps: int
-    rates: tuple[float, float, float] = (4e-3, 1.6e-2, 6.4e-2)
-    exchangeable: bool = False  # whether objectives have no identity, so that fixed weights mean nothing
+    batch: int | None = 64  # rows of a batch; None: all of them
+    steps: int = 1000  # at most
+    draws: int = 10
 
 
 def network(generator: torch.Generator, *widths: int) -> Params:
@@ -51,34 +60,33 @@ def apply(params: Params, x: Tensor) -> Tensor:
     return x
 
 
-def splits(*columns: Tensor, seed: int = 0) -> dict[str, Split]:
-    """Three fifths of the rows for training, a fifth for validation, a fifth for the test: always the same."""
-    order = torch.randperm(len(columns[0]), generator=torch.Generator().manual_seed(seed))
+def generator_of(draw: int, salt: int) -> torch.Generator:
+    """Random numbers of a draw, apart for each use."""
+    return torch.Generator().manual_seed(100_000 * salt + draw)
+
+
+def splits(columns: Split, draw: int, rows: int | None = None) -> Data:
+    """Three fifths of the rows for training, a fifth for validation, a fifth for the test.
+
+    With `rows`, every draw takes so many rows that no other draw has.
+    """
+    if rows is None:
+        order = torch.randperm(len(columns[0]), generator=generator_of(draw, 1))
+    else:
+        order = torch.randperm(len(columns[0]), generator=generator_of(0, 1))[draw * rows : (draw + 1) * rows]
     n = len(order) // 5
-    parts = {"train": order[2 * n :], "validation": order[:n], "test": order[n : 2 * n]}
-    return {name: tuple(column[rows] for column in columns) for name, rows in parts.items()}
+    parts = order[2 * n :], order[:n], order[n : 2 * n]
+    return Data(*(tuple(column[part] for column in columns) for part in parts))
 
 
-def standardized(parts: dict[str, Split]) -> dict[str, Split]:
-    """The splits with first columns of mean 0 and deviation 1 over the training rows."""
-    x = parts["train"][0]
-    mean, deviation = x.mean(0), x.std(0).clamp(min=1e-6)
-    return {name: ((columns[0] - mean) / deviation, *columns[1:]) for name, columns in parts.items()}
+def standardized(data: Data, *columns: int) -> Data:
+    """These columns with mean 0 and deviation 1 over the training rows."""
 
+    def moved(split: Split, i: int) -> Tensor:
+        train = data.train[i]
+        return (split[i] - train.mean(0)) / train.std(0).clamp(min=1e-6)
 
-def sampler(columns: Split, size: int) -> Callable[[torch.Generator], Split]:
-    """Batches of rows, drawn with replacement."""
-
-    def batch(generator: torch.Generator) -> Split:
-        rows = torch.randint(len(columns[0]), (size,), generator=generator)
-        return tuple(column[rows] for column in columns)
-
-    return batch
-
-
-def always(*columns: Tensor) -> Callable[[torch.Generator], Split]:
-    """All rows in every step."""
-    return lambda generator: columns
+    return Data(*(tuple(moved(s, i) if i in columns else s[i] for i in range(len(s))) for s in data))
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -94,6 +102,12 @@ def explained(estimate: Tensor, target: Tensor) -> Tensor:
 def closeness(estimate: Tensor, target: Tensor) -> Tensor:
     """One minus the relative L2 error, at least 0."""
     return (1 - (estimate - target).norm() / target.norm()).clamp(min=0)
+
+
+def entropy(labels: Tensor, classes: int) -> Tensor:
+    """The cross entropy of the best constant answer: the entropy of the labels."""
+    share = torch.bincount(labels, minlength=classes) / len(labels)
+    return torch.special.entr(share).sum()
 
 
 def data_set(name: str, **options: Any) -> Any:

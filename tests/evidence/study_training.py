@@ -1,90 +1,153 @@
-"""Trainings of the study: all seeds, learning rates and weights of a rule at once, by one vmap over train states."""
+"""Trainings of the study: all rates and draws of a method at once, by one vmap over train states."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
-from study_problem import Problem
-from study_rules import Build
+from study_problem import Data, Params, Problem
+from study_rules import Build, Method
 from torch import Tensor
 
 import functional_jd as jd
 from functional_jd.aggregators.dwa import DwaState
 
-EPOCHS = 20  # the number of times that scores are taken; `dwa` compares the losses between them
+LOOKS = 40  # the number of times that scores are taken, at most; `dwa` compares the losses between them
+ETA = 8  # of the running average
+PATIENCE, RISE, SOONEST = 1 / 3, 0.002, 0.4  # no more rise than this within this share of the steps: stop
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a rule; r are the learning rates, c the weights (1 for a rule), s the seeds.
+    """The results of c configurations (rate, weights) in d draws, after each of e looks.
 
     Attributes:
-        curve: `[e, r, c]`, the mean over seeds and scores on the validation split, after each of the epochs.
-        test: `[r, c, s, k]`, the scores in the end.
-        skipped: `[r, c]`, the share of steps that were skipped.
+        validation, test: `[e, c, d]`, the mean score.
+        parts: `[e, c, d, k]`, the scores on the test split.
+        skipped: `[c, d]`, the share of steps that were skipped.
+        steps: that were taken.
+        stopped: whether the scores stood still before the largest number of steps.
         seconds: for all trainings.
     """
 
-    curve: Tensor
+    validation: Tensor
     test: Tensor
+    parts: Tensor
     skipped: Tensor
+    steps: int
+    stopped: bool
     seconds: float
 
 
-def optimizer_for(problem: Problem, rate: Any, steps: int) -> jd.Optimizer:
-    """Adam with a rate that falls to zero; an eps far below all directions, so that units do not matter to it."""
-    schedule = lambda taken: rate * (1 - taken / steps)
-    return jd.adamw(schedule, eps=1e-20, weight_decay=0.0)
+@dataclass(frozen=True)
+class Draws:
+    """The rows of some draws, and what depends on them: weights `[d, m]` that make losses comparable."""
+
+    numbers: tuple[int, ...]
+    data: tuple[Data, ...]
+    standard: Tensor
+    start: Tensor
+
+    def scale(self, kind: str) -> Tensor:
+        return {"standard": self.standard, "start": self.start, "raw": torch.ones_like(self.standard)}[kind]
 
 
-def train(problem: Problem, build: Build, seeds: int, steps: int, weights: Tensor | None = None) -> Trained:
-    """Train under a rule, or under each of several fixed weights `[c, m]`."""
-    started = time.perf_counter()
-    count = 1 if weights is None else len(weights)
-    shape = (len(problem.rates), count, seeds)
-    places = list(product(*map(range, shape)))
-    rates = torch.tensor([problem.rates[r] for r, _, _ in places])
-    if weights is None:
-        given = torch.stack([jd.random.key(s) for _, _, s in places])
-    else:
-        given = torch.stack([weights[c] for _, c, _ in places])
-    seed_of = torch.tensor([s for _, _, s in places])
-    generators = [torch.Generator().manual_seed(1000 + s) for s in range(seeds)]
-    starts = [problem.init(generator) for generator in generators]
-    params = {name: torch.stack([start[name] for start in starts])[seed_of] for name in starts[0]}
+def generators(draws: Sequence[int]) -> list[torch.Generator]:
+    """Of the start of the network and of the batches: the same for all methods."""
+    return [torch.Generator().manual_seed(1000 + draw) for draw in draws]
 
-    def method(given: Tensor, rate: Any) -> dict[str, Any]:
-        optimizer = optimizer_for(problem, rate, steps)
-        return {"losses": problem.losses, "aggregator": build(given), "optimizer": optimizer}
+
+def batch_of(problem: Problem, data: Data, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """The rows of a step, drawn with replacement."""
+    if problem.batch is None:
+        return data.train
+    rows = torch.randint(len(data.train[0]), (problem.batch,), generator=generator)
+    return tuple(column[rows] for column in data.train)
+
+
+def draws_of(problem: Problem, count: int) -> Draws:
+    """The first draws of a problem."""
+    numbers = tuple(range(count))
+    data = tuple(problem.data(draw) for draw in numbers)
+    constant = torch.stack([problem.constant(*found.train) for found in data]).detach()
+    starts = []
+    for found, generator in zip(data, generators(numbers), strict=True):
+        params = problem.init(generator)
+        starts.append(problem.losses(params, *batch_of(problem, found, generator)).detach())
+    weights = [1 / x.double().abs().clamp(min=1e-300) for x in (constant, torch.stack(starts))]
+    return Draws(numbers, data, *weights)
+
+
+def optimizer_for(rate: Any) -> jd.Optimizer:
+    """Adam, with an eps far below all directions, so that units do not matter to it."""
+    return jd.adamw(rate, eps=1e-20, weight_decay=0.0)
+
+
+def train(problem: Problem, method: Method, draws: Draws, rates: Tensor, weights: Tensor, steps: int) -> Trained:
+    """Train c configurations in all draws: rates `[c, d]`, and factors `[c, d, m]` of the losses."""
+    begin = time.perf_counter()
+    c, d, _ = weights.shape
+    rates, weights = rates.flatten(), weights.flatten(0, 1).float()
+    keys = torch.stack([jd.random.key(draw) for draw in draws.numbers]).repeat(c, 1)
+    sources = generators(draws.numbers)
+    starts = [problem.init(source) for source in sources]
+    params = {name: torch.stack([start[name] for start in starts] * c) for name in starts[0]}
+
+    def parts(key: Tensor, weight: Tensor, rate: Any) -> dict[str, Any]:
+        losses = lambda params, *rows: weight * problem.losses(params, *rows)
+        return {"losses": losses, "aggregator": method.build(key), "optimizer": optimizer_for(rate)}
 
     def batch() -> tuple[Tensor, ...]:
-        columns = zip(*(problem.batch(generator) for generator in generators), strict=True)
-        return tuple(torch.stack(column)[seed_of] for column in columns)
+        rows = [batch_of(problem, found, source) for found, source in zip(draws.data, sources, strict=True)]
+        return tuple(torch.stack(column * c) for column in map(list, zip(*rows, strict=True)))
 
-    start = torch.vmap(lambda p, given, rate, *b: jd.train_state(p, *b, **method(given, rate)))
-    forward = torch.vmap(lambda state, given, rate, *b: jd.step(state, *b, **method(given, rate)))
-    state = start(params, given, rates, *batch())
-    curve, moved = [], torch.zeros(len(places))
-    for i in range(1, steps + 1):
-        state, info = forward(state, given, rates, *batch())
-        moved += info.moved
-        if i % max(1, steps // EPOCHS) == 0 or i == steps:
-            curve.append(scores(problem, state.params, "validation").mean(-1))
+    begun = torch.vmap(lambda p, key, weight, rate, *rows: jd.train_state(p, *rows, **parts(key, weight, rate)))
+    forward = torch.vmap(lambda state, key, weight, rate, *rows: jd.step(state, *rows, **parts(key, weight, rate)))
+    rows = batch()
+    state = begun(params, keys, weights, rates, *rows)
+    average, moved, looks, taken, stopped = params, torch.zeros(c * d), [], 0, False
+    while taken < steps and not stopped:
+        state, info = forward(state, keys, weights, rates, *rows)
+        taken, moved, rows = taken + 1, moved + info.moved, batch()
+        average = averaged(average, state.params, taken)
+        if taken % max(1, steps // LOOKS) == 0 or taken == steps:
+            looks.append([scores(problem, average, draws, split).reshape(c, d, -1) for split in ("validation", "test")])
             state = with_epoch_ended(state)
-    found = scores(problem, state.params, "test").reshape(*shape, -1)
-    curves = torch.stack(curve).reshape(-1, *shape).mean(-1)
-    skipped = 1 - moved.reshape(shape).mean(-1) / steps
-    return Trained(curves, found, skipped, time.perf_counter() - started)
+            validation = torch.stack([look[0].mean(-1) for look in looks])
+            stopped = taken < steps and stands_still(validation, taken / steps)
+    parts_found = torch.stack([look[1] for look in looks])
+    skipped = 1 - moved.reshape(c, d) / taken
+    seconds = time.perf_counter() - begin
+    return Trained(validation, parts_found.mean(-1), parts_found, skipped, taken, stopped, seconds)
 
 
-def scores(problem: Problem, params: Any, split: str) -> Tensor:
-    """The scores of all trainings `[n, k]`; 0 where they are not finite."""
+def averaged(average: Params, params: Params, taken: int) -> Params:
+    """The running average with polynomial decay; it forgets what is not finite with the steps."""
+    share = (ETA + 1) / (taken + ETA)
+    return {name: torch.lerp(old, params[name].detach(), share) for name, old in average.items()}
+
+
+def scores(problem: Problem, params: Params, draws: Draws, split: str) -> Tensor:
+    """The scores of all trainings `[n, k]`, draws last; 0 where they are not finite."""
+    d, found = len(draws.data), []
     with torch.no_grad():
-        return torch.vmap(lambda p: problem.scores(p, split))(params).nan_to_num(0, 0, 0)
+        for i, data in enumerate(draws.data):
+            columns = getattr(data, split)
+            own = {name: value[i::d] for name, value in params.items()}
+            found.append(
+                torch.vmap(lambda p, *columns: problem.scores(p, *columns), (0, *[None] * len(columns)))(own, *columns)
+            )
+    return torch.stack(found, dim=1).flatten(0, 1).nan_to_num(0, 0, 0)
+
+
+def stands_still(validation: Tensor, share: float) -> bool:
+    """Whether the best score of the best configuration, mean over the draws, has not risen for a while."""
+    if share < SOONEST:
+        return False
+    best = validation.cummax(0).values.mean(2).amax(1)
+    e = len(best)
+    return bool(best[-1] - best[e - 1 - int(e * PATIENCE)] < RISE)
 
 
 def with_epoch_ended(state: jd.TrainState) -> jd.TrainState:
@@ -94,63 +157,42 @@ def with_epoch_ended(state: jd.TrainState) -> jd.TrainState:
     return state
 
 
-def start_losses(problem: Problem) -> Tensor:
-    """The losses of a network at its start, on a batch: what weights of the grid are relative to."""
-    generator = torch.Generator().manual_seed(999)
-    return problem.losses(problem.init(generator), *problem.batch(generator)).detach()
+def window(problem: Problem, draws: Draws, rate: float, length: int) -> tuple[Tensor, Tensor]:
+    """What `advise` is given: Gramians `[d, k, m, m]` and losses `[d, k, m]` of the first k steps under `mean`."""
+    gramians, losses = [], []
+    parts = {"losses": problem.losses, "aggregator": jd.mean(), "optimizer": optimizer_for(rate)}
+    for data, source in zip(draws.data, generators(draws.numbers), strict=True):
+        params, rows = problem.init(source), batch_of(problem, data, source)
+        state, found = jd.train_state(params, *rows, **parts), []
+        for _ in range(length):
+            jacobian, values = jd.jacobian_fn(problem.losses)(state.params, *rows)
+            found.append((jd.views.gramian(jacobian), values.detach().double()))
+            state, _ = jd.step(state, *rows, **parts)
+            rows = batch_of(problem, data, source)
+        gramians.append(torch.stack([g for g, _ in found]))
+        losses.append(torch.stack([v for _, v in found]))
+    return torch.stack(gramians), torch.stack(losses)
 
 
-def time_ratio(problem: Problem, build: Build, rounds: int) -> float:
+def time_ratio(problem: Problem, build: Build, draws: Draws, rounds: int) -> float:
     """The time of a step of one training, eager, relative to `mean`: the median of ratios of neighbours in time."""
-    generator = torch.Generator().manual_seed(998)
-    params, batch = problem.init(generator), problem.batch(generator)
+    [source] = generators(draws.numbers[:1])
+    params = problem.init(source)
+    batch = batch_of(problem, draws.data[0], source)
 
-    def stepper(build: Build) -> Callable[[], None]:
-        method = {"losses": problem.losses, "aggregator": build(jd.random.key(0)), "optimizer": jd.adamw(1e-3)}
-        state = [jd.train_state(params, *batch, **method)]
+    def timed(build: Build) -> Any:
+        parts = {"losses": problem.losses, "aggregator": build(jd.random.key(0)), "optimizer": jd.adamw(1e-3)}
+        state = [jd.train_state(params, *batch, **parts)]
 
-        def run() -> None:
-            state[0], _ = jd.step(state[0], *batch, **method)
+        def run() -> float:
+            begin = time.perf_counter()
+            for _ in range(3):
+                state[0], _ = jd.step(state[0], *batch, **parts)
+            return time.perf_counter() - begin
 
         run()
         return run
 
-    def timed(run: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        for _ in range(3):
-            run()
-        return time.perf_counter() - begin
-
-    plain, own = stepper(lambda key: jd.mean()), stepper(build)
-    ratios = []
-    for i in range(rounds):
-        if i % 2:
-            late = timed(own)
-            ratios.append(late / timed(plain))
-        else:
-            early = timed(plain)
-            ratios.append(timed(own) / early)
-    return median(ratios)
-
-
-def window(problem: Problem, seeds: int, steps: int) -> tuple[Tensor, Tensor]:
-    """What `advise` is given: Gramians `[s, k, m, m]` and losses `[s, k, m]` of k consecutive steps, the first tenth of
-    a training with `mean` at the middle rate.
-    """
-    length = max(4, steps // 10)
-    gramians, losses = [], []
-    method = {"losses": problem.losses, "aggregator": jd.mean()}
-    method["optimizer"] = optimizer_for(problem, problem.rates[1], steps)
-    for seed in range(seeds):
-        generator = torch.Generator().manual_seed(1000 + seed)
-        params, batch = problem.init(generator), problem.batch(generator)
-        state = jd.train_state(params, *batch, **method)
-        rows = []
-        for _ in range(length):
-            jacobian, values = jd.jacobian_fn(problem.losses)(state.params, *batch)
-            rows.append((jd.views.gramian(jacobian), values.detach().double()))
-            state, _ = jd.step(state, *batch, **method)
-            batch = problem.batch(generator)
-        gramians.append(torch.stack([g for g, _ in rows]))
-        losses.append(torch.stack([v for _, v in rows]))
-    return torch.stack(gramians), torch.stack(losses)
+    plain, own = timed(lambda key: jd.mean()), timed(build)
+    ratios = torch.tensor([own() / plain() for _ in range(rounds)])
+    return float(ratios.median())

@@ -1,4 +1,4 @@
-"""`python tests/evidence/laws_of_torchjd.py [NAME ...]`: which laws TorchJD's aggregators keep.
+"""`python tests/claims/laws_of_torchjd.py [NAME ...]`: which laws TorchJD's aggregators keep.
 
 Tests the aggregators named, or all, in a few minutes; keeps what is found in `laws_of_torchjd.json` beside this file;
 and writes the table and the counterexamples from it into `docs/laws_of_torchjd.md`, between its marks.
@@ -21,8 +21,19 @@ from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, black_box, l
 STORED = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[2] / "docs" / "laws_of_torchjd.md"
 LAWS = (*ALWAYS, *BY_CLAIM)
-BEGIN, END = "<!-- begin: made by tests/evidence/laws_of_torchjd.py -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: made by tests/claims/laws_of_torchjd.py -->", "<!-- end -->"
 SETTINGS = hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
+
+
+def reset(aggregator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An aggregator that forgets its state before every call. Made in the call, it could not be compiled at all."""
+
+    def direction(J: torch.Tensor) -> torch.Tensor:
+        aggregator.reset()
+        return aggregator(J)
+
+    return direction
+
 
 # Fresh in every call where an aggregator has a state; with its defaults, or the values of its tests.
 AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,7 +42,7 @@ AGGREGATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ConFIG": lambda J: peer.ConFIG()(J),
     "Constant(1, 2, ...)": lambda J: peer.Constant(torch.arange(1, len(J) + 1, dtype=J.dtype))(J),
     "DualProj": lambda J: peer.DualProj()(J),
-    "ExcessMTL": lambda J: peer.ExcessMTL()(J),
+    "ExcessMTL": reset(peer.ExcessMTL()),
     "FairGrad(1)": lambda J: peer.FairGrad(1.0)(J),
     "GradDrop": lambda J: peer.GradDrop()(J),
     "GradVac": lambda J: peer.GradVac()(J),

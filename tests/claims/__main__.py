@@ -1,0 +1,48 @@
+"""`python tests/claims [NAME ...]`: every figure that the README's table says of the peers, measured anew.
+
+Each file of this folder measures one row, prints with which arguments, and changes nothing. A claim about default
+arguments is printed beside its cure, where there is one.
+"""
+
+import importlib
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
+
+# By the first cell of a row of the README's table "Beside the peers". None: read in the code of the peers.
+ROWS: dict[str, str | None] = {
+    "form": None,
+    "rules": "count_rules",
+    "autocast and a norm layer": "norm_layers",
+    "loss scales": "loss_scales",
+    "rules under `vmap` and `compile(fullgraph=True)`": "transforms",
+    "derivative through the rule": "derivatives",
+    "gradients shorter than 1e-2": "short_gradients",
+    "an overflow in one loss": "overflow",
+    "Gramian with tied weights": "tied_weights",
+    "per-example loss by declaration": None,
+    "resume a stateful rule": "resume",
+    "several processes": "replicas",
+}
+# Not in the table, but said on the page of evidence.
+BESIDE = {"directions beside ours, under imbalance": "directions"}
+
+
+def main(names: list[str]) -> None:
+    """Print what the modules named, or all, measure."""
+    warnings.simplefilter("ignore")
+    versions = [f"{name} {version(name).partition('+')[0]}" for name in ("torch", "torchjd", "functional_jd")]
+    print(", ".join(versions), flush=True)
+    for row, name in (ROWS | BESIDE).items():
+        if name is None or (names and name not in names):
+            continue
+        print(f"\n{row} (tests/claims/{name}.py)")
+        for what, figure in importlib.import_module(name).measure().items():
+            print(f"  {what}: {figure}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

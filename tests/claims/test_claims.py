@@ -1,0 +1,24 @@
+"""Every row of the README's table beside the peers is measured by a file here, or said to be read."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = (HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def rows():
+    """`ROWS` of the command; to import it takes no peer."""
+    spec = importlib.util.spec_from_file_location("claims", HERE / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ROWS
+
+
+def test_every_row_of_the_table_has_a_file():
+    table = README.split("## Beside the peers")[1].split("\n\n| |")[1].split("\n\n")[0]
+    titles = re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)
+    assert titles[1:] == list(rows())  # the first is the rule below the names of the columns
+    for name in filter(None, rows().values()):
+        assert "\ndef measure() -> dict[str, str]:" in (HERE / f"{name}.py").read_text(encoding="utf-8")

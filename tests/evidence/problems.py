@@ -1,0 +1,53 @@
+"""All problems of the study, by name."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from problems_development import bandit, diabetes, fairness, noisy_labels, tumours, two_digits, unbalanced, units
+from problems_equations import burgers, heat, helmholtz
+from problems_held_out import (
+    computers,
+    diamonds,
+    households,
+    loans,
+    molecule_properties,
+    signals_of_digits,
+    twenty,
+)
+from study_problem import Problem
+
+
+class Entry(NamedTuple):
+    """What is known of a problem before its data are read.
+
+    `shared`: whether the draws are splits of the same rows. `exchangeable`: whether objectives have no identity, so
+    that fixed weights mean nothing.
+    """
+
+    build: Callable[[], Problem]
+    m: int
+    shared: bool = True
+    exchangeable: bool = False
+    held_out: bool = False
+
+
+PROBLEMS = {
+    "units": Entry(units, 2),
+    "two_digits": Entry(two_digits, 3),
+    "noisy_labels": Entry(noisy_labels, 16, exchangeable=True),
+    "diabetes": Entry(diabetes, 3),
+    "tumours": Entry(tumours, 5),
+    "unbalanced": Entry(unbalanced, 4, shared=False),
+    "fairness": Entry(fairness, 2, shared=False),
+    "bandit": Entry(bandit, 2, shared=False),
+    "burgers": Entry(burgers, 3, shared=False),
+    "helmholtz": Entry(helmholtz, 2, shared=False),
+    "diamonds": Entry(diamonds, 3, shared=False, held_out=True),
+    "computers": Entry(computers, 3, held_out=True),
+    "households": Entry(households, 3, held_out=True),
+    "loans": Entry(loans, 2, held_out=True),
+    "molecules": Entry(molecule_properties, 5, held_out=True),
+    "signals": Entry(signals_of_digits, 2, shared=False, held_out=True),
+    "twenty": Entry(twenty, 20, held_out=True),
+    "heat": Entry(heat, 3, shared=False, held_out=True),
+}

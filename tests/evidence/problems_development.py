@@ -1,0 +1,296 @@
+"""The development problems but for differential equations: those that rules and thresholds were chosen on."""
+
+import torch
+from study_problem import (
+    Data,
+    Params,
+    Problem,
+    Split,
+    accuracy,
+    apply,
+    data_set,
+    entropy,
+    explained,
+    generator_of,
+    network,
+    splits,
+    standardized,
+)
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, cross_entropy, log_softmax, pad
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """1797 images `[n, 8, 8]` and their labels."""
+    found = data_set("digits")
+    return torch.tensor(found.images / 16, dtype=torch.float32), torch.tensor(found.target)
+
+
+def units() -> Problem:
+    """Two tasks on the digits; the unit of one loss is 1e-9, that of the other 1e3."""
+    images, labels = digits()
+    columns = images[:, :, :5].flatten(1), labels, images[:, :, 5:].flatten(1)
+
+    def losses(params: Params, x: Tensor, label: Tensor, right: Tensor) -> Tensor:
+        out = apply(params, x)
+        return torch.stack([1e-9 * cross_entropy(out[:, :10], label), 1e3 * (out[:, 10:] - right).square().mean()])
+
+    def constant(x: Tensor, label: Tensor, right: Tensor) -> Tensor:
+        return torch.stack([1e-9 * entropy(label, 10), 1e3 * right.var(0).mean()])
+
+    def scores(params: Params, x: Tensor, label: Tensor, right: Tensor) -> Tensor:
+        out = apply(params, x)
+        return torch.stack([accuracy(out[:, :10], label), explained(out[:, 10:].flatten(), right.flatten())])
+
+    return Problem(
+        "digits in two units",
+        "Five columns of a digit are seen: name the digit (cross entropy, times 1e-9) and guess the other three "
+        "columns (squared error, times 1000).",
+        lambda draw: splits(columns, draw),
+        lambda g: network(g, 40, 32, 34),
+        losses,
+        constant,
+        scores,
+        ("accuracy", "R² of the columns"),
+        m=2,
+    )
+
+
+def noisy_labels() -> Problem:
+    """Digits, an objective for each example of a batch; four labels in ten are wrong."""
+    images, labels = digits()
+
+    def data(draw: int) -> Data:
+        found = splits((images.flatten(1), labels), draw)
+        g = generator_of(draw, 2)
+        x, y = found.train
+        wrong = torch.rand(len(y), generator=g) < 0.4
+        noisy = torch.where(wrong, torch.randint(10, y.shape, generator=g), y)
+        return found._replace(train=(x, noisy))
+
+    return Problem(
+        "noisy labels",
+        "Digits, and an objective for every example of a batch of 16; four labels in ten are drawn at random. "
+        "Validation and test have clean labels. Fixed weights mean nothing here.",
+        data,
+        lambda g: network(g, 64, 32, 10),
+        lambda params, x, label: cross_entropy(apply(params, x), label, reduction="none"),
+        lambda x, label: entropy(label, 10).expand(16),
+        lambda params, x, label: accuracy(apply(params, x), label)[None],
+        ("accuracy",),
+        m=16,
+        batch=16,
+    )
+
+
+def two_digits() -> Problem:
+    """Two digits overlap in one image: name both, and reconstruct the image."""
+    images, labels = digits()
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+
+        def pairs(split: Split, n: int) -> Split:
+            image, label = split
+            left, right = (torch.randint(len(label), (n,), generator=g) for _ in "12")
+            x = torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0)))
+            return x.flatten(1), label[left], label[right], avg_pool2d(x[:, None], 2).flatten(1)
+
+        found = splits((images, labels), draw)
+        return Data(pairs(found.train, 2000), pairs(found.validation, 1000), pairs(found.test, 1000))
+
+    def losses(params: Params, x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
+        out = apply(params, x)
+        both = [cross_entropy(out[:, :10], left), cross_entropy(out[:, 10:20], right)]
+        return torch.stack([*both, (out[:, 20:] - small).square().mean()])
+
+    def constant(x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
+        return torch.stack([entropy(left, 10), entropy(right, 10), small.var(0).mean()])
+
+    def scores(params: Params, x: Tensor, left: Tensor, right: Tensor, small: Tensor) -> Tensor:
+        out = apply(params, x)
+        both = [accuracy(out[:, :10], left), accuracy(out[:, 10:20], right)]
+        return torch.stack([*both, explained(out[:, 20:].flatten(), small.flatten())])
+
+    return Problem(
+        "two digits",
+        "Two digits overlap in an image of 8 x 12: name the left one, name the right one, reconstruct the "
+        "image at half the resolution.",
+        data,
+        lambda g: network(g, 96, 32, 44),
+        losses,
+        constant,
+        scores,
+        ("accuracy left", "accuracy right", "R² of the image"),
+        m=3,
+    )
+
+
+def tabular(name: str, about: str, columns: Split, scored: tuple[str, ...], rows: int | None = None) -> Problem:
+    """Regression of several columns, each in its own unit, by one network; inputs and targets are standardised, and
+    losses multiplied by the variance of their column, which puts them back into its unit.
+
+    With `rows`, every draw has so many of its own.
+    """
+    x, y = columns
+    variance = y.var(0)
+
+    def losses(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        return variance * (apply(params, x) - y).square().mean(0)
+
+    return Problem(
+        name,
+        about,
+        lambda draw: standardized(splits(columns, draw, rows), 0, 1),
+        lambda g: network(g, x.shape[1], 24, y.shape[1]),
+        losses,
+        lambda x, y: variance * y.var(0),
+        lambda params, x, y: explained(apply(params, x), y),
+        scored,
+        m=y.shape[1],
+    )
+
+
+def diabetes() -> Problem:
+    """Three measurements of 442 patients, from eight others."""
+    found = data_set("diabetes", scaled=False)
+    data = torch.tensor(found.data, dtype=torch.float32)
+    y = torch.cat([torch.tensor(found.target, dtype=torch.float32)[:, None], data[:, [2, 3]]], dim=1)
+    return tabular(
+        "diabetes",
+        "442 patients: the progress of the disease, the body mass index and the blood pressure, each in its own unit, "
+        "from eight other measurements. Most of the variance is noise.",
+        (data[:, [0, 1, 4, 5, 6, 7, 8, 9]], y),
+        ("R² progress", "R² mass", "R² pressure"),
+    )
+
+
+def tumours() -> Problem:
+    """The worst values of five measurements, from the means and deviations of ten."""
+    data = torch.tensor(data_set("breast_cancer").data, dtype=torch.float32)
+    names = ("radius", "texture", "area", "smoothness", "concavity")
+    return tabular(
+        "tumours",
+        "569 tumours: the largest radius, texture, area, smoothness and concavity of the cells, each in its own unit, "
+        "from the means. Squared errors of areas are some 1e8 times those of smoothness.",
+        (data[:, :20], data[:, [20, 21, 23, 24, 26]]),
+        tuple(f"R² {name}" for name in names),
+    )
+
+
+def unbalanced() -> Problem:
+    """Four tasks on one small trunk, with losses of different sizes and of different difficulty."""
+    frequencies, sizes = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([30.0, 1.0, 10.0, 0.1])
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+        x = 2 * torch.rand(3000, 4, generator=g) - 1
+        turn = torch.randn(4, 4, generator=g) / 2
+        y = torch.sin(frequencies * (x @ turn) + 0.3) * sizes
+        return splits((x, y + 0.1 * sizes * torch.randn(y.shape, generator=g)), draw)
+
+    return Problem(
+        "unbalanced tasks",
+        "Four made-up regressions on a trunk of 16 units, sines of rising frequency with amplitudes 30, 1, 10 and 0.1.",
+        data,
+        lambda g: network(g, 4, 16, 16, 4),
+        lambda params, x, y: (sizes * apply(params, x) - y).square().mean(0),
+        lambda x, y: y.var(0),
+        lambda params, x, y: explained(sizes * apply(params, x), y),
+        tuple(f"R² {i}" for i in range(4)),
+        m=4,
+    )
+
+
+def gap(yes: Tensor, group: Tensor) -> Tensor:
+    """How much more often the second group gets a yes."""
+    rates = [(yes * (group == k)).sum() / (group == k).sum().clamp(min=1) for k in (0, 1)]
+    return rates[1] - rates[0]
+
+
+def fairness() -> Problem:
+    """A classifier that should be accurate, and should say yes as often in both groups; its data make that hard."""
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+        group = (torch.rand(4000, generator=g) < 0.4).long()
+        x = torch.randn(4000, 8, generator=g)
+        x[:, :3] += 0.8 * group[:, None]
+        label = (x.sum(1) / 2 + torch.randn(4000, generator=g) > 0.5).long()
+        return splits((torch.cat([x, group[:, None]], dim=1), label, group), draw)
+
+    def losses(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
+        out = apply(params, x)
+        return torch.stack([cross_entropy(out, label), gap(torch.softmax(out, dim=1)[:, 1], group).square()])
+
+    def constant(x: Tensor, label: Tensor, group: Tensor) -> Tensor:
+        """A constant answer has no gap: instead of it, that of the labels."""
+        return torch.stack([entropy(label, 2), gap(label.float(), group).square()])
+
+    def scores(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
+        out = apply(params, x)
+        return torch.stack([accuracy(out, label), 1 - gap((out.argmax(1) == 1).float(), group).abs()])
+
+    return Problem(
+        "fairness",
+        "Made-up data in which a group has more positive labels: be accurate, and say yes equally often in both "
+        "groups. No classifier is best in both.",
+        data,
+        lambda g: network(g, 9, 16, 2),
+        losses,
+        constant,
+        scores,
+        ("accuracy", "1 - gap"),
+        m=2,
+        batch=128,
+    )
+
+
+def bandit() -> Problem:
+    """A policy gradient with two rewards that want different actions."""
+    actions, scale = 6, torch.tensor([1.0, 50.0])
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+        first, second = torch.randn(5, actions, generator=g), torch.randn(5, actions, generator=g)
+        wanted = torch.stack([first, 0.4 * first + 0.9 * second])
+
+        def rows(n: int) -> Split:
+            x = torch.randn(n, 5, generator=g)
+            costs = scale[:, None] * torch.sigmoid(-torch.einsum("nf,ofa->noa", x, wanted))
+            gumbel = -torch.log(-torch.log(torch.rand(n, actions, generator=g).clamp(1e-6, 1 - 1e-6)))
+            return x, costs, gumbel, 2 * torch.rand(n, 2, generator=g)
+
+        return Data(rows(20_000), rows(2000), rows(2000))
+
+    def losses(params: Params, x: Tensor, costs: Tensor, gumbel: Tensor, noise: Tensor) -> Tensor:
+        """Mean costs of drawn actions, whose gradients are the policy gradient with the batch mean as baseline."""
+        logits = apply(params, x)
+        chosen = ((logits.detach() + gumbel).argmax(1, keepdim=True) == torch.arange(actions)).to(x.dtype)
+        chance = (log_softmax(logits, dim=1) * chosen).sum(1)
+        factor = torch.exp(chance - chance.detach())
+        seen = (costs * chosen[:, None]).sum(2) * noise
+        return (factor[:, None] * (seen - seen.mean(0))).mean(0) + seen.mean(0)
+
+    def constant(x: Tensor, costs: Tensor, gumbel: Tensor, noise: Tensor) -> Tensor:
+        """The costs of a policy that draws actions evenly."""
+        return costs.mean((0, 2))
+
+    def scores(params: Params, x: Tensor, costs: Tensor, gumbel: Tensor, noise: Tensor) -> Tensor:
+        policy = torch.softmax(apply(params, x), dim=1)
+        even, least = costs.mean((0, 2)), costs.amin(2).mean(0)
+        return ((even - (policy[:, None] * costs).sum(2).mean(0)) / (even - least)).clamp(min=0)
+
+    return Problem(
+        "two rewards",
+        "A policy gradient (REINFORCE, contextual bandit, six actions): two noisy costs, of which one is 50 times the "
+        "other, and which want different actions. Scores: the share of what the best policy for that cost alone saves.",
+        data,
+        lambda g: network(g, 5, 16, actions),
+        losses,
+        constant,
+        scores,
+        ("saved of cost 1", "saved of cost 2"),
+        m=2,
+        batch=128,
+    )

@@ -1,0 +1,138 @@
+"""A cell is one method on one problem, in all draws: how it is trained, and what of it is stored, one file a cell."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from study_problem import Problem
+from study_rules import Method, backward_passes
+from study_training import Draws, Trained, time_ratio, train
+from torch import Tensor
+
+import functional_jd as jd
+
+Cell = dict[str, Any]
+STORED = Path(__file__).with_name("results")
+RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
+EXTENSIONS = 3  # of the grid of rates, by a factor of 4, on either side
+
+
+def machine() -> Cell:
+    """What the figures depend on beside the problems: nothing that names the machine."""
+    return {
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__.partition("+")[0],
+        "functional_jd": jd.__version__,
+    }
+
+
+def under_method(problem: Problem, method: Method, draws: Draws, steps: int, rounds: int = 10) -> Cell:
+    """Train with all rates, and with more of them while the best is at an edge."""
+    weights = draws.scale(method.scale)
+    rates = list(RATES)
+    runs = [_with_rates(problem, method, draws, weights, rates, steps)]
+    order = list(rates)
+    for _ in range(2 * EXTENSIONS):
+        means = {rate: _best_mean(runs, order, rate) for rate in order}
+        top = max(means, key=lambda rate: means[rate])
+        low, high = min(order), max(order)
+        if top == low and low > min(RATES) * 4.0 ** (0.5 - EXTENSIONS):
+            more = low / 4
+        elif top == high and high < max(RATES) * 4.0 ** (EXTENSIONS - 0.5):
+            more = high * 4
+        else:
+            break
+        runs.append(_with_rates(problem, method, draws, weights, [more], steps))
+        order.append(more)
+    means = {rate: _best_mean(runs, order, rate) for rate in order}
+    top = max(means, key=lambda rate: means[rate])
+    found = kept(runs, [{"rate": rate} for rate in order], len(draws.data))
+    passes = backward_passes(method.build, problem.m)
+    ratio = time_ratio(problem, method.build, draws, rounds)
+    inside = min(order) < top < max(order)
+    return found | {"inside": inside, "best_rate": top, "passes": passes, "time": digits(ratio), "machine": machine()}
+
+
+def _with_rates(
+    problem: Problem, method: Method, draws: Draws, weights: Tensor, rates: list[float], steps: int
+) -> Trained:
+    c, (d, m) = len(rates), weights.shape
+    column = torch.tensor(rates)[:, None].expand(c, d)
+    return train(problem, method, draws, column, weights.expand(c, d, m), steps)
+
+
+def _best_mean(runs: list[Trained], order: list[float], rate: float) -> float:
+    """The best validation score of a rate in its run, mean over the draws."""
+    place = order.index(rate)
+    for run in runs:
+        c = run.validation.shape[1]
+        if place < c:
+            return float(run.validation[:, place].amax(0).mean())
+        place -= c
+    raise ValueError(f"expected a rate that was trained, found {rate}")
+
+
+def kept(runs: list[Trained], configurations: list[Cell], count: int) -> Cell:
+    """What is stored: for each configuration and draw the best validation score and the test score of that moment, at
+    a quarter, a half and all of the steps; of the training that a draw chooses, all its test scores; curves.
+    """
+    shares = (0.25, 0.5, 1.0)
+    validation, test, parts = [], [], []
+    for run in runs:
+        looks = len(run.validation)
+        until = [max(1, round(share * looks)) for share in shares]
+        best = [run.validation[:e].max(0) for e in until]  # [c, d]
+        validation.append(torch.stack([b.values for b in best], dim=-1))
+        test.append(torch.stack([run.test.gather(0, b.indices[None])[0] for b in best], dim=-1))
+        place = best[-1].indices[None, ..., None].expand(1, *run.parts.shape[1:])
+        parts.append(run.parts.gather(0, place)[0])
+    v, t, p = torch.cat(validation), torch.cat(test), torch.cat(parts)
+    chosen = v[..., -1].argmax(0)
+    return {
+        "configurations": configurations,
+        "validation": digits(v.tolist()),  # [c, d, 3]
+        "test": digits(t.tolist()),
+        "chosen": chosen.tolist(),  # [d]
+        "parts": digits([p[chosen[i], i].tolist() for i in range(count)]),  # [d, k]
+        "curve": [digits(run.validation.mean(2).tolist()) for run in runs],  # by run, [e, c]
+        "skipped": digits(float(torch.cat([run.skipped for run in runs]).mean())),
+        "steps": [run.steps for run in runs],
+        "stopped": [run.stopped for run in runs],
+        "seconds": digits(sum(run.seconds for run in runs)),
+    }
+
+
+def digits(value: Any) -> Any:
+    """Numbers with four digits, in lists too."""
+    return [digits(x) for x in value] if isinstance(value, list) else float(f"{value:.4g}")
+
+
+def path_of(problem: str, method: str, folder: Path = STORED) -> Path:
+    return folder / problem / f"{method}.json.gz"
+
+
+def store(cell: Cell, path: Path) -> None:
+    """Write a cell, at once or not at all; the same cell gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(gzip.compress(json.dumps(cell).encode(), mtime=0))
+    part.replace(path)
+
+
+def load(path: Path) -> Cell | None:
+    """A cell, or None where it has not been trained."""
+    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
+
+
+def load_all(folder: Path = STORED) -> dict[str, dict[str, Cell]]:
+    """All cells that are stored, by problem and method."""
+    found: dict[str, dict[str, Cell]] = {}
+    for path in sorted(folder.glob("*/*.json.gz")):
+        cell = load(path)
+        if cell is not None:
+            found.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = cell
+    return found

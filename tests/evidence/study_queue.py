@@ -1,0 +1,79 @@
+"""The cells of the study in the order in which they are trained: the most telling first, so that a part is of use."""
+
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from problems import PROBLEMS
+from study_advice import figures
+from study_cells import Cell, path_of, store, under_method
+from study_problem import Problem
+from study_rules import methods_for
+from study_search import SEARCHES
+from study_training import Draws, draws_of
+
+# Small ones first, development and held-out mixed; others, and those whose steps take long, come later.
+FIRST = ("tumours", "computers", "unbalanced", "loans", "diabetes", "diamonds", "units", "households", "fairness")
+SLOW = ("twenty", "noisy_labels", "burgers", "helmholtz", "heat")
+STAGES = (
+    ("mean", "standardised", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search", "advice"),
+    ("uw_standardised", "aligned_mtl", "imtl_g", "geometric_mean", "famo"),
+    ("tpe", "grid"),
+)
+
+
+def names_for(m: int, exchangeable: bool) -> list[str]:
+    """All methods of a problem."""
+    searches = () if exchangeable else SEARCHES
+    return [*methods_for(m, exchangeable), *searches, "advice"]
+
+
+def queue() -> Iterator[tuple[str, str]]:
+    """Problem and method of every cell, stage by stage; what no stage names comes last."""
+    names = {name: names_for(entry.m, entry.exchangeable) for name, entry in PROBLEMS.items()}
+    middle = [name for name in PROBLEMS if name not in FIRST + SLOW]
+    order = [name for name in (*FIRST, *middle, *SLOW) if name in PROBLEMS]
+    staged = {method for stage in STAGES for method in stage}
+    for stage in (*STAGES, None):
+        for name in order:
+            wanted = [x for x in names[name] if x not in staged] if stage is None else stage
+            yield from ((name, method) for method in wanted if method in names[name])
+
+
+def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
+    """Train a cell."""
+    if method == "advice":
+        return figures(problem, draws, steps)
+    if method in SEARCHES:
+        return SEARCHES[method](problem, draws, steps)
+    return under_method(problem, methods_for(problem.m)[method], draws, steps)
+
+
+def run(only: list[str], seconds: float = float("inf")) -> None:
+    """Train what is not stored yet, of these problems or all, until so many seconds are over."""
+    begin, kept_problem = time.perf_counter(), ("", None, None)
+    todo = [(p, m) for p, m in queue() if (not only or p in only) and not path_of(p, m).exists()]
+    for i, (name, method) in enumerate(todo):
+        if time.perf_counter() - begin > seconds:
+            print(f"stopped: {len(todo) - i} cells are left", flush=True)
+            return
+        if path_of(name, method).exists():
+            continue  # another process has trained it meanwhile
+        if method == "tpe" and find_spec("optuna") is None:
+            continue
+        if kept_problem[0] != name:
+            problem = PROBLEMS[name].build()
+            kept_problem = name, problem, draws_of(problem, problem.draws)
+        _, problem, draws = kept_problem
+        cell = cell_of(problem, method, draws, problem.steps)
+        store(cell, path_of(name, method))
+        took = time.perf_counter() - begin
+        print(f"{i + 1} of {len(todo)}  {name:14} {method:26} {said(cell)}  {took:6.0f} s", flush=True)
+
+
+def said(cell: Cell) -> str:
+    """The mean test score of a cell, and its steps."""
+    if "test" not in cell:
+        return ""
+    chosen = [cell["test"][c][d][-1] for d, c in enumerate(cell["chosen"])]
+    return f"{sum(chosen) / len(chosen):.3f}  {max(cell['steps'])} steps"

@@ -1,0 +1,104 @@
+"""Statistics of the study, from cells: paired differences with intervals, ranks, budgets. Nothing here trains."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Cell = dict[str, Any]
+REFERENCE = "standardised"  # chosen in the protocol, before the runs
+SHARES = {"a quarter": 0, "a half": 1, "all": 2}
+
+
+def scores(cell: Cell, share: int = 2, trials: int | None = None) -> Tensor:
+    """The test score of each draw `[d]`, of the configuration that its validation score chooses.
+
+    `share` is the place in `SHARES`; with `trials`, only so many configurations are looked at, in their order.
+    """
+    validation = torch.tensor(cell["validation"], dtype=torch.float64)[:trials, :, share]
+    test = torch.tensor(cell["test"], dtype=torch.float64)[:trials, :, share]
+    return test.gather(0, validation.argmax(0)[None])[0]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def word(self) -> str:
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "none seen"
+
+
+def difference(ours: Tensor, theirs: Tensor, shared: bool, resamples: int = 10_000) -> Difference:
+    """Bootstrap over draws; widened after Nadeau and Bengio where draws are splits of the same rows.
+
+    Training has three times the rows of the test: variance of the mean is (1/n + 1/3) and not 1/n of that of a draw.
+    """
+    found = ours - theirs
+    n, mean = len(found), found.mean()
+    g = torch.Generator().manual_seed(0)
+    means = found[torch.randint(n, (resamples, n), generator=g)].mean(1)
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=means.dtype))
+    wider = (1 + n / 3) ** 0.5 if shared else 1.0
+    return Difference(float(mean), float(mean - wider * (mean - low)), float(mean + wider * (high - mean)))
+
+
+def spent(cell: Cell) -> tuple[float, float]:
+    """What the search of one draw costs, in trainings of a plain sum: by backward passes, and by measured time."""
+    trainings = len(cell["configurations"])
+    return trainings * cell["passes"], trainings * cell["time"]
+
+
+def mean_ranks(table: Tensor) -> Tensor:
+    """Of scores `[problems, methods]`, the mean rank of each method; 1 is best, ties share."""
+    from scipy.stats import rankdata
+
+    ranks = [torch.from_numpy(rankdata(-row.numpy())) for row in table]
+    return torch.stack(ranks).mean(0)
+
+
+def friedman(table: Tensor) -> float:
+    """The chance of ranks so different if all methods were alike."""
+    from scipy.stats import friedmanchisquare
+
+    return float(friedmanchisquare(*table.T.numpy()).pvalue)
+
+
+def critical_difference(methods: int, problems: int, level: float = 0.05) -> float:
+    """Of Nemenyi: mean ranks that differ by less are not told apart (Demsar 2006, section 3.2.2)."""
+    from scipy.stats import studentized_range
+
+    q = float(studentized_range.ppf(1 - level, methods, float("inf"))) / 2**0.5
+    return q * (methods * (methods + 1) / (6 * problems)) ** 0.5
+
+
+def signed_ranks(table: Tensor, reference: int) -> list[float]:
+    """The chance, by Wilcoxon's test over problems, of each method against one of them; corrected after Holm."""
+    from scipy.stats import wilcoxon
+
+    others = [i for i in range(table.shape[1]) if i != reference]
+    raw = dict.fromkeys(others, 1.0)
+    for i in others:
+        found = (table[:, i] - table[:, reference]).numpy()
+        if abs(found).max() > 0:
+            raw[i] = float(wilcoxon(found).pvalue)
+    corrected, worst = {reference: 1.0}, 0.0
+    for k, i in enumerate(sorted(others, key=lambda i: raw[i])):
+        worst = max(worst, min(1.0, raw[i] * (len(others) - k)))
+        corrected[i] = worst
+    return [corrected[i] for i in range(table.shape[1])]
+
+
+def complete(cells: dict[str, dict[str, Cell]], methods: list[str]) -> list[str]:
+    """The problems on which all of these methods have been trained."""
+    return [name for name, found in cells.items() if all(method in found for method in methods)]
+
+
+def table_of(cells: dict[str, dict[str, Cell]], problems: list[str], methods: list[str]) -> Tensor:
+    """Mean test scores `[problems, methods]`."""
+    return torch.tensor([[float(scores(cells[p][m]).mean()) for m in methods] for p in problems], dtype=torch.float64)

@@ -1,0 +1,77 @@
+"""Statistics of the study, on results made by hand and beside published figures."""
+
+import pytest
+import torch
+from study_statistics import critical_difference, difference, friedman, mean_ranks, scores, signed_ranks, spent
+
+
+def cell(validation, test, **more):
+    return {
+        "validation": validation,
+        "test": test,
+        "configurations": [{}] * len(test),
+        "passes": 2,
+        "time": 3.0,
+        **more,
+    }
+
+
+def test_validation_chooses_in_every_draw_and_test_is_shown():
+    validation = [[[0.1, 0.2, 0.9], [0.1, 0.5, 0.3]], [[0.3, 0.1, 0.8], [0.2, 0.4, 0.4]]]  # [c, d, shares]
+    test = [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]]]
+    made = cell(validation, test)
+    assert scores(made).tolist() == [3, 12]
+    assert scores(made, share=0).tolist() == [7, 10]
+    assert scores(made, trials=1).tolist() == [3, 6]
+    assert spent(made) == (4, 6.0)
+
+
+def test_an_interval_is_that_of_the_normal_distribution():
+    g = torch.Generator().manual_seed(0)
+    ours = torch.randn(400, generator=g, dtype=torch.float64)
+    found = difference(ours + 5, torch.zeros(400, dtype=torch.float64), shared=False)
+    half = 1.96 * float(ours.std()) / 20
+    assert found.mean == pytest.approx(5 + float(ours.mean()))
+    assert found.low == pytest.approx(found.mean - half, abs=0.1 * half)
+    assert found.high == pytest.approx(found.mean + half, abs=0.1 * half)
+    assert found.word == "better"
+    assert difference(ours, ours, shared=False).word == "none seen"
+
+
+def test_ten_draws_cover_nine_times_in_ten():
+    """What the page says against its own intervals: by percentiles, of ten draws from a normal distribution."""
+    g = torch.Generator().manual_seed(0)
+    zeros, covered = torch.zeros(10, dtype=torch.float64), 0
+    for _ in range(300):
+        found = difference(torch.randn(10, generator=g, dtype=torch.float64), zeros, shared=False, resamples=400)
+        covered += found.word == "none seen"
+    assert 0.85 < covered / 300 < 0.94
+
+
+def test_intervals_of_splits_of_the_same_rows_are_wider():
+    """The corrected variance of Nadeau and Bengio: 1/n + n_test / n_train, here 1/10 + 1/3, in place of 1/10."""
+    ours = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    apart, same = (difference(ours, torch.zeros_like(ours), shared) for shared in (False, True))
+    assert (same.high - same.mean) / (apart.high - apart.mean) == pytest.approx((1 + 10 / 3) ** 0.5)
+    assert same.mean == apart.mean
+
+
+def test_the_critical_difference_is_that_of_demsar():
+    """His example of four methods on fourteen sets, and two of his table of q."""
+    assert critical_difference(4, 14) == pytest.approx(2.569 * (4 * 5 / (6 * 14)) ** 0.5, rel=1e-3)
+    assert critical_difference(10, 15) == pytest.approx(3.164 * (10 * 11 / (6 * 15)) ** 0.5, rel=1e-3)
+
+
+def test_ranks_share_ties():
+    table = torch.tensor([[0.9, 0.5, 0.5], [0.1, 0.3, 0.2]], dtype=torch.float64)
+    assert mean_ranks(table).tolist() == [2.0, 1.75, 2.25]
+    best = torch.tensor([[0.9, 0.8, 0.1]] * 12, dtype=torch.float64)
+    assert friedman(best) == pytest.approx(torch.tensor(-12.0).exp().item())  # chi square of 24 with two degrees
+
+
+def test_signed_ranks_are_corrected_for_their_number():
+    """Six of six differences of one sign have a chance of 2 / 2^6; of two methods, the smaller counts twice."""
+    base = torch.linspace(0.1, 0.6, 6, dtype=torch.float64)
+    better = base + torch.linspace(0.01, 0.06, 6, dtype=torch.float64)
+    table = torch.stack([base, better, base], dim=1)
+    assert signed_ranks(table, 0) == pytest.approx([1.0, 2 * 2 / 64, 1.0])
