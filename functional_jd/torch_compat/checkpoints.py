@@ -44,7 +44,7 @@ def saved_tensors_hook() -> Any:
 
 
 def in_checkpoint() -> bool:
-    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=False)`, for the first time or again."""
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=False)`, first or again."""
     hook = saved_tensors_hook()
     return hook is not None and hook.__module__ == torch_checkpoint.__name__
 
