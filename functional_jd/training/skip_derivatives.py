@@ -111,8 +111,8 @@ class _Close(Function):
 
 
 class _Report(_Close):
-    """The same, for results that are differentiated whether the step was taken or not. Where it was not and nothing asks
-    for their derivatives, as behind `torch.where(moved, ...)`, the inputs receive none.
+    """The same, for results that are differentiated whether the step was taken or not. Where it was not and their
+    derivatives are not asked for, as behind `torch.where(moved, ...)`, the inputs receive none.
     """
 
     @staticmethod
