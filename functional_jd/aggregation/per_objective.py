@@ -118,7 +118,9 @@ def _as_tensor(given: Any, where: str, name: str) -> Tensor:
     """The numbers as a new tensor, float64."""
     try:
         if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
-            return torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in given])
+            return torch.stack([_as_tensor(number, where, name) for number in given])
+        if isinstance(given, Tensor):  # which stays on its device, whichever is the default
+            return given.to(torch.float64, copy=True)
         return torch.as_tensor(given, dtype=torch.float64).clone()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(

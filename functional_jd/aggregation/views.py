@@ -152,7 +152,7 @@ def _for_each(seen: Observation, number: Callable[[int], float]) -> Tensor:
     rows = None if seen.rows is None else rows_of(seen.rows)
     m = loss_count(seen.losses, "losses") if rows is None else row_count(rows, "no_gradients")
     device = tree_leaves(seen.losses if rows is None else rows)[0].device
-    return torch.full((m,), number(m), dtype=torch.float64, device=device if has_float64(device) else None)
+    return torch.full((m,), number(m), dtype=torch.float64, device=device if has_float64(device) else "cpu")
 
 
 @_view("none")

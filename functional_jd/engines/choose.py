@@ -18,6 +18,7 @@ from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX
 from functional_jd.engines.vjp import Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
+from functional_jd.torch_compat.checkpoints import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
 
@@ -144,6 +145,8 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     traced = not point.inputs and under_transform()
     on_cpu = all(x.is_cpu for x in point.inputs)
     if m == 1 or (m <= _FEW_ROWS and on_cpu and not traced):
+        return "loop", chunk_size
+    if not traced and in_checkpoint():  # a backward pass runs all of it again, which is not to be under vmap
         return "loop", chunk_size
     if not point.inputs or not on_cpu:
         return "auto", chunk_size

@@ -60,7 +60,7 @@ def as_multipliers(solved: list[Solved], like: Tensor) -> Tensor:
     for row, one in zip(rows, solved, strict=True):
         for j, x in zip(one.active, one.s, strict=True):
             row[j] = x
-    return torch.tensor(rows, dtype=like.dtype).view(like.shape)
+    return torch.tensor(rows, dtype=like.dtype, device=like.device).view(like.shape)
 
 
 def as_factors(solved: list[Solved], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,8 @@ def as_factors(solved: list[Solved], like: Tensor) -> tuple[Tensor, Tensor]:
             row[j] = True
             for i, x in zip(one.active, numbers, strict=False):
                 found[i][j] = x
-    return torch.tensor(active).view(like.shape), torch.tensor(upper, dtype=like.dtype).view(*like.shape, m)
+    kept = torch.tensor(upper, dtype=like.dtype, device=like.device).view(*like.shape, m)
+    return torch.tensor(active, device=like.device).view(like.shape), kept
 
 
 def _solve(

@@ -43,6 +43,12 @@ def saved_tensors_hook() -> Any:
     return None if hooks is None else hooks[0]
 
 
+def in_checkpoint() -> bool:
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=False)`, first or again."""
+    hook = saved_tensors_hook()
+    return hook is not None and hook.__module__ == torch_checkpoint.__name__
+
+
 def checkpoint_frames(around: Any = None) -> list[Any]:
     """The records that `torch.utils.checkpoint` keeps of the checkpoints that run, from the innermost to the last one
     inside the hook `around`.

@@ -153,13 +153,15 @@ def attempt(
             are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
 
     Raises:
-        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less.
+        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less. What
+            torch.utils.checkpoint raises, also.
     """
     draws = random_state() if journal is not None else None
     try:
         return fast()
     except Exception as error:
-        if is_out_of_memory(error):
+        # A checkpoint around the call ends its second run by an exception, as soon as it has what it needs.
+        if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
             raise
         reason = _reason(error)
     if journal is not None:

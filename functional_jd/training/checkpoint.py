@@ -71,7 +71,8 @@ def to_checkpoint(
     for what, record in (("aggregator", aggregator), ("optimizer", optimizer)):
         if record is not None:
             entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
-    return entries | {_VERSION: torch.tensor(VERSION), _SUMS: torch.tensor(list(_sums(entries).values()))}
+    numbers = {_VERSION: VERSION, _SUMS: list(_sums(entries).values())}
+    return entries | {name: torch.tensor(number, device="cpu") for name, number in numbers.items()}
 
 
 def from_checkpoint(

@@ -40,15 +40,18 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     return token, tree_unflatten(structure, leaves)
 
 
-def closed(token: Tensor | None, moved: Tensor, tree: Tree) -> Tree:
-    """Close a step: its results, with the same values, whose cotangents reach the inputs where `moved`."""
+def closed(token: Tensor | None, moved: Tensor, tree: Tree, *, reported: bool = False) -> Tree:
+    """Close a step: its results, with the same values, whose cotangents reach the inputs where `moved`; those of what
+    is `reported`, also where they are not zero.
+    """
     if token is None:
         return tree
     leaves, structure = tree_flatten(tree)
     places = [index for index, x in enumerate(leaves) if _is_real(x)]
     if not places:
         return tree
-    results = _Close.apply(token, moved, *(leaves[index] for index in places))
+    function = _Report if reported else _Close
+    results = function.apply(token, moved, *(leaves[index] for index in places))
     for index, result in zip(places, results, strict=True):  # pyright: ignore
         leaves[index] = result
     return tree_unflatten(structure, leaves)
@@ -105,3 +108,21 @@ class _Close(Function):
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
         (token, moved), (of_tangents, _, *tangents) = ctx.saved_tensors, grad_inputs
         return _Close.apply(token + of_tangents, moved, *tangents)
+
+
+class _Report(_Close):
+    """The same, for results that are differentiated whether the step was taken or not. Where it was not and their
+    derivatives are not asked for, as behind `torch.where(moved, ...)`, the inputs receive none.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        token, moved = ctx.saved_tensors
+        for g in grad_outputs:
+            moved = moved | (g != 0).any().to(moved.device)
+        return moved.to(token), None, *_Close.apply(token, moved, *grad_outputs)  # pyright: ignore
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        (token, moved), (of_tangents, _, *tangents) = ctx.saved_tensors, grad_inputs
+        return _Report.apply(token + of_tangents, moved, *tangents)

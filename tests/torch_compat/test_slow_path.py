@@ -53,6 +53,21 @@ def test_a_reason_is_said_once_and_another_again():
     assert all(w.filename == __file__ for w in seen)
 
 
+@pytest.mark.parametrize("engine", ["gramian", "jacobian"])
+def test_a_checkpoint_around_a_step_ends_its_second_run_when_it_has_what_it_needs(engine):
+    method = {"losses": lambda w: w @ w.mT, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    w = torch.tensor([[0.4, -0.3], [0.1, 0.8]], dtype=torch.float64, requires_grad=True)
+    state = fj.train_state(w.detach(), **method)
+
+    def stepped(w):
+        return fj.step(state._replace(params=w), engine=engine, **method)[0].params.exp().sum()
+
+    for f in (stepped, lambda w: stepped(w).sin()):
+        (expected,) = torch.autograd.grad(f(w), w)
+        (found,) = torch.autograd.grad(checkpoint(f, w, use_reentrant=False), w)
+        assert torch.equal(found, expected)
+
+
 def test_an_error_of_the_losses_themselves_comes_back_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -143,3 +143,22 @@ def test_forward_mode_in_float16_asks_for_a_smaller_scale():
     assert moved
     assert still_moved
     assert not lost.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_what_steps_report_is_differentiated_beside_their_states_where_they_moved(derivative, engine):
+    method = {"losses": losses, "aggregator": jd.natural_gradient(0.5), "optimizer": jd.sgd(0.1), "engine": engine}
+
+    def f(w, batches):
+        state = jd.train_state(w, GOOD[0], **method)
+        total = 0
+        for x in batches:
+            state, info = jd.step(state, x, **method)
+            reported = info.losses.sum() + info.weights.sum()
+            total = total + torch.where(info.moved, reported, 0)
+        return state.params.pow(3).sum() + total
+
+    expected = derivative(lambda w: f(w, GOOD))(W)
+    found = derivative(lambda w: f(w, [BAD, GOOD[0], BAD, GOOD[1]]))(W)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Tracers beside torch.compile: make_fx, fake tensors, torch.export, and the control flow that traces its functions."""
+"""Tracers beside torch.compile: make_fx, fake tensors, torch.export, control flow; and another default device."""
 
 import io
 
@@ -76,6 +76,18 @@ def test_every_rule_traces_by_make_fx_and_runs_on_fake_tensors():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the keys of random rules
             found = f(*tree_map(mode.from_tensor, args))
         assert [x.shape for x in tree_leaves(found)] == [x.shape for x in tree_leaves(f(*args))], name
+
+
+def test_tensors_on_another_device_than_the_default_one_stay_there():
+    state = jd.train_state(PARAMS, X[0], losses=losses, aggregator=jd.upgrad(), optimizer=jd.sgd(0.1))
+    calls = {name: (f, args) for name in RULES for f, args in [aggregated(name)]}
+    calls |= {name: (stepped, (X[0], *leaves)) for name in METHODS for leaves, stepped in [start(name)]}
+    calls["constant"] = (lambda w, rows: jd.aggregate(jd.constant(w), rows), (X[0, :, 0], X[0]))
+    calls["checkpoint"] = (lambda state: jd.from_checkpoint(jd.to_checkpoint(state), state), (state,))
+    for name, (f, args) in calls.items():
+        with torch.device("meta"):
+            found = f(*args)
+        torch.testing.assert_close(found, f(*args), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name", METHODS)
