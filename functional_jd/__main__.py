@@ -278,17 +278,15 @@ def draw(reports: dict[str, Report], file: Path) -> None:
     """Draw the learning curves: a panel for each task, a colour for each rule."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    axes: Any = figure.subplots(1, 3)
+    axes: Any = (figure := Figure(figsize=(10, 3.2), layout="constrained")).subplots(1, 3)
     for rule, report in reports.items():
         curves = [(*(100 * accuracy for accuracy in score.accuracy), score.error) for score in report.scores]
         for ax, values in zip(axes, zip(*curves, strict=True), strict=True):
             ax.plot(range(1, len(values) + 1), values, marker=".", label=rule)
     labels = ("test accuracy (%)", "test accuracy (%)", f"rms test error (of {GREY_LEVELS} grey levels)")
     for ax, task, unit, label in zip(axes, ("left digit", "right digit", "reconstruction"), UNITS, labels, strict=True):
-        ax.set(
-            title=f"{task}: loss times {unit:g}", xlabel="epoch", ylabel=label, ylim=(0, 100 if "%" in label else None)
-        )
+        top = 100 if "%" in label else None
+        ax.set(title=f"{task}: loss times {unit:g}", xlabel="epoch", ylabel=label, ylim=(0, top))
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)

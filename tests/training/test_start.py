@@ -234,6 +234,7 @@ def snapshot(teacher):
 
 
 @pytest.mark.filterwarnings("ignore:train_state. normalization in training mode")  # the teacher is no part of the state
+@pytest.mark.filterwarnings("ignore:train_state. levenberg_marquardt expects residuals")  # its losses are squares
 @pytest.mark.parametrize("kind", [plain, multitask, per_example])
 @pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
 def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
