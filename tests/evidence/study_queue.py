@@ -14,7 +14,7 @@ from study_training import Draws, draws_of
 
 # Small ones first, development and held-out mixed; others, and those whose steps take long, come later.
 FIRST = ("tumours", "computers", "unbalanced", "loans", "diabetes", "diamonds", "units", "households", "fairness")
-SLOW = ("twenty", "noisy_labels", "burgers", "helmholtz", "heat")
+SLOW = ("twenty", "noisy_labels", "burgers", "helmholtz", "heat", "graphs", "convolutions", "characters")
 STAGES = (
     ("mean", "standardised", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search", "advice"),
     ("uw_standardised", "aligned_mtl", "imtl_g", "geometric_mean", "famo"),
