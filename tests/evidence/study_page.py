@@ -162,10 +162,9 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
     rows = []
     for name in names:
         found = cells[name]
-        needed = ("advice", "mean", "nash_mtl", "aligned_mtl")
-        if any(x not in found for x in needed) or REFERENCE not in found:
+        said = found["advice"]["rule"] if "advice" in found else [""]
+        if any(rule not in found for rule in said):
             continue
-        said = found["advice"]["rule"]
         got = mean(float(scores(found[rule])[i]) for i, rule in enumerate(said))
         named = ", ".join(f"`{rule}` {said.count(rule)}" for rule in dict.fromkeys(said))
         always = [f"{scores(found[rule]).mean():.3f}" if rule in found else "-" for rule in ALWAYS]
