@@ -11,6 +11,7 @@ from study_queue import queue
 from study_rules import SPELLED
 from study_statistics import (
     REFERENCE,
+    SHARES,
     Difference,
     complete,
     critical_difference,
@@ -112,6 +113,18 @@ def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names
         shown = ["-" if d is None else points(d) for d in cells_of_row]
         rows.append([name, f"{reference.mean():.3f}", *shown])
     return table(["", "*standardised*", *map(spelled, methods)], rows)
+
+
+def stopped_earlier(cells: Cells, shared: dict[str, bool], methods: list[str]) -> list[str]:
+    """A row a method: the mean difference over the problems that have it, at a quarter, a half and all of the steps."""
+    rows = []
+    for method in methods:
+        shares = []
+        for place in SHARES.values():
+            found = [against(cells, shared, name, method, place) for name in cells]
+            shares.append(f"{100 * mean(d.mean for d in found if d is not None):+.1f}")
+        rows.append([spelled(method), *shares])
+    return table(["", *SHARES], rows)
 
 
 def at_equal_budget(cells: Cells, shared: dict[str, bool]) -> list[str]:
@@ -220,6 +233,12 @@ def made(cells: Cells) -> list[str]:
         "### Development problems",
         "",
         *differences(cells, shared, core, old),
+        "",
+        "### When all stop earlier",
+        "",
+        "The mean of the same differences, each method at this share of its steps.",
+        "",
+        *stopped_earlier(cells, shared, core),
         "",
         "### At equal budget",
         "",
