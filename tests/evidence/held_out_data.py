@@ -5,11 +5,14 @@ Nothing is fetched. What takes long to compute is kept in `build/evidence`.
 
 import csv
 import tarfile
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from study_problem import Split
 from torch import Tensor
 
 KEPT = Path(__file__).parents[2] / "build" / "evidence"
@@ -52,51 +55,97 @@ def one_hot(rows: list[dict[str, str]], *names: str) -> Tensor:
     return torch.cat([torch.nn.functional.one_hot(classes(rows, name)).float() for name in names], dim=1)
 
 
-def molecules() -> tuple[Tensor, Tensor]:
-    """The first 5000 compounds of the NCI: counts of fragments (Morgan, radius 2, 256 bins), and five properties."""
-    kept = KEPT / "molecules.pt"
-    if kept.exists():
-        fragments, properties = torch.load(kept)
-        return fragments, properties
+def _read_molecules() -> list[Any]:
+    """The first 5000 compounds of the NCI, as rdkit reads them."""
     from rdkit import Chem, RDLogger
-    from rdkit.Chem import Crippen, Descriptors, rdFingerprintGenerator, rdMolDescriptors
 
     RDLogger.DisableLog("rdApp.*")
-    make = rdFingerprintGenerator.GetMorganGenerator(radius=2, fpSize=256)
     lines = (folder_of("rdkit") / "Data" / "NCI" / "first_5K.smi").read_text().splitlines()
-    fragments, properties = [], []
-    for line in lines:
-        found = Chem.MolFromSmiles(line.split()[0])
-        if found is None or found.GetNumHeavyAtoms() < 2:
-            continue
-        fragments.append(torch.tensor(make.GetCountFingerprintAsNumPy(found).tolist(), dtype=torch.float32))
-        values = [
-            Crippen.MolLogP(found),
-            rdMolDescriptors.CalcTPSA(found),
-            Crippen.MolMR(found),
-            Descriptors.qed(found),
-            rdMolDescriptors.CalcFractionCSP3(found),
-        ]
-        properties.append(torch.tensor(values, dtype=torch.float32))
-    made = torch.stack(fragments).log1p(), torch.stack(properties)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    torch.save(made, kept)
-    return made
+    found = [Chem.MolFromSmiles(line.split()[0]) for line in lines]
+    return [one for one in found if one is not None and one.GetNumHeavyAtoms() > 1]
 
 
-def signals(seed: int, rows: int = 3000) -> tuple[Tensor, Tensor]:
+def _properties(molecule: Any) -> Tensor:
+    """LogP, polar surface, refractivity, drug-likeness, share of sp3 carbons."""
+    from rdkit.Chem import Crippen, Descriptors, rdMolDescriptors
+
+    values = [Crippen.MolLogP(molecule), rdMolDescriptors.CalcTPSA(molecule), Crippen.MolMR(molecule)]
+    return torch.tensor([*values, Descriptors.qed(molecule), rdMolDescriptors.CalcFractionCSP3(molecule)])
+
+
+def _kept(name: str, make: Callable[[], Split]) -> Split:
+    """What was computed before, or is now."""
+    path = KEPT / f"{name}.pt"
+    if not path.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        torch.save(make(), path)
+    return tuple(torch.load(path))
+
+
+def molecules() -> Split:
+    """Counts of fragments (Morgan, radius 2, 256 bins), and five properties."""
+
+    def make() -> Split:
+        from rdkit.Chem import rdFingerprintGenerator
+
+        generator = rdFingerprintGenerator.GetMorganGenerator(radius=2, fpSize=256)
+        found = _read_molecules()
+        counts = [torch.tensor(generator.GetCountFingerprintAsNumPy(one).tolist()).float() for one in found]
+        return torch.stack(counts).log1p(), torch.stack([_properties(one) for one in found])
+
+    return _kept("molecules", make)
+
+
+ELEMENTS = (6, 7, 8, 9, 15, 16, 17, 35)
+
+
+def graphs(most: int = 20) -> Split:
+    """Of molecules with so many atoms at most: kinds of atoms `[n, most, 9]`, bonds `[n, most, most]`, properties."""
+
+    def make() -> Split:
+        found = [one for one in _read_molecules() if one.GetNumHeavyAtoms() <= most]
+        atoms, bonds = torch.zeros(len(found), most, len(ELEMENTS) + 1), torch.zeros(len(found), most, most)
+        for i, one in enumerate(found):
+            for atom in one.GetAtoms():
+                number = atom.GetAtomicNum()
+                atoms[i, atom.GetIdx(), ELEMENTS.index(number) if number in ELEMENTS else len(ELEMENTS)] = 1
+            for bond in one.GetBonds():
+                ends = bond.GetBeginAtomIdx(), bond.GetEndAtomIdx()
+                bonds[i, ends[0], ends[1]] = bonds[i, ends[1], ends[0]] = bond.GetBondTypeAsDouble()
+        return atoms, bonds, torch.stack([_properties(one) for one in found])
+
+    return _kept("graphs", make)
+
+
+def characters(length: int = 32, rows: int = 12_000) -> Split:
+    """Windows `[n, length]` of the topics of Python's manual: characters, the following ones, the kinds of those after
+    them, and how far the end of the word is. The text is that of the running Python: other versions differ in places.
+    """
+    from pydoc_data.topics import topics
+
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    codes = torch.tensor([min(max(ord(c) - 32, 0), 95) for c in text])
+    kinds = torch.tensor([0 if c.isalpha() else 1 if c.isdigit() else 2 if c == " " else 3 for c in text])
+    ends = [0] * len(text)
+    for i in range(len(text) - 2, -1, -1):
+        ends[i] = 0 if text[i] == " " else min(ends[i + 1] + 1, 20)
+    starts = torch.arange(rows) * (length + 2)
+    if int(starts[-1]) + length + 2 > len(text):
+        raise ValueError(f"expected a manual of {rows * (length + 2)} characters, found {len(text)}")
+    at = starts[:, None] + torch.arange(length)
+    return codes[at], codes[at + 1], kinds[at + 2], torch.tensor(ends)[at].float()
+
+
+def signals(seed: int, rows: int = 3000) -> Split:
     """Signals `[n, 40]` of mnist1d, made anew from a seed, and the digits that they stand for."""
-    kept = KEPT / f"signals_{rows}_{seed}.pt"
-    if kept.exists():
-        x, y = torch.load(kept)
-        return x, y
-    folder_of("mnist1d")
-    from mnist1d.data import get_dataset_args, make_dataset
 
-    options = get_dataset_args()
-    options.num_samples, options.seed, options.train_split = rows, seed, 1.0
-    found = make_dataset(options)
-    made = torch.tensor(found["x"], dtype=torch.float32), torch.tensor(found["y"])
-    KEPT.mkdir(parents=True, exist_ok=True)
-    torch.save(made, kept)
-    return made
+    def make() -> Split:
+        folder_of("mnist1d")
+        from mnist1d.data import get_dataset_args, make_dataset
+
+        options = get_dataset_args()
+        options.num_samples, options.seed, options.train_split = rows, seed, 1.0
+        found = make_dataset(options)
+        return torch.tensor(found["x"], dtype=torch.float32), torch.tensor(found["y"])
+
+    return _kept(f"signals_{rows}_{seed}", make)

@@ -14,6 +14,7 @@ from problems_held_out import (
     signals_of_digits,
     twenty,
 )
+from problems_large import convolutions, graph_net, transformer
 from study_problem import Problem
 
 
@@ -50,4 +51,7 @@ PROBLEMS = {
     "signals": Entry(signals_of_digits, 2, shared=False, held_out=True),
     "twenty": Entry(twenty, 20, held_out=True),
     "heat": Entry(heat, 3, shared=False, held_out=True),
+    "convolutions": Entry(convolutions, 3, held_out=True),
+    "characters": Entry(transformer, 3, shared=False, held_out=True),
+    "graphs": Entry(graph_net, 5, held_out=True),
 }

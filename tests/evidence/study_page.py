@@ -11,6 +11,7 @@ from study_queue import queue
 from study_rules import SPELLED
 from study_statistics import (
     REFERENCE,
+    SHARES,
     Difference,
     complete,
     critical_difference,
@@ -114,6 +115,18 @@ def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names
     return table(["", "*standardised*", *map(spelled, methods)], rows)
 
 
+def stopped_earlier(cells: Cells, shared: dict[str, bool], methods: list[str]) -> list[str]:
+    """A row a method: the mean difference over the problems that have it, at a quarter, a half and all of the steps."""
+    rows = []
+    for method in methods:
+        shares = []
+        for place in SHARES.values():
+            found = [against(cells, shared, name, method, place) for name in cells]
+            shares.append(f"{100 * mean(d.mean for d in found if d is not None):+.1f}")
+        rows.append([spelled(method), *shares])
+    return table(["", *SHARES], rows)
+
+
 def at_equal_budget(cells: Cells, shared: dict[str, bool]) -> list[str]:
     """Random search after as many trials as rates and rows of `nash_mtl` cost, beside it."""
     rows = []
@@ -162,10 +175,9 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
     rows = []
     for name in names:
         found = cells[name]
-        needed = ("advice", "mean", "nash_mtl", "aligned_mtl")
-        if any(x not in found for x in needed) or REFERENCE not in found:
+        said = found["advice"]["rule"] if "advice" in found else [""]
+        if any(rule not in found for rule in said):
             continue
-        said = found["advice"]["rule"]
         got = mean(float(scores(found[rule])[i]) for i, rule in enumerate(said))
         named = ", ".join(f"`{rule}` {said.count(rule)}" for rule in dict.fromkeys(said))
         always = [f"{scores(found[rule]).mean():.3f}" if rule in found else "-" for rule in ALWAYS]
@@ -221,6 +233,12 @@ def made(cells: Cells) -> list[str]:
         "### Development problems",
         "",
         *differences(cells, shared, core, old),
+        "",
+        "### When all stop earlier",
+        "",
+        "The mean of the same differences, each method at this share of its steps.",
+        "",
+        *stopped_earlier(cells, shared, core),
         "",
         "### At equal budget",
         "",

@@ -1,0 +1,175 @@
+"""The larger problems, of 1e5 parameters: a convolutional net, a transformer on characters, a graph net."""
+
+from math import pi
+from typing import Any
+
+import torch
+from held_out_data import characters, graphs
+from problems_development import digits
+from study_problem import Data, Params, Problem, Split, accuracy, entropy, explained, generator_of, splits, standardized
+from torch import Tensor
+from torch.nn.functional import conv2d, cross_entropy, layer_norm, max_pool2d, pad, relu
+
+
+def _matrix(generator: torch.Generator, *shape: int) -> Tensor:
+    """Weights of variance 2 over the number of inputs, which are all axes but the first."""
+    inputs = shape[-1] if len(shape) == 2 else shape[1] * shape[2] * shape[3]
+    return torch.randn(*shape, generator=generator) * (2 / inputs) ** 0.5
+
+
+def _named(widths: dict[str, tuple[int, ...]], generator: torch.Generator) -> Params:
+    """A weight for each name, and a bias of zeros."""
+    weights = {name: _matrix(generator, *shape) for name, shape in widths.items()}
+    return weights | {f"{name}_bias": torch.zeros(shape[0]) for name, shape in widths.items()}
+
+
+def _linear(params: Params, name: str, x: Tensor) -> Tensor:
+    return x @ params[name].T + params[f"{name}_bias"]
+
+
+def convolutions() -> Problem:
+    """Two digits in one image: name both, and give the image back."""
+    images, labels = digits()
+    shapes = {"first": (32, 1, 3, 3), "second": (64, 32, 3, 3), "narrow": (64, 1536), "last": (116, 64)}
+
+    def data(draw: int) -> Data:
+        g = generator_of(draw, 2)
+
+        def pairs(split: Split, n: int) -> Split:
+            image, label = split
+            left, right = (torch.randint(len(label), (n,), generator=g) for _ in "12")
+            x = torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0)))
+            return x[:, None], label[left], label[right]
+
+        found = splits((images, labels), draw)
+        return Data(pairs(found.train, 4000), pairs(found.validation, 1000), pairs(found.test, 1000))
+
+    def values(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = relu(conv2d(x, params["first"], params["first_bias"], padding=1))
+        h = relu(conv2d(h, params["second"], params["second_bias"], padding=1))
+        out = _linear(params, "last", relu(_linear(params, "narrow", max_pool2d(h, 2).flatten(1))))
+        return out[:, :10], out[:, 10:20], out[:, 20:]
+
+    def losses(params: Params, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        first, second, image = values(params, x)
+        again = (image - x.flatten(1)).square().mean()
+        return torch.stack([cross_entropy(first, left), cross_entropy(second, right), again])
+
+    def scores(params: Params, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        first, second, image = values(params, x)
+        again = explained(image.flatten(), x.flatten())
+        return torch.stack([accuracy(first, left), accuracy(second, right), again])
+
+    return Problem(
+        "convolutions",
+        "Two digits overlap in an image of 8 x 12: name both and give the image back through 64 numbers, by a "
+        "convolutional net.",
+        data,
+        lambda g: _named(shapes, g),
+        losses,
+        lambda x, left, right: torch.stack([entropy(left, 10), entropy(right, 10), x.flatten(1).var(0).mean()]),
+        scores,
+        ("accuracy left", "accuracy right", "R² of the image"),
+        m=3,
+        batch=32,
+        draws=3,
+    )
+
+
+WIDTH, LAYERS, HEADS, LETTERS, KINDS = 64, 2, 4, 96, 4
+
+
+def _attention(params: Params, layer: int, h: Tensor) -> Tensor:
+    """Causal attention of four heads, and two layers after it, each added to what came in."""
+    n, length, _ = h.shape
+    parts = _linear(params, f"qkv{layer}", layer_norm(h, (WIDTH,))).reshape(n, length, 3, HEADS, WIDTH // HEADS)
+    q, k, v = parts.permute(2, 0, 3, 1, 4)
+    # By hand: under vmap, torch computes its fused attention one by one.
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    near = torch.softmax((q @ k.mT / (WIDTH // HEADS) ** 0.5).masked_fill(later, float("-inf")), dim=-1)
+    seen = (near @ v).transpose(1, 2).reshape(n, length, WIDTH)
+    h = h + _linear(params, f"out{layer}", seen)
+    return h + _linear(params, f"down{layer}", relu(_linear(params, f"up{layer}", layer_norm(h, (WIDTH,)))))
+
+
+def transformer() -> Problem:
+    """The next character, the kind of the one after it, and how far the word goes on."""
+    shapes: dict[str, tuple[int, ...]] = {"letters": (WIDTH, LETTERS), "last": (LETTERS + KINDS + 1, WIDTH)}
+    for i in range(LAYERS):
+        shapes |= {f"qkv{i}": (3 * WIDTH, WIDTH), f"out{i}": (WIDTH, WIDTH)}
+        shapes |= {f"up{i}": (4 * WIDTH, WIDTH), f"down{i}": (WIDTH, 4 * WIDTH)}
+    rows = characters()
+    length = rows[0].shape[1]
+    turns = torch.arange(length)[:, None] / 10 ** (torch.arange(WIDTH // 2) / (WIDTH / 8)) * 2 * pi / 10
+    places = torch.cat([turns.sin(), turns.cos()], dim=1)
+
+    def values(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = params["letters"].T[x] + places
+        for layer in range(LAYERS):
+            h = _attention(params, layer, h)
+        out = _linear(params, "last", layer_norm(h, (WIDTH,))).flatten(0, 1)
+        return out[:, :LETTERS], out[:, LETTERS:-1], out[:, -1]
+
+    def losses(params: Params, x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
+        letter, later, distance = values(params, x)
+        named = [cross_entropy(letter, following.flatten()), cross_entropy(later, kind.flatten())]
+        return torch.stack([*named, (distance - left.flatten()).square().mean()])
+
+    def constant(x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
+        named = [entropy(following.flatten(), LETTERS), entropy(kind.flatten(), KINDS)]
+        return torch.stack([*named, left.flatten().var()])
+
+    def scores(params: Params, x: Tensor, following: Tensor, kind: Tensor, left: Tensor) -> Tensor:
+        letter, later, distance = values(params, x)
+        right = [accuracy(letter, following.flatten()), accuracy(later, kind.flatten())]
+        return torch.stack([*right, explained(distance, left.flatten())])
+
+    return Problem(
+        "characters",
+        "Texts of Python's own manual: the next character, the kind of the one after it (letter, digit, space, other; "
+        "cross entropies), and how many characters the word goes on (squared error), by a small transformer.",
+        lambda draw: splits(rows, draw, 4000),
+        lambda g: _named(shapes, g),
+        losses,
+        constant,
+        scores,
+        ("accuracy next", "accuracy kind", "R² of the distance"),
+        m=3,
+        batch=16,
+        draws=3,
+    )
+
+
+def graph_net() -> Problem:
+    """Five properties of a molecule, from its atoms and bonds."""
+    atoms, bonds, properties = graphs()
+    variance, kinds, width = properties.var(0), atoms.shape[2], 128
+    shapes = {"enter": (width, kinds), "last": (5, width)}
+    for i in range(3):
+        shapes |= {f"own{i}": (width, width), f"near{i}": (width, width)}
+
+    def values(params: Params, atoms: Tensor, bonds: Tensor) -> Tensor:
+        there = atoms.sum(2, keepdim=True)
+        h = relu(_linear(params, "enter", atoms)) * there
+        for i in range(3):
+            h = h + relu(_linear(params, f"own{i}", h) + _linear(params, f"near{i}", bonds @ h)) * there / 2
+        return _linear(params, "last", h.sum(1) / 10)
+
+    def losses(params: Params, atoms: Tensor, bonds: Tensor, y: Tensor) -> Tensor:
+        return variance * (values(params, atoms, bonds) - y).square().mean(0)
+
+    columns: Any = (atoms, bonds, properties)
+    return Problem(
+        "graphs",
+        "Molecules of rdkit with up to 20 atoms: the five properties, each in its own unit, from atoms and bonds, by "
+        "three rounds of messages.",
+        lambda draw: standardized(splits(columns, draw), 2),
+        lambda g: _named(shapes, g),
+        losses,
+        lambda atoms, bonds, y: variance * y.var(0),
+        lambda params, atoms, bonds, y: explained(values(params, atoms, bonds), y),
+        ("R² logP", "R² surface", "R² refractivity", "R² likeness", "R² sp3"),
+        m=5,
+        batch=32,
+        draws=3,
+    )
