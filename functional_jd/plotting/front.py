@@ -75,7 +75,7 @@ def front(
         ax.plot(*values[selected].T, **style, label=name or "on the front")
     if chosen is not None:
         mark: dict[str, Any] = {"linestyle": "none", "color": color}
-        ring: dict[str, Any] = mark | {"marker": "o", "markersize": 14, "markerfacecolor": "none"}
+        ring: dict[str, Any] = {**mark, "marker": "o", "markersize": 14, "markerfacecolor": "none"}
         ax.plot(*as_array(chosen.reshape(1, 2)).T, **ring, label="knee")
         ax.plot(*as_array(together[on_front].amin(0, keepdim=True)).T, **mark, marker="*", markersize=11, label="ideal")
     legend(ax)
