@@ -305,6 +305,38 @@ def test_derivatives_go_through_a_step_with_buffers():
     torch.testing.assert_close(forward, found)
 
 
+@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
+def test_derivatives_reach_the_buffers_that_training_starts_with(engine):
+    w, x = torch.tensor([0.4, -0.7, 1.1], dtype=torch.float64), torch.tensor([0.3, 0.2, -0.5], dtype=torch.float64)
+
+    def losses(w, average, x):
+        average = (average + (w * x).sin()) / 2
+        return torch.stack([(w - average).square().sum(), average.exp().sum()]), average
+
+    def trained(average):
+        method = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(w, x, buffers=average, **method)
+        for _ in range(2):
+            state, _ = fj.step(state, x, engine=engine, **method)
+        return state.params.square().sum() + state.buffers.sum()
+
+    def by_hand(average):
+        p = w.clone().requires_grad_()
+        for _ in range(2):
+            values, average = losses(p, average, x)
+            p = p - 0.1 * torch.autograd.grad(values.mean(), p, create_graph=True)[0]
+        return p.square().sum() + average.sum()
+
+    average = torch.tensor([0.1, 0.9, -0.2], dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(by_hand(average), average)
+    for derivative in (
+        torch.func.grad,
+        torch.func.jacfwd,
+        lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None])[0],
+    ):
+        torch.testing.assert_close(derivative(trained)(average.detach()), expected, rtol=1e-12, atol=0)
+
+
 def test_what_does_not_fit_is_named():
     params, x = torch.ones(3), torch.ones(3)
     start = {"a": torch.zeros(2), "n": torch.tensor(0)}
