@@ -337,6 +337,37 @@ def test_derivatives_reach_the_buffers_that_training_starts_with(engine):
         torch.testing.assert_close(derivative(trained)(average.detach()), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_derivatives_of_multitask_steps_go_through_the_buffers(engine):
+    x = torch.tensor([[0.3, 0.2], [-0.5, 0.9], [0.1, -1.2]], dtype=torch.float64)
+
+    def features(w, average, x):
+        h = (x @ w).tanh()
+        return h - average, (average + h.mean(0)) / 2
+
+    def heads(v, h, average, x):
+        return torch.stack([(h @ v - 1).square().mean(), (h.square() @ v - average.sum()).square().mean()]), average
+
+    def trained(w):
+        method = {"losses": fj.multitask(features, heads), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+        params = {"shared": w.view(2, 2), "heads": w[:2]}
+        state = fj.train_state(params, x, buffers=torch.zeros(2, dtype=torch.float64), **method)
+        for _ in range(3):
+            state, _ = fj.step(state, x, engine=engine, **method)
+        return state.params["shared"].pow(3).sum() + state.params["heads"].sum() + state.buffers.exp().sum()
+
+    w, h = torch.tensor([0.4, -0.7, 0.9, 0.2], dtype=torch.float64), 1e-5
+    expected = torch.stack([(trained(w + e) - trained(w - e)) / (2 * h) for e in h * torch.eye(4, dtype=torch.float64)])
+    found = w.clone().requires_grad_()
+    close = {"rtol": 0, "atol": 1e-8}  # truncation, h^2, and rounding, eps / h, times derivatives below 10
+    torch.testing.assert_close(torch.func.grad(trained)(w), expected, **close)
+    torch.testing.assert_close(torch.func.jacfwd(trained)(w), expected, **close)
+    torch.testing.assert_close(torch.autograd.grad(trained(found), found)[0], expected, **close)
+    rows = trained(w)
+    engine = fj.engines.jacobian_engine(mode="forward")  # whose rows leave out what heads receive by buffers, too
+    torch.testing.assert_close(trained(w), rows, rtol=1e-12, atol=0)
+
+
 def test_what_does_not_fit_is_named():
     params, x = torch.ones(3), torch.ones(3)
     start = {"a": torch.zeros(2), "n": torch.tensor(0)}
