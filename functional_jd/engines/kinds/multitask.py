@@ -228,13 +228,13 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 def _forward(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
     losses.split(args[0])
 
-    def trunk(*given: Any) -> Tree:
+    def features(*given: Any) -> Tree:
         found = losses.features(*given)
         if isinstance(found, FeaturesAndBuffers):
             return found._replace(buffers=tree_map(torch.Tensor.detach, found.buffers))
         return found
 
-    rows, values, aux = plain.jacobian(Multitask(trunk, losses.heads), args, options)
+    rows, values, aux = plain.jacobian(Multitask(features, losses.heads), args, options)
     (own, structure), (shared, shared_structure) = tree_flatten(rows["heads"]), tree_flatten(rows["shared"])
     factors = row_scales(options.scale, objective_count(values), shared[0], options.where)
     with autocast_disabled():
