@@ -52,8 +52,9 @@ def train_state(
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It
             goes where the parameters are, and so do buffers and keys.
         buffers: pytree of tensors that the losses take after the parameters and return beside the losses, such as
-            `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet. `()`
-            for losses without buffers.
+            `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet.
+            Derivatives reach them under a transform; for plain autograd, put them in by `state._replace(buffers=...)`.
+            `()` for losses without buffers.
         engine: as for `step`.
         has_aux: as for `step`.
         constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
@@ -117,7 +118,7 @@ def train_state(
         return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
 
     placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
-    buffers = tree_map(lambda x: beside_parameters(x.detach().clone()), buffers)
+    buffers = tree_map(lambda x: beside_parameters((x if _is_tracked(x) else x.detach()).clone()), buffers)
     values, method = (
         {"parameters": params, "buffers": buffers, "scale": placed},
         {"rule": aggregator, "optimizer": optimizer},
@@ -203,6 +204,11 @@ def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
     tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
     return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)
+
+
+def _is_tracked(buffer: Tensor) -> bool:
+    """Whether a transform may follow a buffer. What plain autograd recorded is mostly the rest of another call."""
+    return under_functorch() and not isinstance(buffer, nn.Parameter)
 
 
 def _refuse_no_tensors(buffers: Tree) -> None:

@@ -178,3 +178,20 @@ def test_a_head_that_reaches_the_trunk_beside_the_features_is_refused(differenti
     params = {"shared": torch.ones(3, 2).double(), "heads": torch.ones(2).double()}
     with pytest.raises(ValueError, match=r"must depend on the trunk by its features only, found a loss that reaches"):
         differentiate(losses)(params, torch.ones(4, 3).double())
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap", "forward"])
+def test_heads_in_half_precision_are_added_in_float32_without_a_scale_too(mode):
+    tasks = fj.multitask(lambda w, x: w * x, lambda v, h, x: [256 * v * h.to(v), v * h.to(v), v * h.to(v)])
+    params = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0, dtype=torch.bfloat16)}
+    found = fj.jacobian_fn(tasks, mode=mode)(params, torch.tensor(1.0))[0].heads
+    assert found.dtype == torch.bfloat16
+    assert found == 258  # 256 + 1 is 256 in bfloat16
+
+
+def test_a_trunk_with_buffers_returns_a_pair():
+    tasks = fj.multitask(lambda w, b, x: (w * x, b, b), lambda v, h, b, x: ([v * h, h], b))
+    params = {"shared": torch.tensor(1.0), "heads": torch.tensor(1.0)}
+    method = {"losses": tasks, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found tuple"):
+        fj.train_state(params, torch.tensor(1.0), buffers=torch.zeros(1), **method)

@@ -186,6 +186,13 @@ def test_all_rates_see_the_same_noise(refused):
     assert torch.equal(optimizer.search(losses, torch.ones(2), state, x)[0], x - 1.9)
 
 
+def test_the_rate_is_float64_whatever_the_rates_are():
+    optimizer, x = line_search(fj.sgd(1.0), torch.tensor([0.25, 0.1])), torch.ones(2)
+    _, state = optimizer.search(lambda x: x, x, optimizer.init(x), x)
+    assert state.rate.dtype == torch.float64
+    assert state.rate == 0.25
+
+
 def test_a_skipped_step_keeps_the_rate_and_a_checkpoint_goes_on():
     how = method(losses=lambda p, x: rosenbrock(p) * x)
     one = torch.ones(2, dtype=torch.float64)

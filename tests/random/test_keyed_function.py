@@ -203,6 +203,7 @@ def test_factories_take_the_arguments_of_torchs():
         lambda: torch.bernoulli(x, 2.0),
         lambda: torch.randint(5, 5, (3,)),
         lambda: torch.multinomial(torch.ones(3), 4),
+        lambda: torch.multinomial(torch.ones(3), 0),
         lambda: torch.normal(0.0, -1.0, (3,)),
     ],
 )

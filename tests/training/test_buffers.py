@@ -305,6 +305,69 @@ def test_derivatives_go_through_a_step_with_buffers():
     torch.testing.assert_close(forward, found)
 
 
+@pytest.mark.parametrize("engine", ["jacobian", "weighted"])
+def test_derivatives_reach_the_buffers_that_training_starts_with(engine):
+    w, x = torch.tensor([0.4, -0.7, 1.1], dtype=torch.float64), torch.tensor([0.3, 0.2, -0.5], dtype=torch.float64)
+
+    def losses(w, average, x):
+        average = (average + (w * x).sin()) / 2
+        return torch.stack([(w - average).square().sum(), average.exp().sum()]), average
+
+    def trained(average):
+        method = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(w, x, buffers=average, **method)
+        for _ in range(2):
+            state, _ = fj.step(state, x, engine=engine, **method)
+        return state.params.square().sum() + state.buffers.sum()
+
+    def by_hand(average):
+        p = w.clone().requires_grad_()
+        for _ in range(2):
+            values, average = losses(p, average, x)
+            p = p - 0.1 * torch.autograd.grad(values.mean(), p, create_graph=True)[0]
+        return p.square().sum() + average.sum()
+
+    average = torch.tensor([0.1, 0.9, -0.2], dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(by_hand(average), average)
+    for derivative in (
+        torch.func.grad,
+        torch.func.jacfwd,
+        lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None])[0],
+    ):
+        torch.testing.assert_close(derivative(trained)(average.detach()), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_derivatives_of_multitask_steps_go_through_the_buffers(engine):
+    x = torch.tensor([[0.3, 0.2], [-0.5, 0.9], [0.1, -1.2]], dtype=torch.float64)
+
+    def features(w, average, x):
+        h = (x @ w).tanh()
+        return h - average, (average + h.mean(0)) / 2
+
+    def heads(v, h, average, x):
+        return torch.stack([(h @ v - 1).square().mean(), (h.square() @ v - average.sum()).square().mean()]), average
+
+    def trained(w):
+        method = {"losses": fj.multitask(features, heads), "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+        params = {"shared": w.view(2, 2), "heads": w[:2]}
+        state = fj.train_state(params, x, buffers=torch.zeros(2, dtype=torch.float64), **method)
+        for _ in range(3):
+            state, _ = fj.step(state, x, engine=engine, **method)
+        return state.params["shared"].pow(3).sum() + state.params["heads"].sum() + state.buffers.exp().sum()
+
+    w, h = torch.tensor([0.4, -0.7, 0.9, 0.2], dtype=torch.float64), 1e-5
+    expected = torch.stack([(trained(w + e) - trained(w - e)) / (2 * h) for e in h * torch.eye(4, dtype=torch.float64)])
+    found = w.clone().requires_grad_()
+    close = {"rtol": 0, "atol": 1e-8}  # truncation, h^2, and rounding, eps / h, times derivatives below 10
+    torch.testing.assert_close(torch.func.grad(trained)(w), expected, **close)
+    torch.testing.assert_close(torch.func.jacfwd(trained)(w), expected, **close)
+    torch.testing.assert_close(torch.autograd.grad(trained(found), found)[0], expected, **close)
+    rows = trained(w)
+    engine = fj.engines.jacobian_engine(mode="forward")  # whose rows leave out what heads receive by buffers, too
+    torch.testing.assert_close(trained(w), rows, rtol=1e-12, atol=0)
+
+
 def test_what_does_not_fit_is_named():
     params, x = torch.ones(3), torch.ones(3)
     start = {"a": torch.zeros(2), "n": torch.tensor(0)}

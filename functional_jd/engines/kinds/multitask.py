@@ -111,10 +111,11 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     if any(x.is_complex() for x in _differentiable(point.extra)):
         raise RowsNeededError("features are complex numbers")
 
+    extra = point.extra if options.differentiable else detach_tree(point.extra)
     evaluated: list[tuple[Any, list[Tensor]]] = []
 
     def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
-        found = losses.heads(heads, _with_differentiable(point.extra, differentiated), *batch)
+        found = losses.heads(heads, _with_differentiable(extra, differentiated), *batch)
         if not under_transform():
             evaluated[:] = [(found[0] if options.has_aux else found, differentiated)]
         return found
@@ -126,7 +127,7 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     (between, gradient), values, aux = found
     for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
         tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-        _refuse_other_ways(tensors, differentiated, inside, options)
+        _refuse_other_ways(tensors, [*differentiated, *_buffers_of(extra)], inside, options)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
@@ -202,7 +203,7 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         mine = tree_unflatten(own_structure, inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
         if below.inputs:  # a graph of plain autograd
-            _refuse_other_ways(outputs, inputs[len(own) :], below.inputs, options)
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *_buffers_of(below.extra)], below.inputs, options)
         return outputs, extra
 
     looped = options.mode in ("auto", "loop")
@@ -226,7 +227,14 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 
 def _forward(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
     losses.split(args[0])
-    rows, values, aux = plain.jacobian(losses, args, options)
+
+    def features(*given: Any) -> Tree:
+        found = losses.features(*given)
+        if isinstance(found, FeaturesAndBuffers):
+            return found._replace(buffers=tree_map(torch.Tensor.detach, found.buffers))
+        return found
+
+    rows, values, aux = plain.jacobian(Multitask(features, losses.heads), args, options)
     (own, structure), (shared, shared_structure) = tree_flatten(rows["heads"]), tree_flatten(rows["shared"])
     factors = row_scales(options.scale, objective_count(values), shared[0], options.where)
     with autocast_disabled():
@@ -307,6 +315,12 @@ def _differentiable(features: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(through) if _has_gradient(x)]
 
 
+def _buffers_of(features: Tree) -> list[Tensor]:
+    """The buffers that carry a gradient, by which that of the trunk is not to go."""
+    buffers = features.buffers if isinstance(features, FeaturesAndBuffers) else ()
+    return [x for x in tree_leaves(buffers) if isinstance(x, Tensor) and x.requires_grad]
+
+
 def _with_differentiable(features: Tree, differentiated: list[Tensor]) -> Tree:
     """The features with other tensors in the place of those that a gradient goes through."""
     if isinstance(features, FeaturesAndBuffers):
@@ -328,7 +342,7 @@ def _over_shards(losses: Multitask, chosen: Sequence[Tree], enter: Callable[...,
 
 
 class FeaturesAndBuffers(NamedTuple):
-    """What a trunk with buffers returns: no derivative goes through the buffers."""
+    """What a trunk with buffers returns: no row goes through the buffers, but derivatives of steps do."""
 
     features: Tree
     buffers: Tree
@@ -348,7 +362,7 @@ def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
                 f"{type(found).__name__}. Return the buffers unchanged where the trunk has none."
             )
         features, buffers = cast("tuple[Any, Any]", found)
-        return FeaturesAndBuffers(features, tree_map(torch.Tensor.detach, buffers))
+        return FeaturesAndBuffers(features, buffers)
 
     def heads_with_buffers(own: Params, found: FeaturesAndBuffers, _: Tree, *batch: Any) -> Any:
         return with_carried(losses.heads(own, found.features, found.buffers, *batch), extras)
