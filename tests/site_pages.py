@@ -112,7 +112,7 @@ def build(root: Path, folder: Path) -> Path:
     copy.mkdir()
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(root / name, copy)
-    for name in ("docs", "notebooks"):
+    for name in ("docs", "notebooks", "tests"):  # pages link to files of the tests
         shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("reference", "__pycache__"))
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-c", str(copy / "docs"), str(copy), str(site)]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
