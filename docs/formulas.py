@@ -97,13 +97,19 @@ def _groups(text: str) -> str:
     return re.sub(r"\^ ?([-+]) ?(\w*)", r"^{\1\2}", re.sub(r"\^ (\\?[A-Za-z0-9]+(?:_\{[^{}]*\})?)", r"^{\1}", text))
 
 
+def mathml(text: str, *, as_block: bool = False) -> str:
+    """MathML of LaTeX, whose braces are as high as what they stand in."""
+    found = tex2mathml(text, as_block=as_block)
+    return re.sub(r"<mo>([{}])</mo>", r'<mo stretchy="false">\1</mo>', found)
+
+
 def visit_inline(translator: Any, node: nodes.math) -> None:
     """Write mathematics as MathML, which browsers draw without a script."""
-    translator.body.append(tex2mathml(node.astext()))
+    translator.body.append(mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def visit_block(translator: Any, node: nodes.math_block) -> None:
     """The same, on lines of its own."""
-    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    translator.body.append(f'<div class="math">{mathml(node.astext(), as_block=True)}</div>')
     raise nodes.SkipNode

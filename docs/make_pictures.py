@@ -24,7 +24,7 @@ def _front(ax: Any = None) -> Any:
     return plotting.front({"found": points, "others": points[1::2] + 0.15}, ["time", "cost"], ax)
 
 
-def _training() -> tuple[list[jd.StepInfo], list[jd.ScaleState]]:
+def _training() -> tuple[list[jd.StepInfo], list[jd.precision.ScaleState]]:
     """Sixty steps on two losses in different units, in float16, with a scale for each."""
 
     def losses(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:

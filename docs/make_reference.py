@@ -16,12 +16,13 @@ TASKS = {
     "make one direction of the rows": ["aggregate"],
     "choose how objectives count": ["mean", "upgrad", "config", "nash_mtl"],
     "train: one step, or a loop": ["train_state", "step", "fit"],
-    "keep a loop of your own, and get weights for the losses": ["weights_fn"],
+    "keep a loop or a trainer (Lightning, Accelerate), and get weights for the losses": ["weights_fn"],
     "choose an optimizer": ["sgd", "adamw", "from_torch", "from_transformation", "line_search"],
     "train in half precision": ["autocast", "scale_state"],
     "see whether objectives conflict": ["diagnostics.diagnose", "diagnostics.describe", "diagnostics.advise"],
     "draw a training": ["plotting.history", "plotting.cone", "plotting.heatmap"],
-    "stop, store and go on": ["to_checkpoint", "from_checkpoint"],
+    "log a training, as CSV or in TensorBoard": ["StepInfo", "diagnostics.diagnose"],
+    "stop, store and resume": ["to_checkpoint", "from_checkpoint"],
     "train on several processes or devices": ["distributed.replicated", "distributed.sharded"],
     "train privately": ["private", "clipped", "noised"],
     "solve for residuals, as of physics": ["natural_gradient", "levenberg_marquardt"],
@@ -118,7 +119,10 @@ def write(folder: Path, pictures: Iterable[str] = ()) -> None:
 def tasks() -> str:
     """The table of what to do and which function does it."""
     lines = [
-        ".. list-table:: Which function do I need?",
+        "Which function do I need?",
+        "-------------------------",
+        "",
+        ".. list-table::",
         "   :header-rows: 1",
         "",
         "   * - I want to",
@@ -128,7 +132,7 @@ def tasks() -> str:
     for task, names in TASKS.items():
         links = ", ".join(_link(name) for name in names)
         lines += [f"   * - {task}", f"     - {links}"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "All functions", "-------------", ""]) + "\n"
 
 
 def _link(name: str) -> str:

@@ -1,8 +1,10 @@
 """Looks at pages of the site in Chromium, at widths of a phone and of a desk: what overflows, and what is cut."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -98,14 +100,31 @@ class _Answering(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
+def pages_of(site: Path) -> list[str]:
+    """All pages of a site but those of sources."""
+    found = (path.relative_to(site) for path in site.rglob("*.html"))
+    return sorted(str(path) for path in found if path.parts[0] != "_modules")
+
+
+def build(root: Path, folder: Path) -> Path:
+    """Build the site from a copy, as the reference is written beside the guides; return where it is."""
+    copy, site = folder / "copy", folder / "site"
+    copy.mkdir()
+    for name in ("README.md", "CHANGELOG.md"):
+        shutil.copy(root / name, copy)
+    for name in ("docs", "notebooks", "tests"):  # pages link to files of the tests
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("reference", "__pycache__"))
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-c", str(copy / "docs"), str(copy), str(site)]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-m", "sphinx", *options], check=True, env=os.environ | {"PYTHONPATH": paths})
+    return site
+
+
 def main(site: Path) -> None:
     """Print the faults of all pages of a site."""
-    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if "_modules" not in path.parts)
-    for fault in faults(site, pages):
+    for fault in faults(site, pages_of(site)):
         print(fault)
 
 
 if __name__ == "__main__":
-    import sys
-
     main(Path(sys.argv[1]))
