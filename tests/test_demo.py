@@ -262,11 +262,11 @@ def test_a_short_run_beats_chance_and_the_mean_image(monkeypatch, capsys):
     (errors,) = (cells for label, cells in rows.items() if label.startswith("test reconstruction"))
     assert all(float(error) < 0.85 * mean_image for error in errors)
     # Each scale found its own height: the reconstruction's gradients are a billion times smaller.
-    left, own = (
+    right, own = (
         [int(cell.removeprefix("2^")) for cell in rows[f"final scale, {task}"]]
-        for task in ("left digit", "reconstruction")
+        for task in ("right digit", "reconstruction")
     )
-    assert all(high > low for low, high in zip(left, own, strict=True))
+    assert all(high > low for low, high in zip(right, own, strict=True))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -80,8 +80,9 @@ def description(value: Any, keys: bool = True, depth: int = 0) -> Any:
     if not isinstance(value, FunctionType):
         kind: Any = cast(Any, value) if isinstance(value, type) else type(value)
         return f"{kind.__module__}.{kind.__qualname__} {getattr(value, '__name__', '')}"
-    name = f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
-    if not value.__module__.startswith("functional_jd."):
+    module = value.__module__ or ""  # none, if exec made it
+    name = f"{module}.{value.__qualname__}:{value.__code__.co_firstlineno}"
+    if not module.startswith("functional_jd."):
         return name
     filled = [cell for cell in value.__closure__ or () if _is_filled(cell)]
     return [name, *(inner(cell.cell_contents) for cell in filled), *map(inner, value.__defaults__ or ())]
@@ -108,10 +109,10 @@ def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[st
     elif not isinstance(value, FunctionType):  # classes, and functions of torch
         names = [getattr(value, "__name__", "")]
     else:
-        own = value.__module__.startswith("functional_jd.")
+        own = (value.__module__ or "").startswith("functional_jd.")
         name = value.__qualname__.partition(".<locals>")[0]
         if own:
-            names = [value.__module__.rpartition(".")[2] if name == "<lambda>" else name]
+            names = [(value.__module__ or "").rpartition(".")[2] if name == "<lambda>" else name]
         elif of_users and not value.__qualname__.endswith("<lambda>"):
             names = [name]
         parts = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)] if own else []

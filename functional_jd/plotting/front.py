@@ -53,7 +53,7 @@ def front(
     together = torch.cat([group.detach().double().cpu() for group in groups.values()] or [torch.empty(0, 2)])
     if not len(together):
         raise ValueError("front: expected at least one point, found none. Pass losses [k, 2].")
-    if reference is not None and (not isinstance(reference, Tensor) or reference.shape != (2,)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if reference is not None and not _is_point(reference):
         advice = "Pass that of hypervolume."
         refuse("front", "reference", "a tensor [2], the worst losses that count", reference, advice, ValueError)
     on_front = non_dominated(together)
@@ -80,6 +80,11 @@ def front(
         ax.plot(*as_array(together[on_front].amin(0, keepdim=True)).T, **mark, marker="*", markersize=11, label="ideal")
     legend(ax)
     return ax
+
+
+def _is_point(given: Any) -> bool:
+    shaped = isinstance(given, Tensor) and given.shape == (2,)
+    return shaped and not given.is_complex() and not bool(given.isnan().any())
 
 
 def _dominated_area(ax: Ax, steps: Array, reference: Array, color: Any) -> None:

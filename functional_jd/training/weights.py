@@ -18,6 +18,7 @@ from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.engines.replicas import replicated
 from functional_jd.objectives import Sharded
+from functional_jd.precision.loss_scale import select
 from functional_jd.training.driver import weighed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.start import check_ranks, detach_parameters, keys_of
@@ -74,8 +75,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
         constant weights the gradient of `weights @ losses`, but for the heads of `multitask` losses. A gradient that is
-        not finite gives weights that are not finite where the rule looks at it. Pure; composes with vmap, grad, jvp and
-        compile.
+        not finite gives weights that are not finite where the rule looks at it; then the state that was given is
+        returned, as in a skipped step. Pure; composes with vmap, grad, jvp and compile.
 
     Differs:
         From `step`: nothing is scaled, skipped or updated, which is up to the caller.
@@ -115,7 +116,10 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             )
         # `weights @ losses` refuses float64 beside float32. In float16 a small weight would be zero.
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in tree_leaves(seen.losses)), torch.float32)
-        return FoundWeights(weights.to(dtype), seen.losses, decided.rule_state)
+        memory = decided.rule_state
+        if state is not None:  # a trainer skips a batch that is not finite, and the rule shall not remember it
+            memory = select(weights.isfinite().all(), memory, state)
+        return FoundWeights(weights.to(dtype), seen.losses, memory)
 
     return weights_of
 

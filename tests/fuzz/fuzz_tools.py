@@ -88,8 +88,19 @@ PLOTTING = {
     ),
     "front": _plot(
         plotting.front,
-        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes(), "known": _points()},
-        {"names": NAMES, "known": OPTION},
+        lambda: {
+            "points": _points(),
+            "names": ["a", "b"],
+            "ax": _axes(),
+            "known": _points(),
+            "reference": torch.ones(2),
+        },
+        {"names": NAMES, "known": OPTION, "reference": OPTION},
+    ),
+    "parallel": _plot(
+        plotting.parallel,
+        lambda: {"points": _points(), "names": ["a", "b"], "ax": _axes()},
+        {"names": NAMES},
     ),
     "heatmap": _plot(
         plotting.heatmap,

@@ -96,6 +96,23 @@ def test_a_rule_goes_on_from_the_state_that_is_passed():
     assert not torch.equal(first.weights, second.weights)
 
 
+@pytest.mark.parametrize("build", [jd.gradnorm, jd.excess_mtl, lambda: jd.cr_mogm(jd.upgrad())])
+def test_a_rule_does_not_remember_a_batch_that_is_not_finite(build):
+    def losses(params, x):
+        return torch.stack([(params["w"] * x).square().sum(), (params["w"] - x).square().sum() + 1])
+
+    params = {"w": torch.tensor([0.5, -0.3])}
+    weights_of, x = jd.weights_fn(losses, build()), torch.tensor([1.0, 2.0])
+    _, _, memory = weights_of(params, x)
+    broken, _, after = weights_of(params, x * torch.inf, state=memory)
+    assert not broken.isfinite().all()
+    torch.testing.assert_close(after, memory, rtol=0, atol=0)
+    expected, _, _ = weights_of(params, x, state=memory)
+    found, _, _ = weights_of(params, x, state=after)
+    assert found.isfinite().all()
+    assert torch.equal(found, expected)
+
+
 def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
     params, x = problem(range(9))
     own = {name: nn.Parameter(p) for name, p in params.items()}

@@ -127,7 +127,8 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     (between, gradient), values, aux = found
     for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
         tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-        _refuse_other_ways(tensors, [*differentiated, *_buffers_of(extra)], inside, options)
+        carried = _buffers_of(extra) if isinstance(extra, FeaturesAndBuffers) else []
+        _refuse_other_ways(tensors, [*differentiated, *carried], inside, options)
     rows = vjp_rows(point, between, options)
     products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
@@ -203,7 +204,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
         mine = tree_unflatten(own_structure, inputs[: len(own)])
         outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
         if below.inputs:  # a graph of plain autograd
-            _refuse_other_ways(outputs, [*inputs[len(own) :], *_buffers_of(below.extra)], below.inputs, options)
+            carried = _buffers_of(below.extra) if isinstance(below.extra, FeaturesAndBuffers) else []
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], below.inputs, options)
         return outputs, extra
 
     looped = options.mode in ("auto", "loop")
@@ -315,10 +317,9 @@ def _differentiable(features: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(through) if _has_gradient(x)]
 
 
-def _buffers_of(features: Tree) -> list[Tensor]:
+def _buffers_of(features: "FeaturesAndBuffers") -> list[Tensor]:
     """The buffers that carry a gradient, by which that of the trunk is not to go."""
-    buffers = features.buffers if isinstance(features, FeaturesAndBuffers) else ()
-    return [x for x in tree_leaves(buffers) if isinstance(x, Tensor) and x.requires_grad]
+    return [x for x in tree_leaves(features.buffers) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _with_differentiable(features: Tree, differentiated: list[Tensor]) -> Tree:
