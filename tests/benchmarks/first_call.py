@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its 
 from page import case_name, table, with_table
 
 _TO_PLAIN = ("plain training", "to plain")
-TAKEN = ("first call, CPU s", "Dynamo", "AOT", "inductor", "C++", "all", *_TO_PLAIN, "second process", *_TO_PLAIN)
+TAKEN = ("first call, CPU s", "torch", "C++", "all", *_TO_PLAIN, "second process", *_TO_PLAIN)
 _STEPS = ("eager", "compiled", "plain compiled", "to plain", "pays off after")
 GIVEN = ("step, CPU ms", *_STEPS, "kernels", "lines of C++", "graphs")
 Found = dict[str, Any]
@@ -56,7 +56,7 @@ def measured(name: str, size: str, side: str, toy: bool = False, backend: str = 
     """Compile one side in this process, with the cache that there is, and take some steps."""
     import torch
     from steps import ours, plain
-    from torch._dynamo.utils import compilation_time_metrics, counters
+    from torch._dynamo.utils import counters
     from torch._inductor import metrics
 
     import functional_jd as jd
@@ -72,10 +72,9 @@ def measured(name: str, size: str, side: str, toy: bool = False, backend: str = 
     here, others = _cpu()
     compiled.call()
     here, others = (after - before for after, before in zip(_cpu(), (here, others), strict=True))
-    walls = {key: sum(spent) for key, spent in compilation_time_metrics.items()}
     files = [*Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.cpp")]
     return {
-        "parts": {part: here * share for part, share in _shares(walls).items()} | {"C++": others},
+        "parts": {"torch": here, "C++": others},
         "all": here + others,
         "kernels": metrics.generated_kernel_count,
         "lines": sum(file.read_text().count("\n") for file in files),
@@ -83,17 +82,6 @@ def measured(name: str, size: str, side: str, toy: bool = False, backend: str = 
         "eager": _milliseconds(eager.call),
         "graphs": counters["stats"]["unique_graphs"],  # after all steps: more than one if some step compiled again
     }
-
-
-def _shares(walls: dict[str, float]) -> dict[str, float]:
-    """The shares of this process's work, by the times that torch takes of its own parts, without waiting for g++."""
-    whole, backend, generated = (
-        walls.get(key, 0.0) for key in ("_compile.compile_inner", "OutputGraph.call_user_compiler", "compile_fx_inner")
-    )
-    waited = walls.get("async_compile.wait", 0.0) + walls.get("PyCodeCache.load_by_key_path", 0.0)
-    inductor = max(generated - min(waited, generated), 0.0)
-    parts = {"Dynamo": whole - backend, "AOT": max(backend - generated, 0.0), "inductor": inductor}
-    return {part: spent / (sum(parts.values()) or 1.0) for part, spent in parts.items()}
 
 
 def _cpu() -> tuple[float, float]:
