@@ -19,7 +19,8 @@ from torchjd import aggregation as peer
 from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, black_box, laws_of
 
 STORED = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).parents[2] / "docs" / "laws_of_torchjd.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "laws_of_torchjd.md"
 LAWS = (*ALWAYS, *BY_CLAIM)
 BEGIN, END = "<!-- begin: made by tests/claims/laws_of_torchjd.py -->", "<!-- end -->"
 SETTINGS = hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
@@ -69,7 +70,7 @@ def broken(name: str) -> dict[str, dict[str, str]]:
 
 def shown(example: Counterexample) -> dict[str, str]:
     """The matrix and the first line of the error, with its type if it is no `AssertionError`."""
-    line = (str(example.error).strip().splitlines() or [""])[0]
+    line = (str(example.error).strip().splitlines() or [""])[0].replace(f"{ROOT}/", "")  # no path of a machine
     kind = "" if isinstance(example.error, AssertionError) else f"{type(example.error).__name__}: "
     return {"matrix": str(example.jacobian.tolist()), "error": kind + line}
 
