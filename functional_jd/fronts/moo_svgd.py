@@ -36,8 +36,8 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
 
     Laws:
         Equivariant to permutations of the solutions and of the losses. A solution that is alone, or far from all
-        others, descends by `mgda`. A solution at the end of the front, where the gradient of one loss vanishes, stays
-        there. A solution that is not finite has NaN weights, and does not touch the others.
+        others, descends by `mgda`. Of two losses, a solution at the end of the front, where the gradient of one
+        vanishes, stays there. A solution that is not finite has NaN weights, and does not touch the others.
 
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.

@@ -46,7 +46,12 @@ def saved_tensors_hook() -> Any:
 def in_checkpoint() -> bool:
     """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=False)`, first or again."""
     hook = saved_tensors_hook()
-    return hook is not None and hook.__module__ == torch_checkpoint.__name__
+    return getattr(hook, "__module__", None) == torch_checkpoint.__name__
+
+
+def ends_recomputation(error: Exception) -> bool:
+    """Whether a checkpoint around the caller ends its second run by this exception, as soon as it has what it needs."""
+    return type(error).__qualname__ == "_StopRecomputationError"
 
 
 def checkpoint_frames(around: Any = None) -> list[Any]:

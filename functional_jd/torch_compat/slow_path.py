@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.assignments import put_back
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.checkpoints import ends_recomputation
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
@@ -153,15 +154,14 @@ def attempt(
             are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
 
     Raises:
-        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less. What
-            torch.utils.checkpoint raises, also.
+        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less. And
+            that by which torch.utils.checkpoint ends a second run.
     """
     draws = random_state() if journal is not None else None
     try:
         return fast()
     except Exception as error:
-        # A checkpoint around the call ends its second run by an exception, as soon as it has what it needs.
-        if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
+        if is_out_of_memory(error) or ends_recomputation(error):
             raise
         reason = _reason(error)
     if journal is not None:

@@ -94,15 +94,10 @@ def check_learning(
         optimizer: what takes the rule's directions.
         constant: the names of the losses that may have no gradient on this batch.
     """
-    draws = random_state()
-    where, kind = plan.where, plan.kind
-    leaves, structure = tree_flatten(plan.args[0])
-    points = [x.detach().requires_grad_() for x in leaves]
-    options = Options(where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
+    draws, where = random_state(), plan.where
+    points, params = _as_points(plan)
     try:
-        with torch.enable_grad(), noting_assignments(journal.note_attribute):
-            args = (tree_unflatten(structure, points), *plan.args[1:])
-            _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, args), options)
+        values, buffers = _evaluated(plan, params, journal)
         _refuse_written(plan, points, journal)
         _warn_of_lost_averages(where, journal, buffers)
     except Exception as error:
@@ -112,17 +107,57 @@ def check_learning(
     finally:
         journal.undo(again=True)
         set_random_state(draws)
-    unlearned = _unlearned(values, args[0])
+    unlearned = _unlearned(values, params)
     if isinstance(plan.losses, Sharded) and plan.losses.mesh is not None:
         without = f"uses all leaves but {', '.join(unlearned) or 'none'}"
         Gathers(where, plan.losses.mesh, True).announce(without, plan.losses.mesh.device_type)
     _warn_of_outputs(where, values)
     refuse_8_bits(where, "losses", values)
     if _refuse_unreached(where, values, points, constant):
-        _report_unlearned(plan, unlearned, args[0])
+        _report_unlearned(plan, unlearned, params)
     _refuse_own(plan, values, points)
     _warn_of_residuals(plan, optimizer, values)
     _warn_unless_finite(where, values)
+
+
+def check_reached(plan: Plan) -> None:
+    """Refuse losses none of which reaches the parameters, and warn of those that do not: their weights say nothing.
+
+    The losses are evaluated once, as if they had not been.
+    """
+    journal, draws = StateJournal(), random_state()
+    points, params = _as_points(plan)
+    try:
+        values, _ = _evaluated(plan, params, journal)
+    finally:
+        journal.undo()
+        set_random_state(draws)
+    reached = _which_reach(plan.where, values, points)
+    unreached = [repr(name) for name, yes in zip(objective_names(values), reached, strict=True) if not yes]
+    if unreached:
+        warnings.warn(
+            f"{plan.where}: expected losses that all depend on the parameters, found {', '.join(unreached[:3])} "
+            f"{'and others ' * (len(unreached) > 3)}without a gradient, whose weights say nothing. Use the parameters "
+            "that the losses receive, functional(model)(params, ...) and not model(...).",
+            UserWarning,
+            stacklevel=user_level(),
+        )
+
+
+def _as_points(plan: Plan) -> tuple[list[Tensor], Params]:
+    """The parameters as leaves of a graph of plain autograd, alone and in their tree."""
+    leaves, structure = tree_flatten(plan.args[0])
+    points = [x.detach().requires_grad_() for x in leaves]
+    return points, tree_unflatten(structure, points)
+
+
+def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losses, Tree]:
+    """The losses, or those of some examples, and the buffers that they return."""
+    kind = plan.kind
+    options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
+    with torch.enable_grad(), noting_assignments(journal.note_attribute):
+        _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, (params, *plan.args[1:])), options)
+    return values, buffers
 
 
 def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
@@ -222,13 +257,8 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor], constant
             f"{where}: constant must hold names of losses, {', '.join(map(repr, names[:5]))}"
             f"{' and others' * (len(names) > 5)}, found {described(unknown[0])}. objective_names(losses) returns them."
         )
-    reached = [found for y in tree_leaves(values) for found in _reached(y, {id(x) for x in points})]
+    reached = _which_reach(where, values, points, none_may=not set(names) - set(given))
     needed = [yes for name, yes in zip(names, reached, strict=True) if name not in given]
-    if needed and not any(reached):
-        raise ValueError(
-            f"{where}: expected losses that depend on the parameters, found none that does. Use the parameters that "
-            "the losses receive, functional(model)(params, ...) and not model(...), and do not detach the losses."
-        )
     if not all(needed):
         unreached = [name for name, yes in zip(names, reached, strict=True) if not yes and name not in given]
         raise ValueError(
@@ -238,6 +268,17 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor], constant
             "take torch.func.grad, or create_graph=True."
         )
     return all(reached)
+
+
+def _which_reach(where: str, values: Losses, points: list[Tensor], none_may: bool = False) -> list[bool]:
+    """Which losses have a gradient; an error if none has."""
+    reached = [found for y in tree_leaves(values) for found in _reached(y, {id(x) for x in points})]
+    if reached and not any(reached) and not none_may:
+        raise ValueError(
+            f"{where}: expected losses that depend on the parameters, found none that does. Use the parameters that "
+            "the losses receive, functional(model)(params, ...) and not model(...), and do not detach the losses."
+        )
+    return reached
 
 
 def _unlearned(values: Losses, params: Params) -> list[str]:

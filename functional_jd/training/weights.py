@@ -19,6 +19,8 @@ from functional_jd.engines.plan import Engine
 from functional_jd.engines.replicas import replicated
 from functional_jd.objectives import Sharded
 from functional_jd.precision.loss_scale import select
+from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.training.checks import check_reached
 from functional_jd.training.driver import weighed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.start import check_ranks, detach_parameters, keys_of
@@ -68,9 +70,14 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
-        ValueError: a rule that weights single entries; several ranks and no group; what `aggregate`, `jacobian_fn` and,
-            with a group, `replicated` raise. Losses that differ between the ranks in names or shapes, and of shards
-            other values of whole parameters, rules or keys, are refused in calls without a state.
+        ValueError: losses none of which depends on the parameters, as those of a module that is called directly, in
+            calls without a state, which evaluate the losses once more; a rule that weights single entries; several
+            ranks and no group; what `aggregate`, `jacobian_fn` and, with a group, `replicated` raise. Losses that
+            differ between the ranks in names or shapes, and of shards other values of whole parameters, rules or keys,
+            are refused in calls without a state.
+
+    Warns:
+        UserWarning: in calls without a state, losses that do not depend on the parameters.
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
@@ -105,6 +112,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             guarded=False,
             starting=state is None,
         )
+        if state is None and not torch.compiler.is_compiling() and not under_transform():
+            check_reached(plan)
         seen, decided = weighed(plan, engine, state)
         if state is None:
             check_ranks(_WHERE, losses, leaves, {"keys": keys_of(decided.rule_state)})

@@ -83,6 +83,13 @@ def noisy_labels() -> Problem:
     )
 
 
+def overlapping(split: Split, n: int, generator: torch.Generator) -> Split:
+    """Images of two digits that overlap, and their names."""
+    image, label = split
+    left, right = (torch.randint(len(label), (n,), generator=generator) for _ in "12")
+    return torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0))), label[left], label[right]
+
+
 def two_digits() -> Problem:
     """Two digits overlap in one image: name both, and reconstruct the image."""
     images, labels = digits()
@@ -91,10 +98,8 @@ def two_digits() -> Problem:
         g = generator_of(draw, 2)
 
         def pairs(split: Split, n: int) -> Split:
-            image, label = split
-            left, right = (torch.randint(len(label), (n,), generator=g) for _ in "12")
-            x = torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0)))
-            return x.flatten(1), label[left], label[right], avg_pool2d(x[:, None], 2).flatten(1)
+            x, left, right = overlapping(split, n, g)
+            return x.flatten(1), left, right, avg_pool2d(x[:, None], 2).flatten(1)
 
         found = splits((images, labels), draw)
         return Data(pairs(found.train, 2000), pairs(found.validation, 1000), pairs(found.test, 1000))
@@ -208,6 +213,11 @@ def gap(yes: Tensor, group: Tensor) -> Tensor:
     return rates[1] - rates[0]
 
 
+def unfair_constant(x: Tensor, label: Tensor, group: Tensor) -> Tensor:
+    """A constant answer has no gap: instead of it, that of the labels."""
+    return torch.stack([entropy(label, 2), gap(label.float(), group).square()])
+
+
 def fairness() -> Problem:
     """A classifier that should be accurate, and should say yes as often in both groups; its data make that hard."""
 
@@ -223,10 +233,6 @@ def fairness() -> Problem:
         out = apply(params, x)
         return torch.stack([cross_entropy(out, label), gap(torch.softmax(out, dim=1)[:, 1], group).square()])
 
-    def constant(x: Tensor, label: Tensor, group: Tensor) -> Tensor:
-        """A constant answer has no gap: instead of it, that of the labels."""
-        return torch.stack([entropy(label, 2), gap(label.float(), group).square()])
-
     def scores(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
         out = apply(params, x)
         return torch.stack([accuracy(out, label), 1 - gap((out.argmax(1) == 1).float(), group).abs()])
@@ -238,7 +244,7 @@ def fairness() -> Problem:
         data,
         lambda g: network(g, 9, 16, 2),
         losses,
-        constant,
+        unfair_constant,
         scores,
         ("accuracy", "1 - gap"),
         m=2,

@@ -2,7 +2,7 @@
 
 import torch
 from held_out_data import classes, molecules, numbers, one_hot, signals, table
-from problems_development import digits, gap, tabular
+from problems_development import digits, gap, tabular, unfair_constant
 from study_problem import (
     Data,
     Params,
@@ -139,10 +139,6 @@ def loans() -> Problem:
     def losses(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
         return torch.stack([cross_entropy(apply(params, x), label), gap(refused(params, x), group).square()])
 
-    def constant(x: Tensor, label: Tensor, group: Tensor) -> Tensor:
-        """A constant answer has no gap: instead of it, that of the labels."""
-        return torch.stack([entropy(label, 2), gap(label.float(), group).square()])
-
     def scores(params: Params, x: Tensor, label: Tensor, group: Tensor) -> Tensor:
         chance = refused(params, x)
         pairs = (label[:, None] > label).float()
@@ -157,7 +153,7 @@ def loans() -> Problem:
         lambda draw: standardized(splits(columns, draw), 0),
         lambda g: network(g, x.shape[1], 16, 2),
         losses,
-        constant,
+        unfair_constant,
         scores,
         ("order", "1 - gap"),
         m=2,

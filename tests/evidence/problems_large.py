@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from held_out_data import characters, graphs
-from problems_development import digits
+from problems_development import digits, overlapping
 from study_problem import Data, Params, Problem, Split, accuracy, entropy, explained, generator_of, splits, standardized
 from torch import Tensor
-from torch.nn.functional import conv2d, cross_entropy, layer_norm, max_pool2d, pad, relu
+from torch.nn.functional import conv2d, cross_entropy, layer_norm, max_pool2d, relu
 
 
 def _matrix(generator: torch.Generator, *shape: int) -> Tensor:
@@ -36,10 +36,8 @@ def convolutions() -> Problem:
         g = generator_of(draw, 2)
 
         def pairs(split: Split, n: int) -> Split:
-            image, label = split
-            left, right = (torch.randint(len(label), (n,), generator=g) for _ in "12")
-            x = torch.maximum(pad(image[left], (0, 4)), pad(image[right], (4, 0)))
-            return x[:, None], label[left], label[right]
+            x, left, right = overlapping(split, n, g)
+            return x[:, None], left, right
 
         found = splits((images, labels), draw)
         return Data(pairs(found.train, 4000), pairs(found.validation, 1000), pairs(found.test, 1000))

@@ -122,6 +122,21 @@ def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
     assert torch.equal(found.weights, jd.weights_fn(losses, jd.upgrad())(params, x).weights)
 
 
+def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), torch.randn(8, 2)
+    params, apply = dict(net.named_parameters()), jd.functional(net)
+    direct = lambda params, x: {"a": net(x).square().mean(), "b": (net(x) - 1).square().mean()}
+    mixed = lambda params, x: {"a": apply(params, dict(net.named_buffers()), x)[0].square().mean(), "b": net(x).mean()}
+    before, draws = {name: b.clone() for name, b in net.named_buffers()}, torch.get_rng_state()
+    with pytest.raises(ValueError, match="weights_fn: expected losses that depend on the parameters, found none"):
+        jd.weights_fn(direct, jd.upgrad())(params, x)
+    # The look leaves no trace: what was refused was not evaluated, as far as module and generator can tell.
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())
+    with pytest.warns(UserWarning, match="found 'b' without a gradient, whose weights say nothing"):
+        jd.weights_fn(mixed, jd.upgrad())(params, x)
+
+
 def test_rules_that_weigh_single_entries_are_refused():
     params, x = problem(range(9))
     with pytest.raises(ValueError, match="weights_fn: expected a rule that gives one weight per loss"):
