@@ -16,7 +16,7 @@ Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 Record = TypeVar("Record")
 
 # The maximum number of values in a cell, of children shown per container, and of rows in a table.
-_MAX_VALUES, _MAX_CHILDREN, _MAX_ROWS = 6, 8, 20
+_MAX_VALUES, _MAX_CHILDREN, MAX_ROWS = 6, 8, 20
 
 
 def name_in_exports(records: Iterable[type]) -> None:
@@ -101,7 +101,7 @@ def number(value: Any) -> str:
     return f"2**{exponent - 1}" if mantissa == 0.5 and not -8 <= exponent <= 12 else f"{value:.4g}"
 
 
-def shortened(rows: list[list[str]], max_rows: int = _MAX_ROWS) -> list[list[str]]:
+def shortened(rows: list[list[str]], max_rows: int = MAX_ROWS) -> list[list[str]]:
     """Return the rows of a table; if there are more than `max_rows`, only the first and the last ones."""
     if len(rows) <= max_rows:
         return rows
@@ -175,10 +175,19 @@ def _summary(value: Any) -> str:
     numbers = value.detach().reshape(-1).tolist()
     if value.ndim == 0:
         return number(numbers[0])
-    if len(numbers) <= _MAX_VALUES:
-        return f"[{', '.join(map(number, numbers))}]"
-    least, most = number(min(numbers)), number(max(numbers))
-    return f"{len(numbers)} times {least}" if least == most else f"{len(numbers)} from {least} to {most}"
+    return f"[{', '.join(map(number, numbers))}]" if len(numbers) <= _MAX_VALUES else ranged(numbers)
+
+
+def ranged(numbers: list[Any]) -> str:
+    """Return one number, or how many there are, and their range."""
+    if len(numbers) < 2:
+        return "".join(map(number, numbers))
+    known = [x for x in numbers if x == x]
+    lost = f", {len(numbers) - len(known)} nan" if len(known) < len(numbers) else ""
+    if not known:
+        return f"{len(numbers)} times nan"
+    least, most = number(min(known)), number(max(known))
+    return f"{len(numbers)} {f'times {least}' if least == most else f'from {least} to {most}'}{lost}"
 
 
 def _shape(tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.core.wide import widest
 from functional_jd.engines.kinds.from_rows import Pull, products_and_pullback
 from functional_jd.engines.plan import Plan
-from functional_jd.precision.loss_scale import inverse_of, unscale
+from functional_jd.precision.loss_scale import inverse_of, nan_unless, unscale
 
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
@@ -59,10 +59,11 @@ def of_magnitudes(plan: Plan, rows: Tree, heads: Heads, values: Losses, carried:
 
 def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of scaled rows for rules that receive the rows themselves."""
+    finite = torch.ones((), dtype=torch.bool)
     if plan.guarded:
         jacobian, finite = unscale(plan.scale, jacobian)
-    else:
-        finite = torch.ones((), dtype=torch.bool)
+    elif plan.options.scale is not None:  # nobody looks at the flags: what overflowed shows in the weights
+        jacobian = nan_unless(*reversed(unscale(plan.scale, jacobian)))
     heads = split_heads(jacobian)[1]
 
     def pullback(weights: Weights) -> Pulled:

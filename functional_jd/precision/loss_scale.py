@@ -194,6 +194,16 @@ def zeros_unless(finite: Tensor, tree: Tree) -> Tree:
     return tree_map(lambda leaf: sharded_as(torch.where(everywhere, shard_of(leaf), 0), leaf), tree)
 
 
+def nan_unless(finite: Tensor, jacobian: Tree) -> Tree:
+    """The Jacobian, with NaN in the rows whose flag is false; one flag serves all."""
+    rows, heads = split_heads(jacobian)
+
+    def marked(leaf: Tensor) -> Tensor:
+        return sharded_as(torch.where(per_row(finite, leaf), shard_of(leaf), torch.nan), leaf)
+
+    return with_heads(tree_map(marked, rows), heads)
+
+
 def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
     """Increase the scale after `growth_interval` finite steps, and decrease it after a non-finite step.
 

@@ -20,8 +20,9 @@ from functional_jd.engines.plan import Plan
 from functional_jd.objectives import Multitask, Sharded
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.precision.scale_state import is_scaled
 from functional_jd.torch_compat.assignments import noting_assignments
-from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
 
@@ -117,6 +118,7 @@ def check_learning(
         _report_unlearned(plan, unlearned, params)
     _refuse_own(plan, values, points)
     _warn_of_residuals(plan, optimizer, values)
+    _warn_of_float16(plan, values)
     _warn_unless_finite(where, values)
 
 
@@ -132,6 +134,7 @@ def check_reached(plan: Plan) -> None:
     finally:
         journal.undo()
         set_random_state(draws)
+    _warn_of_float16(plan, values)
     reached = _which_reach(plan.where, values, points)
     unreached = [repr(name) for name, yes in zip(objective_names(values), reached, strict=True) if not yes]
     if unreached:
@@ -350,6 +353,18 @@ def _is_square(node: Any) -> bool:
 
 _ADAM = {"adamw", "Adam", "AdamW"}
 _REDUCTIONS = {"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "StackBackward0", "DivBackward0"}
+
+
+def _warn_of_float16(plan: Plan, values: Losses) -> None:
+    """Warn of gradients that pass through float16 without a scale."""
+    nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
+    if not is_scaled(plan.scale) and passes_float16(nodes):
+        warnings.warn(
+            f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
+            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16).",
+            UserWarning,
+            stacklevel=user_level(),
+        )
 
 
 def _warn_unless_finite(where: str, values: Losses) -> None:

@@ -73,8 +73,8 @@ def train_state(
 
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
-            buffers; single losses and something larger in one tuple; parameters that no loss reaches;
-            `levenberg_marquardt` with losses that are squares, or with Adam.
+            buffers; single losses and something larger in one tuple; parameters that no loss reaches; gradients that
+            pass through float16 without a scale; `levenberg_marquardt` with losses that are squares, or with Adam.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by

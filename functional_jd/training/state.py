@@ -1,5 +1,6 @@
 """What training carries from step to step, what a step reports, and checks of what a step is given."""
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import check_flag, check_function
 from functional_jd.core.names import objective_names
-from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
-from functional_jd.core.tree import tree_difference, tree_leaves
+from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
+from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
@@ -29,21 +30,32 @@ def step_table(info: Any) -> Table:
         single = single and has_values(weights) and weights.shape == (m,)
     if not single:
         return outline(info)
-    names = objective_names(losses)
-    values = [number(float(x)) for leaf in leaves for x in leaf.detach().reshape(-1).tolist()]
-    heads, columns = ["objective", "loss"], [names, values]
+    flags = [bool(x) for x in finite.reshape(-1).tolist()]
+    heads, columns = ["objective", "loss"], [[x for leaf in leaves for x in leaf.detach().reshape(-1).tolist()]]
     if isinstance(weights, Tensor):
         heads.append("weight")
-        columns.append([number(x) for x in weights.detach().tolist()])
-    flags = [bool(x) for x in finite.reshape(-1).tolist()]
+        columns.append(weights.detach().tolist())
     if finite.ndim:
         heads.append("finite")
-        columns.append(["yes" if flag else "no" for flag in flags])
+        columns.append(flags)
+    names, sizes = objective_names(losses), [1] * m
+    if m > MAX_ROWS and len(leaves) > 1:  # residuals at many points: a row for each term
+        names, sizes = tree_names(losses), [leaf.numel() for leaf in leaves]
+    ends = list(accumulate(sizes))
+    cells = [[_together(c[end - n : end]) for n, end in zip(sizes, ends, strict=True)] for c in columns]
     is_taken = bool(moved) if isinstance(moved, Tensor) else all(flags)
     taken = "step taken" if is_taken else "step skipped, not everything was finite"
     entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
     title = f"{type(info).__name__}: {taken}{entrywise}"
-    return title, heads, shortened([list(row) for row in zip(*columns, strict=True)])
+    return title, heads, shortened([list(row) for row in zip(names, *cells, strict=True)])
+
+
+def _together(values: list[Any]) -> str:
+    """A cell for the losses, weights or flags of one term."""
+    if not values or not isinstance(values[0], bool):
+        return ranged(list(map(float, values)))
+    count = sum(values)
+    return "yes" if count == len(values) else "no" if not count else f"{count} of {len(values)}"
 
 
 @displayed_as(outline)

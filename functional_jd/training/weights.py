@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import described, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import floating_leaves, tree_leaves
@@ -19,6 +19,7 @@ from functional_jd.engines.plan import Engine
 from functional_jd.engines.replicas import replicated
 from functional_jd.objectives import Sharded
 from functional_jd.precision.loss_scale import select
+from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.checks import check_reached
 from functional_jd.training.driver import weighed
@@ -62,11 +63,14 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             there is one rank only, or the losses are those of `distributed.sharded`, whose mesh tells.
 
     Returns:
-        `f(params, *batch, state=None) -> FoundWeights(weights, losses, state)`. `state` is what the last call returned,
-        None for the rule's initial state. What the rule needs decides what is computed: nothing but the losses, their
-        Gramian, or their rows. Of `multitask` losses, the weights are those of the shared parameters. With a group,
-        the losses are the means over the ranks, or, of `per_example` losses, those of all ranks' examples, and so are
-        the weights: the first rank's come first. The rule starts from the first rank's state, keys too.
+        `f(params, *batch, state=None, scale=None) -> FoundWeights(weights, losses, state)`. `state` is what the last
+        call returned, None for the rule's initial state. `scale` is a `ScaleState`, by which the losses are multiplied
+        while they are differentiated, so that float16 keeps their gradients: `scale_state(scaler.get_scale())` beside a
+        `GradScaler`. The weights are those of the losses without it. What the rule needs decides what is computed:
+        nothing but the losses, their Gramian, or their rows. Of `multitask` losses, the weights are those of the shared
+        parameters. With a group, the losses are the means over the ranks, or, of `per_example` losses, those of all
+        ranks' examples, and so are the weights: the first rank's come first. The rule starts from the first rank's
+        state, keys too.
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
@@ -77,16 +81,18 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             are refused in calls without a state.
 
     Warns:
-        UserWarning: in calls without a state, losses that do not depend on the parameters.
+        UserWarning: in calls without a state, losses that do not depend on the parameters, or gradients that pass
+            through float16 without a scale.
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
         constant weights the gradient of `weights @ losses`, but for the heads of `multitask` losses. A gradient that is
-        not finite gives weights that are not finite where the rule looks at it; then the state that was given is
-        returned, as in a skipped step. Pure; composes with vmap, grad, jvp and compile.
+        not finite, or not with the scale, gives weights that are not finite where the rule looks at it, so that a
+        `GradScaler` skips the step and backs off; then the state that was given is returned, as in a skipped step.
+        Pure; composes with vmap, grad, jvp and compile.
 
     Differs:
-        From `step`: nothing is scaled, skipped or updated, which is up to the caller.
+        From `step`: nothing is skipped or updated, neither parameters nor scale, which is up to the caller.
 
     Example:
         >>> losses = lambda params, x: torch.stack([(params["w"] - x).square().sum(), (params["w"] + x).square().sum()])
@@ -97,7 +103,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     check_losses(_WHERE, losses, 0, False)
     check_rule(aggregator, _WHERE)
 
-    def weights_of(params: Params, *batch: Any, state: Tree = None) -> FoundWeights:
+    def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
+        _check_scale(scale)
         leaves, _ = floating_leaves(params, _WHERE)
         if state is None:
             check_ranks(_WHERE, losses, leaves, {"parameters": params}, {"rule": aggregator})
@@ -108,6 +115,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             detach_parameters(params),
             batch,
             aggregator,
+            scale=scale,
             engine=engine,
             guarded=False,
             starting=state is None,
@@ -131,6 +139,11 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         return FoundWeights(weights.to(dtype), seen.losses, memory)
 
     return weights_of
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is not None and not isinstance(scale, ScaleState):
+        refuse(_WHERE, "scale", "a ScaleState", scale, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
 
 
 def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engine:

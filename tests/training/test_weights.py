@@ -122,6 +122,41 @@ def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
     assert torch.equal(found.weights, jd.weights_fn(losses, jd.upgrad())(params, x).weights)
 
 
+@pytest.mark.parametrize("shape", [(), 3], ids=["one scale", "a scale each"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_scale_keeps_the_gradients_of_float16_and_is_not_in_the_weights(rule, shape):
+    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
+    tiny = 2.0**-14  # of the losses: float16 ends at 2**-24, and rounds below 2**-14
+    small = lambda params, x: {"near": losses(params, x)["near"] * tiny}
+    halves = lambda params, x: {"near": (losses(params, x)["near"].float() * tiny).double()}
+    own = {name: p.half() for name, p in params.items()}
+    expected = jd.aggregate(rule, {k: g * tiny for k, g in gradients(params, x).items()}, losses=small(params, x))
+    found = jd.weights_fn(halves, rule)(own, x.half(), scale=jd.scale_state(2.0**12, shape=shape))
+    # Quarters and powers of two: rows and losses are exact in float16 with the scale.
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.losses, small(params, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), 3], ids=["one scale", "a scale each"])
+@pytest.mark.parametrize("build", [jd.upgrad, jd.gradnorm, jd.excess_mtl, lambda: jd.cr_mogm(jd.upgrad())])
+def test_a_scale_that_is_too_large_gives_weights_that_are_not_finite_and_no_memory(build, shape):
+    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
+    own, half = {name: p.half() for name, p in params.items()}, x.half()
+    weights_of = jd.weights_fn(lambda params, x: {"near": losses(params, x)["near"].float()}, build())
+    first = weights_of(own, half, scale=jd.scale_state(1.0, shape=shape))
+    found = weights_of(own, half, state=first.state, scale=jd.scale_state(2.0**16, shape=shape))
+    assert first.weights.isfinite().all()
+    assert not found.weights.isfinite().any()
+    assert found.losses["near"].isfinite().all()
+    torch.testing.assert_close(found.state, first.state, rtol=0, atol=0)
+
+
+def test_a_number_is_no_scale():
+    params, x = problem(range(9))
+    with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\(scaler"):
+        jd.weights_fn(losses, jd.upgrad())(params, x, scale=1024.0)
+
+
 def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
     net, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), torch.randn(8, 2)
     params, apply = dict(net.named_parameters()), jd.functional(net)
@@ -162,3 +197,9 @@ def test_composes_with_transforms(rule):
     torch.testing.assert_close(first(weigh), first(by_hand))
     compiled = torch.compile(weigh, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(params, x), weigh(params, x))
+    scaled = lambda scale: jd.weights_fn(losses, rule)(params, x, scale=scale).weights
+    scale = jd.scale_state(2.0**10, shape=3)
+    several = jd.scale_state(2.0**10)._replace(scale=torch.tensor([2.0**3, 2.0**20]))
+    dims = jd.scale_state()._replace(scale=0, **dict.fromkeys(jd.scale_state()._fields[1:]))
+    for found in (torch.vmap(scaled, (dims,))(several), torch.compile(scaled, fullgraph=True, backend="eager")(scale)):
+        torch.testing.assert_close(found, weigh(params, x).expand_as(found))
