@@ -129,16 +129,16 @@ def adamw(
             )
         scalars = [state.steps, rate] if isinstance(rate, Tensor) else [state.steps]
         exact = rate.is_cpu or all(p.dtype.itemsize <= 4 for p in leaves) if isinstance(rate, Tensor) else True
+        compiling = torch.compiler.is_compiling()
+        fused = fused_adamw and are_numbers and (len(leaves) >= _MANY or not compiling)
         # The kernel of an accelerator takes a rate in float32.
-        if exact and fused_adamw and are_numbers and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
+        if exact and fused and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = zip(leaves, directions, first, second, strict=True)
             settings = {"beta1": b1, "beta2": b2, "weight_decay": weight_decay, "eps": eps}
-            compiling = torch.compiler.is_compiling()
             if not (compiling or dispatch_modes()):
                 return _fused(columns, structure, state.steps, rate, moving, settings)
             # What `make_fx` traces changes nothing in place, so that torch's `scan` takes it.
-            held = len(leaves) >= _MANY or not compiling
-            if held and fused_adamw_operator and all(x.is_contiguous() for x in (*leaves, *first, *second)):
+            if fused_adamw_operator and all(x.is_contiguous() for x in (*leaves, *first, *second)):
                 return _one_operator(columns, structure, state.steps, rate, moving, settings)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
