@@ -60,10 +60,8 @@ def of_magnitudes(plan: Plan, rows: Tree, heads: Heads, values: Losses, carried:
 def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of scaled rows for rules that receive the rows themselves."""
     finite = torch.ones((), dtype=torch.bool)
-    if plan.guarded:
-        jacobian, finite = unscale(plan.scale, jacobian)
-    elif plan.options.scale is not None:  # nobody looks at the flags: what overflowed shows in the weights
-        jacobian = nan_unless(*reversed(unscale(plan.scale, jacobian)))
+    if plan.guarded or plan.options.scale is not None:
+        jacobian, finite = unscaled(plan, jacobian)
     heads = split_heads(jacobian)[1]
 
     def pullback(weights: Weights) -> Pulled:
@@ -72,6 +70,16 @@ def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) 
         return Pulled(direction, finite, all_finite(direction_of_rows(direction, heads)))
 
     return Observation(values, rows=jacobian, pullback=pullback, carried=carried)
+
+
+def unscaled(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
+    """The rows without the scale, and which of them are finite.
+
+    Where they are not, a step is skipped, and its rule sees zeros. Where nobody looks at the flags, weights shall show
+    it: there the rule sees NaN.
+    """
+    rows, finite = unscale(plan.scale, jacobian)
+    return rows if plan.guarded else nan_unless(finite, rows), finite
 
 
 def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values: Losses, carried: Any) -> Observation:

@@ -29,8 +29,8 @@ from functional_jd.engines.group import (
     sum_over_group,
 )
 from functional_jd.engines.jacobian import rows_of_plan
+from functional_jd.engines.observed import unscaled
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.precision.loss_scale import unscale
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -243,7 +243,7 @@ def _own_rows(plan: Plan, group: Group) -> tuple[Observation, Tensor]:
     """The unscaled rows of this replica, and which of them are finite."""
     jacobian, values, carried = rows_of_plan(plan)
     _check_rows(plan, values, group)
-    jacobian, finite = unscale(plan.scale, jacobian)
+    jacobian, finite = unscaled(plan, jacobian)
     return Observation(values, rows=jacobian, carried=carried), finite
 
 

@@ -46,6 +46,21 @@ def check_keys_of_weights_are_the_first_ranks():
         close(found(params, *mine(batch), state=result.state), again, **BOUND)
 
 
+def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
+    params, batch = problem()
+    spoiled = tuple(x * torch.inf if rank() == 0 and x.is_floating_point() else x for x in mine(batch))
+    scale = fj.scale_state(2.0**10)
+    for losses in (plain, MULTITASK, PER_EXAMPLE):
+        for rule in (fj.upgrad(), fj.excess_mtl(), fj.cr_mogm(fj.config())):
+            found = fj.weights_fn(losses, rule, group=dist.group.WORLD)
+            first = found(params, *mine(batch))
+            close(found(params, *mine(batch), scale=scale), first, **BOUND)
+            for given in (None, scale):
+                result = found(params, *spoiled, state=first.state, scale=given)
+                assert not result.weights.isfinite().all()
+                close(result.state, first.state, rtol=0, atol=0)
+
+
 def check_weights_of_several_ranks_need_a_group():
     params, batch = problem()
     with pytest.raises(ValueError, match=rf"weights_fn: expected a group, since there are {replicas()} ranks"):
