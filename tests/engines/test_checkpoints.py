@@ -221,7 +221,7 @@ def test_two_steps_through_checkpoints_are_those_without(engine, precision):
         rule = fj.mean() if engine == "weighted" else fj.upgrad()
         losses = in_precision(batch_losses(f), precision)
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
-        state = fj.train_state(params, X, **how)
+        state = fj.train_state(params, X, scale=fj.scale_state(1.0) if "float16" in precision else None, **how)
         for _ in range(2):
             state, info = fj.step(state, X, engine=engine, **how)
             assert info.finite.all()

@@ -32,7 +32,7 @@ REACHED = {
     "stack": lambda p, x: torch.stack([output(p, x).sum(), p["v"].sum()]),
     "vector": lambda p, x: output(p, x).square().mean(1),
     "checkpoint": lambda p, x: checkpoint(output, p, x, use_reentrant=False).mean(0),
-    "half": lambda p, x: output(p, x).half().mean(0),
+    "bfloat16": lambda p, x: output(p, x).bfloat16().mean(0),
     "examples": fj.per_example(lambda p, x: output(p, x).sum()),
 }
 # Of `v`, and not of `w`.
