@@ -1,4 +1,4 @@
-"""Every block of the README and the guides runs, as printed and in order; diffs on both sides; links lead somewhere."""
+"""Every block of the README and the guides runs, each page by itself, and prints what is shown; no link is broken."""
 
 import copy
 import re
@@ -16,7 +16,6 @@ from functional_jd.testing import RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# In the order in which they are read: the guides go on with what the README defines.
 GUIDES = [
     f"guides/{page}"
     for page in (
@@ -59,39 +58,40 @@ PAGES = {
     ]
 }
 BLOCKS = [
-    block
+    (path, *block)
     for path, text in PAGES.items()
     if path.stem != "trainers"  # they need packages of their own: tests/models runs them
     for block in re.findall(r"```(\w+)\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, flags=re.DOTALL)
 ]
-DIFFS = [code for language, code, _ in BLOCKS if language == "diff"]
+DIFFS = [code for _, language, code, _ in BLOCKS if language == "diff"]
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What the reader has after typing all blocks into one session, and what each printed."""
+    """What the reader has after typing all blocks of a page into a new session, by page, and what each printed."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    session, printed = {}, []
+    sessions, printed = {path.stem: {} for path in PAGES}, []
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.chdir(tmp_path_factory.mktemp("reader"))
-        patch.setitem(session, "print", lambda *words: printed[-1].append(" ".join(map(str, words))))
+        for session in sessions.values():
+            patch.setitem(session, "print", lambda *words: printed[-1].append(" ".join(map(str, words))))
         torch.manual_seed(0)
-        for language, code, _ in BLOCKS:
+        for path, language, code, _ in BLOCKS:
             if language == "python":
                 printed.append([])
-                exec(compile(code, "README.md", "exec"), session)
+                exec(compile(code, path.name, "exec"), sessions[path.stem])
     pyplot.close("all")
-    return session, ["\n".join(lines) for lines in printed]
+    return sessions, ["\n".join(lines) for lines in printed]
 
 
 def test_every_python_block_runs(shown):
-    session, printed = shown
-    assert all_finite((session["state"], session["direction"], session["params"]))
+    sessions, printed = shown
+    assert all_finite((sessions["README"]["state"], sessions["by_hand"]["direction"], sessions["by_hand"]["params"]))
     assert "kind" in "".join(printed)
 
 
 def test_what_is_shown_below_a_block_is_what_it_prints(shown):
-    expected = [text for language, _, text in BLOCKS if language == "python"]
+    expected = [text for _, language, _, text in BLOCKS if language == "python"]
     compared = [(text.strip(), found) for text, found in zip(expected, shown[1], strict=True) if text]
     assert compared
     for text, found in compared:
@@ -120,26 +120,28 @@ def agree(before, after, start):
 
 def test_after_the_way_from_gradscaler_training_is_the_same(shown):
     (diff,) = [diff for diff in DIFFS if "GradScaler" in diff]
-    sides = [side(diff, "-", shown[0]), side(diff, "+", shown[0]), side(diff.splitlines()[0], " ", shown[0])]
+    start = shown[0]["coming_from"]
+    sides = [side(diff, "-", start), side(diff, "+", start), side(diff.splitlines()[0], " ", start)]
     assert agree(*(values(found["model"]) for found in sides))
 
 
 def test_after_the_way_from_torchjd_training_is_the_same(shown):
     (diff,) = [diff for diff in DIFFS if "torchjd" in diff]
-    modules = [shown[0]["trunk"], shown[0]["heads"]]
-    found = side(diff, "+", shown[0])["state"].params
+    start = shown[0]["coming_from"]
+    modules = [start["trunk"], start["heads"]]
+    found = side(diff, "+", start)["state"].params
     after = copy.deepcopy(modules)
     after[0].load_state_dict(found["shared"])
     for name, head in after[1].items():
         head.load_state_dict(found["heads"][name])
     if find_spec("torchjd") is None:
         pytest.skip("torchjd is not installed: the other side of the diff is not run")
-    found = side(diff, "-", shown[0])
+    found = side(diff, "-", start)
     assert agree(values(found["trunk"], found["heads"]), values(*after), values(*modules))
 
 
 def test_every_command_is_there():
-    consoles = [code for language, code, _ in BLOCKS if language == "console"]
+    consoles = [code for _, language, code, _ in BLOCKS if language == "console"]
     commands = [line.split("#")[0].split() for code in consoles for line in code.splitlines()]
     assert ["make", "demo"] in commands
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -190,4 +192,4 @@ def test_the_names_in_the_text_are_there():
 
 
 def test_no_block_is_left_untested():
-    assert {language for language, _, _ in BLOCKS} <= {"python", "console", "text", "diff"}
+    assert {language for _, language, _, _ in BLOCKS} <= {"python", "console", "text", "diff"}

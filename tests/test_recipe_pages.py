@@ -1,11 +1,14 @@
 """What the pages of recipes say beside their blocks, which test_readme runs."""
 
+import copy
 import csv
 import re
 import warnings
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
+import optree
 import pytest
 import torch
 from torch.nn import functional
@@ -23,15 +26,14 @@ def blocks(path, first=None, last=None):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What the reader of the recipes has, who begins with "One step"."""
-    readme = blocks(ROOT / "README.md")
-    start = next(i for i, block in enumerate(readme) if "functional_call" in block)
-    pages = [blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_optimizers", "recipes_models")]
+    """What the reader of the recipes has after all three pages, each of which begins with what it needs."""
     session = {}
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.chdir(tmp_path_factory.mktemp("reader"))
         torch.manual_seed(0)
-        for block in [readme[0], *readme[start : start + 2], *blocks(GUIDES / "objectives.md", 0, 1), *chain(*pages)]:
+        for block in chain(
+            *(blocks(GUIDES / f"{page}.md") for page in ("recipes", "recipes_optimizers", "recipes_models"))
+        ):
             exec(compile(block, "recipes", "exec"), session)
         session["table"] = [*csv.reader(Path("losses.csv").read_text(encoding="utf-8").splitlines())]
     return session
@@ -190,3 +192,128 @@ def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown)
     found = shown["equation"](params, points, values)
     expected = plain["inside"].square().mean() + 10 * plain["edge"].square().mean()
     torch.testing.assert_close(sum(leaf.square().sum() for leaf in found.values()), expected)
+
+
+def test_the_schedule_is_that_of_torch(shown):
+    schedulers, optimizer = torch.optim.lr_scheduler, torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    parts = [
+        schedulers.LinearLR(optimizer, 1 / 100, total_iters=99),
+        schedulers.CosineAnnealingLR(optimizer, T_max=900),
+    ]
+    original = schedulers.SequentialLR(optimizer, parts, milestones=[100])
+    for steps in range(1001):
+        if steps % 50 in (0, 49):
+            found = float(shown["schedule"](torch.tensor(steps)))
+            assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-5, abs=1e-10)
+        optimizer.step()
+        original.step()
+
+
+def test_the_rate_falls_where_nothing_gets_better(shown):
+    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "def validation" in code]
+    values = iter([3.0, 2.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0])
+    code = block.partition("rate, least")
+    session = shown | {"validation": lambda params: next(values)}
+    exec(compile(code[1] + code[2], "recipes", "exec"), session)
+    assert session["rate"] == 1e-3 / 4
+    assert session["least"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, float])
+def test_one_graph_takes_all_rates_that_are_tensors(kind):
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(jd.step, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    p, x = torch.zeros(2), torch.ones(2)
+    for rate in (1e-3, 5e-4, 2.5e-4):
+        how = {"losses": lambda p, x: (p - x).square(), "aggregator": jd.mean(), "optimizer": jd.adamw(lr=kind(rate))}
+        compiled(jd.train_state(p, x, **how), x, **how)
+    assert (len(graphs) == 1) == (kind is torch.tensor)
+
+
+def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
+    info, _ = one_step(shown, jd.upgrad())
+    batch = shown["x"], shown["kind"], shown["price"]
+    by_hand = []
+    for name in ("kind", "price"):
+        loss = lambda params, name=name: shown["losses"](params, *batch)[name]
+        by_hand.append(torch.cat([g.flatten() for g in optree.tree_leaves(torch.func.grad(loss)(shown["params"]))]))
+    rows = torch.stack(by_hand)
+    names = {"info": info}
+    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "direction_norm" in code]
+    exec(compile(block, "recipes", "exec"), names)
+    torch.testing.assert_close(names["gradients"], rows.norm(dim=1).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        names["direction_norm"], (info.weights.float() @ rows).norm().double(), rtol=1e-5, atol=0
+    )
+    how = {"losses": shown["losses"], "aggregator": jd.mean(), "optimizer": shown["measured"](jd.sgd(0.1))}
+    state, _ = jd.step(jd.train_state(shown["params"], *batch, **how), *batch, **how)
+    torch.testing.assert_close(state.optimizer[1], rows.mean(0).norm(), rtol=1e-5, atol=0)
+
+
+def test_masks_and_statistics_go_on_together(shown):
+    block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
+    torch.testing.assert_close(
+        shown["together"].buffers["statistics"]["1.running_mean"],
+        0.1 * functional.linear(batch[0], block[0].weight, block[0].bias).mean(0).detach(),
+    )
+    assert int(shown["together"].buffers["statistics"]["1.num_batches_tracked"]) == 1
+    params = dict(block.named_parameters())
+    losses, carried = shown["with_both"](params, start, *batch)
+    torch.testing.assert_close(shown["with_both"](params, start, *batch)[0], losses, rtol=0, atol=0)
+    others, _ = shown["with_both"](params, carried | {"statistics": start["statistics"]}, *batch)
+    assert float((others["fit"] - losses["fit"]).detach().abs()) > 1e-4, "another mask"
+
+
+def test_the_best_state_is_kept_and_the_patience_ends(shown):
+    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "patience" in code]
+    values = iter([1.0, 0.9, 0.5, 0.7, 0.6, 0.6, 0.8, 0.9, 0.1])
+    code = block.partition("at_first, patience")
+    states = []
+    session = shown | {"score": lambda params: (states.append(params), torch.full((2,), next(values)))[1]}
+    exec(compile((code[1] + code[2]).partition("torch.save")[0], "recipes", "exec"), session)
+    assert session["least"] == 0.5
+    assert session["epoch"] == 6
+    assert session["best"].params is states[2]
+
+
+def test_weights_per_point_count_in_the_sum_of_squares(shown):
+    for block in blocks(GUIDES / "physics.md", 0, 3):
+        exec(compile(block, "physics", "exec"), shown)
+    params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
+    points, values = shown["points"], shown["values"]
+    own = {"inside": torch.rand(16), "edge": torch.rand(2)}
+    plain = jd.per_example(shown["parts"])(params, points, values)
+    found = shown["pointwise"](params, points, own, values)
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name].square().sum(), (own[name] * expected.square()).sum())
+    torch.testing.assert_close(shown["own"]["inside"].sum(), torch.tensor(1.0))
+
+
+def test_held_weights_in_a_loop_are_those_of_every_eighth_step(shown):
+    page, calls = blocks(GUIDES / "cheaper_rules.md"), []
+    session = shown | {name: copy.deepcopy(shown[name]) for name in ("trunk", "heads")}
+    session["jd"] = SimpleNamespace(**vars(jd) | {"weights_fn": lambda losses, rule: recorded(losses, rule, calls)})
+    session["fresh"], session["repeated"] = jd.held(jd.config())
+    (loop,) = [code for code in page if "weights_fn" in code]
+    exec(compile(loop, "cheaper", "exec"), session)
+    weights = [each for each, _ in calls]
+    assert len(weights) == 16
+    for i, each in enumerate(weights):
+        assert torch.equal(each, weights[i - i % 8])
+    assert not torch.equal(weights[0], weights[8])
+    for i in (0, 8):
+        rows, values = jd.jacobian_fn(shown["losses"])(calls[i][1], *(shown[name] for name in ("x", "kind", "price")))
+        expected = jd.aggregate(jd.config(), rows, losses=values).weights
+        torch.testing.assert_close(weights[i].double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def recorded(losses, rule, calls):
+    f = jd.weights_fn(losses, rule)
+
+    def call(params, *batch, state):
+        found = f(params, *batch, state=state)
+        calls.append((found.weights, optree.tree_map(lambda p: p.detach().clone(), params)))
+        return found
+
+    return call

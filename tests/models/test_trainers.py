@@ -82,3 +82,15 @@ def test_two_evaluations_count_a_batch_once_and_draw_the_same_masks(monkeypatch)
     assert int(twice["net"][1].num_batches_tracked) == int(net[1].num_batches_tracked) == len(once["data"]) // 3
     torch.testing.assert_close(dict(twice["net"].named_buffers()), dict(net.named_buffers()))
     torch.testing.assert_close(trained_in(twice), trained_in(once))
+
+
+def test_a_checkpoint_of_lightning_keeps_what_the_rule_remembers():
+    library("lightning")
+    session = play([*START, BLOCKS["Lightning"][0], "rule = jd.nash_mtl()"])
+    module, other = (session["Balanced"](session["net"]) for _ in range(2))
+    module.log_dict = lambda values: None
+    module.training_step([part[:3] for part in session["data"].tensors], 0)
+    module.on_save_checkpoint(saved := {})
+    other.on_load_checkpoint(saved)
+    assert other.memory.calls == 1
+    assert torch.equal(other.memory.weights, module.memory.weights)

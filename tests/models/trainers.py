@@ -26,11 +26,13 @@ BLOCKS = {part.partition("\n")[0]: blocks for part, blocks in zip(SECTIONS[1:], 
 LIBRARIES = {
     "Accelerate": ["accelerate"],
     "Lightning": ["lightning"],
+    "Lightning, manual optimization": ["lightning"],
     "Losses that carry a graph": ["lightning"],
     "Transformers": ["transformers", "accelerate"],
     "PEFT": ["transformers", "peft"],
     "Several rewards": ["transformers"],
 }
+BEFORE = {"Lightning, manual optimization": BLOCKS["Lightning"][:1]}  # what a section goes on from
 
 
 class Recorder:
@@ -118,7 +120,7 @@ def main(rank, heading, ranks, folder):
     os.chdir(folder)
     recorder, given = Recorder(), (jd.weights_fn, jd.step)
     jd.weights_fn, jd.step = recorder.weights_fn, recorder.step
-    session = play([*START, *BLOCKS[heading]])
+    session = play([*START, *BEFORE.get(heading, []), *BLOCKS[heading]])
     jd.weights_fn, jd.step = given
     found = {"params": trained_in(session), "seen": recorder.seen, "history": session.get("history")}
     if recorder.seen:
