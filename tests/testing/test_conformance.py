@@ -3,14 +3,18 @@
 import contextlib
 import importlib.util
 import io
+import itertools
 import logging
 import re
+import subprocess
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.strategies import sampled_from
 
 from functional_jd import testing
 from functional_jd.aggregation.lifts import stateless
@@ -194,6 +198,25 @@ def test_a_search_is_the_same_each_time_and_leaves_the_generators_as_they_are():
     assert run(1) == run(2)
 
 
+def test_what_fails_only_once_is_found_too():
+    calls = itertools.count()
+
+    def once(rule, jacobian, *others, losses=None):
+        assert next(calls) != 5, "only once"
+
+    assert "only once" in str(laws_of(mean(), once, settings=FEW)["once"].error)
+
+
+def test_without_a_profile_a_search_is_the_same_each_time():
+    code = (
+        "from functional_jd import mean; from functional_jd.testing import laws_of; seen = [], []\n"
+        "for cases in seen:\n"
+        "    laws_of(mean(), lambda rule, jacobian, losses=None: cases.append(jacobian.tolist()))\n"
+        "assert len(seen[0]) > 50 and seen[0] == seen[1]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(caplog):
     seen = []
 
@@ -202,7 +225,8 @@ def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(capl
             seen.append(len(G))
         return torch.ones_like(G[0])
 
-    assert laws_of(stateless(gramian, weigh), laws.compiled, settings=settings(FEW, max_examples=5))["compiled"]
+    cases = sampled_from([torch.ones(m, 2, dtype=torch.float64) for m in (1, 2, 3)])
+    assert laws_of(stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)["compiled"]
     assert len(set(seen)) == 1
     assert seen[0] > 1
     logging.getLogger().warning("after")
