@@ -327,7 +327,7 @@ def _is_empty_dict(value: Any) -> bool:
 @constant_while_tracing
 def _register_all_with_optree() -> None:
     """Register all containers of `torch.utils._pytree`: a tracer reads the registry once, and would miss later ones."""
-    for container in pytree_nodes:
+    for container in pytree_nodes if isinstance(pytree_nodes, dict) else ():
         if optree.register_pytree_node.get(container, namespace=NAMESPACE) is None:
             _register_with_optree(container)
 

@@ -118,9 +118,6 @@ class _UnknownContainers:
     def get(self, _: Any) -> None:
         return None
 
-    def __iter__(self) -> Any:
-        return iter(())
-
 
 pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
 """The containers that are registered with torch's own pytree, with the functions that flatten them."""
