@@ -19,7 +19,7 @@ from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_
 from functional_jd.core.together import largest_magnitude
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
-from functional_jd.torch_compat.torch_internals import pytree_nodes
+from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
 
 NAMESPACE = "functional_jd"
 
@@ -259,6 +259,7 @@ def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
     return _traced_by_optree(tree) if structure is False else (leaves, structure)
 
 
+@constant_while_tracing
 def _is_named_tuple(kind: Any) -> bool:
     if not hasattr(kind, "_fields"):
         return False
@@ -268,6 +269,7 @@ def _is_named_tuple(kind: Any) -> bool:
 
 def _traced_by_optree(tree: Tree) -> tuple[list[Tensor], Structure]:
     """Flatten containers of any class. torch.compile fails on empty dicts: they become leaves that are left out."""
+    _register_all_with_optree()
     ordered: list[bool] = []
 
     def is_leaf(node: Any) -> bool:
@@ -320,6 +322,14 @@ def _is_ordered_dict(value: Any) -> bool:
 
 def _is_empty_dict(value: Any) -> bool:
     return isinstance(value, dict) and not value
+
+
+@constant_while_tracing
+def _register_all_with_optree() -> None:
+    """Register all containers of `torch.utils._pytree`: a tracer reads the registry once, and would miss later ones."""
+    for container in pytree_nodes if isinstance(pytree_nodes, dict) else ():
+        if optree.register_pytree_node.get(container, namespace=NAMESPACE) is None:
+            _register_with_optree(container)
 
 
 def _register_with_optree(container: type) -> None:

@@ -33,7 +33,7 @@ def worst_gain_multipliers(
     Args:
         cosines: C, float64 `[*, m, m]`, as `cosines` returns them; the gain of a row of zeros is zero.
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
-        sizes: rho, float64 `[*, m]`, positive, the largest 1.
+        sizes: rho, float64 `[*, m]`, positive, the largest 1; 1 for a row of zeros.
         radius: c > 0, a number, or float64 `[]` or `[*, 1]`.
         solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
             stand, in 25 times the rounds of `linear_complementarity`, without a synchronization.
@@ -62,7 +62,7 @@ def worst_gain_multipliers(
         residual = _derivatives_of(torch.where(active, image + gains - tau * sizes, 0))
         excess = _derivatives_of((v * image).sum(-1, keepdim=True) / 2)
         if isinstance(radius, Tensor):
-            excess = excess - _derivatives_of(radius**2 / 2)
+            excess = excess - _derivatives_of(torch.where(solved, radius, 1) ** 2 / 2)
         step = ((start * residual).sum(-1, keepdim=True) - excess) / slope
         tau = tau + step
         v = v - solve_upper(upper, torch.where(active, residual - rho * step, 0))
@@ -86,7 +86,7 @@ def _search(
     products = rho.unsqueeze(-1) * rho.unsqueeze(-2)
     nearest = solution(C + products, -rho.unsqueeze(-2), allowed, fixed).squeeze(-2)
     stationary = _norm(C, nearest) <= _NOISE * nearest.sum(-1, keepdim=True)
-    one_row = ((beta + c * C.diagonal(dim1=-2, dim2=-1)) / rho).amin(-1, keepdim=True)
+    one_row = ((beta + c) / rho).amin(-1, keepdim=True)
     tau = torch.minimum(one_row, torch.where(stationary, 0, bound(nearest)))
     eye = torch.eye(m, dtype=C.dtype, device=C.device)
     ridged, remaining = C + _TOLERANCE * eye, _STEPS
@@ -111,15 +111,15 @@ def _search(
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
         jumped = running & ~below & (root < lower)
         tau = torch.where(running, torch.where(jumped, root, lower), tau)
-    solved = ~(stationary & (length < c * (1 - _TOLERANCE**0.5)))
     total = (C.sum((-2, -1)) + beta.sum(-1)).unsqueeze(-1) + c
+    solved = ~(stationary & (length < c * (1 - _TOLERANCE**0.5))) & total.isfinite()
     single = (*gains.shape[:-1], 1)
     return (
         with_nan_of(v, total).view(gains.shape),
-        tau.reshape(single).clone(),
+        torch.where(solved, tau, 0).view(single),
         active.view(gains.shape),
         upper.reshape(cosines.shape).contiguous(),
-        (solved & total.isfinite()).view(single),
+        solved.view(single),
     )
 
 

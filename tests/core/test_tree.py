@@ -173,6 +173,23 @@ def test_a_traced_flattening_is_that_of_optree(tree):
     assert repr(found) == repr(expected)  # kinds, keys in their order, and leaves
 
 
+def test_a_tracer_knows_a_container_of_torch_that_nothing_met_before():
+    @dataclass
+    class New:
+        second: Tensor
+        first: Tensor
+
+    def run(other, tree):
+        trees.tree_flatten(other)
+        return trees.tree_map(lambda x: 2 * x, tree)
+
+    _pytree.register_dataclass(New)
+    torch._dynamo.reset()
+    other = Point(ONE, defaultdict(list, a=ONE))
+    found = torch.compile(run, fullgraph=True, backend="eager")(other, {"n": [New(ONE, {"z": ONE + 1})]})
+    assert found == {"n": [New(2 * ONE, {"z": 2 * (ONE + 1)})]}
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -39,6 +39,35 @@ def test_scales_leave_the_gradient_of_the_heads_as_it_is(sizes, shape):
         assert torch.equal(found.heads[name].double(), expected)  # small integers and halves: exact
 
 
+@pytest.mark.parametrize("scale", [None, torch.tensor(2.0**9)], ids=["none", "one"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_compiled_heads_have_the_same_gradient_and_each_loss_its_row(sizes, scale):
+    losses, params = problem(sizes)
+    torch.compiler.reset()
+    found = torch.compile(jd.jacobian_fn(losses, scale=scale), fullgraph=True, backend="aot_eager")(params, X)
+    for name, expected in by_hand(sizes).items():
+        assert torch.equal(found[0].heads[name].double(), expected)
+    for i in range(len(sizes)):
+        row = torch.func.grad(lambda w, i=i: losses({"shared": {"w": w}, "heads": params["heads"]}, X)[i])(TRUNK)
+        assert torch.equal(found[0].shared["w"][i], row)
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap", "forward", "compiled"])
+@pytest.mark.parametrize("scale", [2.0**9, [2.0**3, 2.0**20]], ids=["one", "each"])
+def test_heads_may_have_no_parameters(mode, scale):
+    losses = jd.multitask(lambda shared, x: x @ shared, lambda _, z, x: [z.sum(), (z[0] * torch.arange(2)).sum()])
+    mode, compiled = ("auto", True) if mode == "compiled" else (mode, False)
+    torch.compiler.reset()
+    rows = jd.jacobian_fn(losses, scale=torch.tensor(scale), mode=mode)
+    if compiled:
+        rows = torch.compile(rows, fullgraph=True, backend="aot_eager")
+    found, _, finite = rows({"shared": TRUNK, "heads": {}}, X)
+    assert finite.all()
+    assert found.heads == {}
+    # The columns of x summed; and the first example, in the second column alone.
+    assert found.shared.tolist() == [[[-2, -2], [2.5, 2.5]], [[0, 1], [0, 2]]]
+
+
 @pytest.mark.parametrize("overflows", [0, 2])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_an_overflow_in_one_head_leaves_the_others_as_they_are(sizes, overflows):

@@ -166,21 +166,25 @@ def test_losses_that_vmap_refuses_are_compared_one_by_one_and_leave_no_trace():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_all_rates_see_the_same_noise(refused):
+@pytest.mark.parametrize("way", ["vmap", "one by one", "compile"])
+def test_all_rates_see_the_same_noise(way):
     """With noise of its own for each rate, the noise would choose: it is a hundred times the change."""
 
     def losses(x):
-        if refused:
+        if way == "one by one":
             x.sum().item()
         return x + 100 * torch.randn(2)
 
     x, optimizer = torch.zeros(2), line_search(fj.sgd(1.0, momentum=0.9), [0.0, 0.5, 1.0, 0.25], merit=torch.sum)
-    warned = pytest.warns(fj.SlowPathWarning) if refused else nullcontext()
+    search = lambda ahead, state, x: optimizer.search(losses, ahead, state, x)
+    if way == "compile":
+        torch.compiler.reset()
+        search = torch.compile(search, backend="eager", fullgraph=True)
+    warned = pytest.warns(fj.SlowPathWarning) if way == "one by one" else nullcontext()
     with warned:
         for seed in range(6):
             torch.manual_seed(seed)
-            moved, state = optimizer.search(losses, torch.ones(2), optimizer.init(x), x)
+            moved, state = search(torch.ones(2), optimizer.init(x), x)
             assert torch.equal(moved, x - 1)
     # The optimizer inside goes on from its own state: its momentum is that of the second step of torch's.
     assert torch.equal(optimizer.search(losses, torch.ones(2), state, x)[0], x - 1.9)

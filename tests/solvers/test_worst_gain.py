@@ -49,11 +49,7 @@ def test_equal_to_bisection_by_least_distance_programs(m, radius):
     torch.testing.assert_close(solve(N, x, sizes, radius) @ N, bisected(N, x, sizes, radius), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("radius", [1e-3, 0.5, 30.0])
-@pytest.mark.parametrize("m", [1, 2, 7, 33])
-@pytest.mark.parametrize("solver", ["host", "device"])
-def test_the_conditions_hold(m, radius, solver):
-    N, x, sizes = problem(m, spread=12.0)
+def check_conditions(N, x, sizes, radius, solver="host"):
     v = solve(N, x, sizes, radius, solver)
     y = v @ N
     tau = (v @ (N @ (x + y))) / (v @ sizes)
@@ -65,13 +61,64 @@ def test_the_conditions_hold(m, radius, solver):
     assert (v * slack).abs().max() <= rounding * (1 + v.sum()) * v.max()
 
 
+@pytest.mark.parametrize("radius", [1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("m", [1, 2, 7, 33])
+@pytest.mark.parametrize("solver", ["host", "device"])
+def test_the_conditions_hold(m, radius, solver):
+    check_conditions(*problem(m, spread=12.0), radius, solver)
+
+
+@pytest.mark.parametrize("spread", [0.0, 12.0])
+def test_the_conditions_hold_where_rows_are_repeated(spread):
+    for seed in range(8):
+        N, x, sizes = problem(16, seed, spread)
+        check_conditions(N.repeat(2, 1), x, sizes.repeat(2), 0.5)
+
+
+@pytest.mark.parametrize("radius", [10.0, 100.0])
+def test_the_conditions_hold_far_out_in_few_dimensions(radius):
+    for seed in range(12):
+        N = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).abs()
+        _, x, sizes = problem(4, seed, spread=0.0)
+        check_conditions(torch.nn.functional.normalize(N), x[:3] / x[:3].norm(), sizes, radius)
+
+
 def test_rows_that_cancel_have_no_answer_but_where_the_ball_is_too_small():
     N = torch.tensor([[1.0, 0], [-1, 0]], dtype=torch.float64)
     one = torch.ones(2, dtype=torch.float64)
     across, along = torch.tensor([[0.0, 1], [1, 0]], dtype=torch.float64)
     assert (solve(N, across, one, 0.5) == 0).all()
     assert (solve(N, along, one, 1.5) == 0).all()
-    torch.testing.assert_close(solve(N, along, one, 0.5), torch.tensor([0, 0.5], dtype=torch.float64))
+    for radius in (0.1, 0.5):
+        torch.testing.assert_close(solve(N, along, one, radius), torch.tensor([0, radius], dtype=torch.float64))
+
+
+def test_rows_that_cancel_within_rounding_have_no_answer_either():
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape, generator=generator: torch.nn.functional.normalize(
+            torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1
+        )
+        in_few_dimensions, x, one = draw(33, 3), draw(3), torch.ones(33, dtype=torch.float64)
+        assert (solve(in_few_dimensions, x, one, 3.0) == 0).all()
+        n, across = torch.linalg.qr(draw(4, 2))[0].unbind(1)
+        nearly_opposite = torch.nn.functional.normalize(torch.stack([n, 7e-7 * across - n]))
+        assert (solve(nearly_opposite, draw(4), one[:2], 10.0) == 0).all()
+
+
+def test_what_has_no_answer_has_derivatives_of_zero():
+    N = torch.tensor([[1.0, 0], [-1, 0]], dtype=torch.float64)
+    inputs = N, torch.tensor([0.0, 1], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    slopes = torch.func.grad(lambda inputs: solve(*inputs, 0.5).sum())(inputs)
+    assert all(torch.equal(slope, torch.zeros_like(slope)) for slope in slopes)
+
+    def total(inputs, radii):
+        found = torch.vmap(lambda radius: solve(*inputs, radius))(radii)
+        return torch.where(found.isfinite(), found, 0).sum()
+
+    radii = torch.tensor([0.5, torch.nan], dtype=torch.float64)
+    expected = torch.func.grad(total)(problem(5), radii[:1])
+    torch.testing.assert_close(torch.func.grad(total)(problem(5), radii), expected)
 
 
 def test_first_and_second_derivatives_are_those_of_finite_differences():

@@ -57,7 +57,8 @@ def test_the_function_receives_the_rows_joined_and_in_their_dtype():
         return J.sum(0)
 
     jacobian = {"b": torch.tensor([1, 2]).half(), "a": torch.tensor([[3, 4], [5, 6]]).half()}
-    direction = aggregate(black_box(f), jacobian).direction
+    direction, weights, _ = aggregate(black_box(f), jacobian)
+    assert weights["a"].rest.dtype == torch.float32  # as weights are
     assert torch.equal(seen[0], torch.tensor([[3, 4, 1], [5, 6, 2]]).half())
     assert torch.equal(direction["a"], torch.tensor([8, 10]).half())
     assert torch.equal(direction["b"], torch.tensor(3).half())
@@ -123,8 +124,9 @@ def test_a_convex_combination_of_the_rows_is_on_the_simplex():
         (3, TypeError, "black_box: f must be a function, found int. Pass a function of the matrix"),
         (lambda J: J.sum(0).tolist(), TypeError, r"f must return a tensor, the direction \[3\], found list"),
         (lambda J: J.sum(1), ValueError, r"one number per column, \[3\], found \[2\]. Return the direction"),
+        (lambda J: J[:1], ValueError, r"one number per column, \[3\], found \[1, 3\]"),
     ],
-    ids=["no function", "no tensor", "weights"],
+    ids=["no function", "no tensor", "weights", "one row"],
 )
 def test_what_is_no_direction_is_refused(f, kind, message):
     with pytest.raises(kind, match=message):

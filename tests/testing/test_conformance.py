@@ -3,13 +3,18 @@
 import contextlib
 import importlib.util
 import io
+import itertools
+import logging
 import re
+import subprocess
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.strategies import sampled_from
 
 from functional_jd import testing
 from functional_jd.aggregation.lifts import stateless
@@ -143,6 +148,89 @@ def test_a_law_of_one_s_own():
 
     assert not laws_of(mean(), short)["short"]
     assert laws_of(mean(), short, jacobians=jacobians(rows=2))["short"]
+
+
+def test_a_case_shrinks_by_rows_and_columns_to_one_with_the_same_error():
+    def short(rule, jacobian, *others, losses=None):
+        assert len(losses) == len(jacobian)
+        if jacobian.shape != (3, 2):
+            raise ArithmeticError
+
+    def wide(rule, jacobian, *others, losses=None):
+        assert jacobian.shape[1] < 2, "wide"
+        raise ArithmeticError
+
+    asked = {"jacobians": jacobians(rows=3, columns=4), "settings": FEW}
+    found = laws_of(modest(), short, wide, **asked)
+    assert (found["short"].jacobian.shape, found["short"].losses.shape) == ((1, 1), (1,))
+    assert (found["wide"].jacobian.shape, found["wide"].others[0].shape) == ((1, 2), (1, 2))
+
+
+def test_a_rule_gets_only_what_it_needs_and_other_batches_of_small_integers():
+    seen = []
+
+    def watching(rule, jacobian, *others, losses=None):
+        seen.append((others, losses))
+
+    laws_of(mean(), watching, settings=FEW)
+    assert all(case == ((), None) for case in seen)
+    seen.clear()
+    laws_of(stateless(cross_gramian, lambda C: C.sum(1)), watching, settings=FEW)
+    assert all(losses is None for _, losses in seen)
+    others = torch.cat([other.flatten() for (other,), _ in seen])
+    assert torch.equal(others, others.round())
+    assert 0 < others.abs().max() <= 16
+
+
+def test_a_search_is_the_same_each_time_and_leaves_the_generators_as_they_are():
+    def run(seed):
+        seen = []
+
+        def watching(rule, jacobian, *others, losses=None):
+            seen.append((jacobian.tolist(), float(torch.rand(()))))
+
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        laws_of(mean(), watching)
+        assert torch.equal(torch.get_rng_state(), before)
+        return seen
+
+    assert run(1) == run(2)
+
+
+def test_what_fails_only_once_is_found_too():
+    calls = itertools.count()
+
+    def once(rule, jacobian, *others, losses=None):
+        assert next(calls) != 5, "only once"
+
+    assert "only once" in str(laws_of(mean(), once, settings=FEW)["once"].error)
+
+
+def test_without_a_profile_a_search_is_the_same_each_time():
+    code = (
+        "from functional_jd import mean; from functional_jd.testing import laws_of; seen = [], []\n"
+        "for cases in seen:\n"
+        "    laws_of(mean(), lambda rule, jacobian, losses=None: cases.append(jacobian.tolist()))\n"
+        "assert len(seen[0]) > 50 and seen[0] == seen[1]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(caplog):
+    seen = []
+
+    def weigh(G):
+        if not torch.compiler.is_compiling():
+            seen.append(len(G))
+        return torch.ones_like(G[0])
+
+    cases = sampled_from([torch.ones(m, 2, dtype=torch.float64) for m in (1, 2, 3)])
+    assert laws_of(stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)["compiled"]
+    assert len(set(seen)) == 1
+    assert seen[0] > 1
+    logging.getLogger().warning("after")
+    assert caplog.messages[-1] == "after"
 
 
 def test_jacobians_are_those_asked_for():

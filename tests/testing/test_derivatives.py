@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation.views import gramian, no_gradients
 from functional_jd.testing import hyper_parameters_are_values
 
 J = torch.tensor([[1.0, 2.0], [0.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
@@ -32,6 +33,24 @@ def test_at_the_end_of_a_range_differences_are_one_sided(t):
     hyper_parameters_are_values(rule(torch.exp, 0.0, 1.0), {"t": t}, J)
     with pytest.raises(AssertionError, match=rf"t={t:.6g}: jacfwd differs from differences"):
         hyper_parameters_are_values(rule(lambda x: x.exp().detach(), 0.0, 1.0), {"t": t}, J)
+
+
+def test_where_a_range_begins_a_steep_slope_is_that_of_the_near_difference():
+    hyper_parameters_are_values(rule(lambda t: torch.exp(-20 * t), least=1.0), {"t": 1.0}, J)
+
+
+def test_derivatives_in_later_steps_are_tried():
+    def build(wrong_from):
+        def weigh(t):
+            t = torch.as_tensor(t, dtype=torch.float64)
+            values = lambda steps: torch.where(steps < wrong_from, t, t.detach())
+            return lambda view, steps: (torch.ones_like(view) * values(steps), steps + 1)
+
+        return lambda t: Aggregator(no_gradients, lambda view: view.new_zeros(()), weigh(t))
+
+    hyper_parameters_are_values(build(3), {"t": 0.7}, J)
+    with pytest.raises(AssertionError, match="jacfwd differs from differences"):
+        hyper_parameters_are_values(build(2), {"t": 0.7}, J)
 
 
 def test_a_range_without_neighbours_is_refused():

@@ -93,6 +93,44 @@ def nothing():
     return stateless(no_gradients, torch.zeros_like)
 
 
+def remembering(weigh, after=lambda state: state + 1):
+    """Its weights depend on how many steps there were."""
+    init = lambda view: view.new_zeros(())
+    return Aggregator(no_gradients, init, lambda view, steps: (weigh(steps) * ones(view), after(steps)))
+
+
+def tiring():
+    """Divides by zero in its third step."""
+    return remembering(lambda steps: 1 / (2 - steps))
+
+
+class Doubled(torch.autograd.Function):
+    """A copy, but twice that under vmap."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return 2 * x, in_dims[0]
+
+
+def doubling():
+    """Differs under vmap from the second step on."""
+    return remembering(lambda steps: 1 + Doubled.apply(steps))
+
+
+def hesitating():
+    """Decides in Python when it starts."""
+    init = lambda view: view.new_zeros(()) if view.sum() > 0 else view.new_ones(())
+    return Aggregator(no_gradients, init, lambda view, state: (ones(view), state))
+
+
 BROKEN = {
     "counts calls": (laws.pure, counting),
     "changes its input": (laws.pure, scribbling),
@@ -100,6 +138,9 @@ BROKEN = {
     "state changes form": (laws.shaped, growing),
     "weights in half precision": (laws.shaped, half),
     "looks at the first leaf only": (laws.tree_equals_flat, leafy),
+    "divides by zero in its third step": (laws.finite, tiring),
+    "differs under vmap in its second step": (laws.batched, doubling),
+    "decides in Python when it starts": (laws.compiled, hesitating),
     "decides in Python": (laws.batched, synchronous),
     "decides in Python too": (laws.compiled, synchronous),
     "squares in half precision": (laws.low_precision, narrow),
@@ -145,6 +186,93 @@ def test_hidden_infinities_are_not_overlooked():
 @pytest.mark.parametrize("law", [*laws.ALWAYS, *laws.BY_CLAIM], ids=lambda law: law.__name__)
 def test_upgrad_and_mean_keep_them_on_the_example_of_the_paper(law):
     law(mean() if law is laws.on_the_simplex else upgrad(), J[:2])
+
+
+def test_a_rule_with_a_memory_keeps_them():
+    for law in laws.ALWAYS:
+        law(remembering(lambda steps: 1 + steps), J)
+
+
+def losing(values):
+    values.mul_(2)
+    return ones(values)
+
+
+def drawing(view):
+    torch.rand(1)
+    return ones(view)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (remembering(lambda steps: 1, lambda steps: steps.add_(1).clone()), "the state that was passed has changed"),
+        (stateless(lambda jacobian, losses: losses, losing), "an argument has changed"),
+        (stateless(no_gradients, drawing), "the global random number generator was used"),
+    ],
+    ids=["state", "losses", "generator"],
+)
+def test_an_impure_rule_is_told_what_it_changes(rule, message):
+    with pytest.raises(AssertionError, match=message):
+        laws.pure(rule, J, losses=torch.ones(3, dtype=torch.float64))
+
+
+def test_what_is_not_a_number_twice_is_the_same():
+    laws.pure(singular(), torch.zeros(2, 2, dtype=torch.float64))
+
+
+def refusing(bad):
+    """Raises where `bad(steps, *Jacobians)`."""
+
+    def weigh(jacobians, steps):
+        if bad(steps, *jacobians):
+            raise ArithmeticError
+        return ones(jacobians[0][:, 0]) + 0 * sum(x.sum() for x in jacobians), steps + 1
+
+    return Aggregator(lambda *jacobians, losses: jacobians, lambda jacobians: torch.zeros(()), weigh)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda steps, first, second: first[0].isnan().any(),
+        lambda steps, first, second: first[-1].isposinf().any(),
+        lambda steps, first, second: first[0].isneginf().any(),
+        lambda steps, first, second: steps > 0 and not first.isfinite().all(),
+        lambda steps, first, second: not second.isfinite().all(),
+    ],
+    ids=["nan", "in the last row", "negative", "in a later step", "in the second batch"],
+)
+def test_every_place_of_what_is_not_finite_is_tried(bad):
+    with pytest.raises(ArithmeticError):
+        laws.non_finite(refusing(bad), J, J)
+    laws.non_finite(refusing(lambda steps, *jacobians: False), J, J)
+
+
+def weighted(*weights):
+    return stateless(no_gradients, lambda view: torch.tensor(weights, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("law", "rule", "jacobian", "message"),
+    [
+        (laws.permutation_equivariant, weighted(1, 2, 1), J, "the order of the rows matters"),
+        (laws.non_conflicting, mean(), [[1.0], [-(2.0**-40)]], "conflicted"),
+        (laws.homogeneous, stateless(gramian, lambda G: G.diagonal() / (G.trace() + 2.0**-50)), J, "times 9.09"),
+        (laws.homogeneous, stateless(gramian, lambda G: ones(G[0]) / (1 + G.trace() * 2.0**-60)), J, "times 1.09"),
+        (laws.linear_under_row_scaling, stateless(gramian, lambda G: G.diagonal() / G.trace()), J, "not linear"),
+        (laws.on_the_simplex, weighted(1.5, -0.5), J[:2], "negative weights"),
+    ],
+    ids=["palindromic", "short row", "epsilon", "cap", "relative", "negative"],
+)
+def test_what_shows_only_in_some_cases_is_caught_in_them(law, rule, jacobian, message):
+    with pytest.raises(AssertionError, match=message):
+        law(rule, torch.as_tensor(jacobian, dtype=torch.float64))
+
+
+def test_a_direction_with_a_zero_in_it_is_not_zero():
+    for law in (laws.weakly_stationary, laws.strongly_stationary):
+        law(mean(), torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64))
 
 
 def test_laws_take_trees_and_losses():
