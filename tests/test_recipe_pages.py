@@ -3,10 +3,11 @@
 import copy
 import csv
 import re
+import sys
 import warnings
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import optree
 import pytest
@@ -27,8 +28,10 @@ def blocks(path, first=None, last=None):
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """What the reader of the recipes has after all three pages, each of which begins with what it needs."""
-    session = {}
+    module = ModuleType("reader")
+    session = vars(module)
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setitem(sys.modules, "reader", module)  # where torch.compile looks for what is global
         patch.chdir(tmp_path_factory.mktemp("reader"))
         torch.manual_seed(0)
         for block in chain(
