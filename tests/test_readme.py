@@ -3,9 +3,11 @@
 import copy
 import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -70,9 +72,12 @@ DIFFS = [code for _, language, code, _ in BLOCKS if language == "diff"]
 def shown(tmp_path_factory):
     """What the reader has after typing all blocks of a page into a new session, by page, and what each printed."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    sessions, printed = {path.stem: {} for path in PAGES}, []
+    modules, printed = {path.stem: ModuleType(f"reader_of_{path.stem}") for path in PAGES}, []
+    sessions = {page: vars(module) for page, module in modules.items()}
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.chdir(tmp_path_factory.mktemp("reader"))
+        for module in modules.values():
+            patch.setitem(sys.modules, module.__name__, module)  # where torch.compile looks for what is global
         for session in sessions.values():
             patch.setitem(session, "print", lambda *words: printed[-1].append(" ".join(map(str, words))))
         torch.manual_seed(0)
