@@ -11,6 +11,9 @@ from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleT
 from functional_jd.torch_compat.torch_internals import module_tensors
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def run_traced(
     module: nn.Module, tree: ModuleTree, given: dict[str, Tensor], args: Any, kwargs: Any
 ) -> tuple[Any, str | None, dict[str, Tensor]]:
@@ -25,6 +28,8 @@ def run_traced(
     held: list[tuple[Any, Any]] = []
     for part, (_, state) in zip(tree.parts, states, strict=True):
         check_part(part, state)
+        # Asked here, as torch.compile has no guard on hooks of its own: what is added later would not be called.
+        _ = [len(state[name]) for name in _HOOKS]
     for part, state in states:
         for name, value in state.items():
             if name not in STANDARD and type(value) in CONTAINERS:

@@ -323,6 +323,24 @@ def test_it_computes_with_what_it_is_given_where_it_is_compiled(name):
     assert unchanged(before, held(module))
 
 
+def test_hooks_that_come_and_go_after_compiling_are_noticed():
+    net = made(lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
+    apply, params = fj.functional(net), dict(net.named_parameters())
+    torch.compiler.reset()
+    compiled = torch.compile(lambda p, x: apply(p, {}, x)[0], backend="eager", fullgraph=True)
+    plain = net(X)
+    torch.testing.assert_close(compiled(params, X), plain)
+    for add in (
+        lambda: net.register_forward_hook(lambda module, inputs, output: 2 * output),
+        lambda: net[0].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    ):
+        hook = add()
+        assert not torch.equal(net(X), plain)
+        torch.testing.assert_close(compiled(params, X), net(X))
+        hook.remove()
+        torch.testing.assert_close(compiled(params, X), plain)
+
+
 class Adjoint(torch.autograd.Function):
     """Calls a function in the forward pass, and again in the backward pass."""
 
