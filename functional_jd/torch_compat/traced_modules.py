@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleTree, check_part
 from functional_jd.torch_compat.torch_internals import module_tensors
 
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
