@@ -164,12 +164,16 @@ def weigh(
             aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
         elif aggregator.on_host and goes_to_host(aggregator, (received, state)):
             aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
-    if state is None or torch.compiler.is_compiling():
-        return aggregator.update(received, aggregator.init(received) if state is None else state)
+    if state is None:
+        return aggregator.update(received, aggregator.init(received))
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
-    if remembers and tree_leaves(state) and tree_leaves(received)[0].shape[:1] == (1,):
-        # What is of size one fits all sizes: `update` would not notice the state of more objectives.
-        _refuse_other_state(aggregator, received, state, where, None)
+    if remembers and (leaves := tree_leaves(state)):
+        for x in (tree_leaves(received)[0], *leaves):
+            if x.shape[:1] == (1,):  # which fits all sizes: `update` would not notice other objectives
+                _refuse_other_state(aggregator, received, state, where, None)
+                break
+    if torch.compiler.is_compiling():
+        return aggregator.update(received, state)
     try:
         weights, new = aggregator.update(received, state)
     except Exception as error:

@@ -50,9 +50,10 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         module sets on itself stays. Conversions (`to`, `float`) and the rows that an embedding with `max_norm` shortens
         leave the parameters here. Threads that call one `apply` wait for one another; those that call several of one
         module, or the module itself meanwhile, must not share it. A forward that writes a parameter is refused once it
-        has: only `train_state`, which sees `.data.copy_` and its like too, puts the values back. A tensor that a
-        function of the module keeps for itself is not replaced; `train_state` refuses it where it finds one. Hooks of
-        tensors that call the module in the backward pass find its own parameters.
+        has: only `train_state`, which sees `.data.copy_` and its like too, puts the values back. Compiled, a write by
+        way of `.data` or `detach()` is not noticed, and changes the tensors that were given: call it once eagerly. A
+        tensor that a function of the module keeps for itself is not replaced; `train_state` refuses it where it finds
+        one. Hooks of tensors that call the module in the backward pass find its own parameters.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

@@ -6,9 +6,13 @@ from collections import deque
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleTree, check_part
-from functional_jd.torch_compat.torch_internals import module_tensors
+from functional_jd.torch_compat.slow_path import IN_PLACE_NAMES
+from functional_jd.torch_compat.torch_internals import function_name, module_tensors, traceable, untraced
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def run_traced(
@@ -25,6 +29,8 @@ def run_traced(
     held: list[tuple[Any, Any]] = []
     for part, (_, state) in zip(tree.parts, states, strict=True):
         check_part(part, state)
+        # Asked here, as torch.compile has no guard on hooks of its own: what is added later would not be called.
+        _ = [len(state[name]) for name in _HOOKS]
     for part, state in states:
         for name, value in state.items():
             if name not in STANDARD and type(value) in CONTAINERS:
@@ -37,7 +43,8 @@ def run_traced(
             for name, key in places:
                 tensors[name] = given[key]
     try:
-        output = module(*args, **kwargs)
+        with _Parameters([(given[key], key) for part in tree.parts for _, key in part.params]):
+            output = module(*args, **kwargs)
         replaced, moved = _after(tree, given)
     finally:
         for tensors, before in own:
@@ -53,6 +60,26 @@ def run_traced(
                 ):  # two tuples it cannot tell
                     setattr(part, name, state[name])
     return output, replaced, moved
+
+
+class _Parameters(TorchFunctionMode):
+    """Refuses what writes a parameter: the versions of tensors, which tell eagerly, are not known while tracing."""
+
+    def __init__(self, given: list[tuple[Tensor, str]]):
+        super().__init__()
+        self.given = given
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = traceable(func)
+        if args and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":
+            for x, name in self.given:
+                if args[0] is x:
+                    raise ValueError(
+                        f"functional: expected a forward that leaves its parameters, found that it changes {name!r} in "
+                        "place. Make it a buffer, which comes back as a result, or compute with another tensor."
+                    )
+        return func(*args, **(kwargs or {}))
 
 
 def _after(tree: ModuleTree, given: dict[str, Tensor]) -> tuple[str | None, dict[str, Tensor]]:

@@ -323,6 +323,43 @@ def test_it_computes_with_what_it_is_given_where_it_is_compiled(name):
     assert unchanged(before, held(module))
 
 
+def test_hooks_that_come_and_go_after_compiling_are_noticed():
+    net = made(lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
+    apply, params = fj.functional(net), dict(net.named_parameters())
+    torch.compiler.reset()
+    compiled = torch.compile(lambda p, x: apply(p, {}, x)[0], backend="eager", fullgraph=True)
+    plain = net(X)
+    torch.testing.assert_close(compiled(params, X), plain)
+    for add in (
+        lambda: net.register_forward_hook(lambda module, inputs, output: 2 * output),
+        lambda: net[0].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    ):
+        hook = add()
+        assert not torch.equal(net(X), plain)
+        torch.testing.assert_close(compiled(params, X), net(X))
+        hook.remove()
+        torch.testing.assert_close(compiled(params, X), plain)
+
+
+class Writes(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_compiled_forward_that_writes_its_parameters_is_refused():
+    net = made(lambda: nn.Sequential(nn.Linear(4, 4), Writes(4, 3)))
+    apply, params = fj.functional(net), {name: p.detach().clone() for name, p in net.named_parameters()}
+    torch.compiler.reset()
+    compiled = torch.compile(lambda p, x: apply(p, {}, x)[0], backend="eager", fullgraph=True)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"functional: expected a forward that leaves .* '1\.weight'"
+    ):
+        compiled(params, X)
+    assert all(torch.equal(params[name], p) for name, p in net.named_parameters())
+
+
 class Adjoint(torch.autograd.Function):
     """Calls a function in the forward pass, and again in the backward pass."""
 

@@ -168,6 +168,22 @@ def test_a_state_for_another_number_of_objectives_is_refused(rule):
             "^step: the state must be one of this rule for the same number of objectives",
             lambda more=more: fj.step(state, X, **(how | {"losses": more})),
         )
+    one = how | {"losses": lambda p, x: losses(p, x)[:1]}
+    refused(
+        "^step: the state must be one of this rule for the same number of objectives",
+        lambda: fj.step(fj.train_state(PARAMS, X, **one), X, **how),
+    )
+
+
+def test_a_compiled_step_refuses_a_state_of_one_size_for_another():
+    how = method(aggregator=fj.uw())
+    one = how | {"losses": lambda p, x: losses(p, x)[:1]}
+    for begun_with, taken_with in ((one, how), (how, one)):
+        torch.compiler.reset()
+        compiled = torch.compile(fj.step, fullgraph=True, backend="eager")
+        state = fj.train_state(PARAMS, X, **begun_with)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"step: the state must be one of this rule"):
+            compiled(state, X, **taken_with)
 
 
 def test_aggregate_refuses_the_state_of_another_rule_too():
