@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -165,7 +165,8 @@ def weigh(
         elif aggregator.on_host and goes_to_host(aggregator, (received, state)):
             aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None:
-        return aggregator.update(received, aggregator.init(received))
+        found: Any = aggregator.update(received, aggregator.init(received))
+        return _refuse_unpaired(where, found) if isinstance(found, Tensor) else found
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -175,7 +176,8 @@ def weigh(
     if torch.compiler.is_compiling():
         return aggregator.update(received, state)
     try:
-        weights, new = aggregator.update(received, state)
+        found: Any = aggregator.update(received, state)
+        weights, new = _refuse_unpaired(where, found) if isinstance(found, Tensor) else found
     except Exception as error:
         if is_out_of_memory(error):  # `init` would ask for more
             raise
@@ -185,6 +187,13 @@ def weigh(
     if where != "aggregate" and new is not state and tree_difference(state, new):
         _refuse_other_state(aggregator, received, state, where, None)
     return weights, new
+
+
+def _refuse_unpaired(where: str, found: Any) -> NoReturn:
+    raise TypeError(
+        f"{where}: expected the rule's update(view, memory) to return a pair, (weights, memory), found "
+        f"{described(found)}. A rule without memory is stateless(view, weigh)."
+    )
 
 
 def narrow_device(seen: Observation, received: Any = None) -> torch.device | None:

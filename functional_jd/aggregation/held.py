@@ -68,8 +68,9 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         weights, inner = rule.update(view, inner)
         if not (isinstance(weights, Tensor) and weights.ndim == 1):
             raise ValueError(
-                "held: expected a rule with one weight per row, found one that weighs entry by entry. Its weights are "
-                "as large as the rows, and no backward pass takes them."
+                "held: expected a rule with one weight per row, found one that weighs entry by entry, or by group. The "
+                "weights of single entries are as large as the rows; of groups, hold the rule of each: "
+                "grouped({name: held(rule)[0], ...}), then grouped({name: held(rule)[1], ...})."
             )
         return weights, inner
 

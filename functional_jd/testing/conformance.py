@@ -93,8 +93,9 @@ class Findings(dict[str, "bool | Counterexample"]):
 
     def __str__(self) -> str:
         lines: list[str] = []
+        width = max([24, *map(len, self)]) + 2
         for name, result in self.items():
-            lines.append(f"{name:26}{'holds' if result else 'broken'}")
+            lines.append(f"{name:{width}}{'holds' if result else 'broken'}")
             if isinstance(result, Counterexample):
                 lines.append(f"    # {_message(result.error)}")
                 lines += [f"    {line}".rstrip() for line in str(result).splitlines()]

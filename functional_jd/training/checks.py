@@ -48,9 +48,11 @@ def refuse_8_bits(where: str, what: str, tree: Tree) -> None:
             )
 
 
-def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer) -> None:
+def check_noise(
+    where: str, losses: LossFunction, rule: Aggregator, optimizer: Optimizer, *, reading: bool = True
+) -> None:
     """Refuse noise that protects nobody: where a row is not that of one example, or not bounded by the norm that the
-    noise is for.
+    noise is for. Of bounds that are tensors, only `reading` looks at the values.
     """
     norm, bound = optimizer.sensitivity, rule.sensitivity
     if norm is None:
@@ -61,12 +63,17 @@ def check_noise(where: str, losses: LossFunction, rule: Aggregator, optimizer: O
             f"{where}: noised adds noise for single examples, expected losses made by per_example, found others: "
             f"the noise protects nobody. {cure}"
         )
+    if kind_of(losses).several_sets:
+        raise ValueError(
+            f"{where}: noised adds noise for single examples, expected one set of them, found several, and somebody "
+            "may have a row in each: the noise is too small. Let the loss of one example return the sum of its terms."
+        )
     if bound is None:
         raise ValueError(
             f"{where}: noised adds noise for rows of bounded norm, expected a rule that bounds every row, such as "
             f"clipped(max_norm), found one that does not: the noise protects nobody. {cure}"
         )
-    if all(not isinstance(x, Tensor) or has_values(x) for x in (norm, bound)):
+    if all(not isinstance(x, Tensor) or (reading and has_values(x)) for x in (norm, bound)):
         norm, bound = float(norm), float(bound)
         if abs(norm - bound) > _ROUNDING * bound:
             raise ValueError(

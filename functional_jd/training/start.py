@@ -108,7 +108,7 @@ def train_state(
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params = replicate(detach_parameters(params))
-    _refuse_no_tensors(buffers)
+    _refuse_no_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
     places = {leaf.device for leaf in leaves}
 
     def beside_parameters(x: Tensor) -> Tensor:
@@ -138,6 +138,7 @@ def train_state(
     )
     check = partial(check_learning, optimizer=optimizer, losses=losses, batch=batch, constant=constant)
     rule_state = _started(plan, chosen, check)
+    _refuse_no_tensors("the memory of a rule", rule_state, "Let its init return tensors: torch.zeros(()) for a number.")
     check_ranks("train_state", losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
@@ -211,12 +212,11 @@ def _is_tracked(buffer: Tensor) -> bool:
     return under_functorch() and not isinstance(buffer, nn.Parameter)
 
 
-def _refuse_no_tensors(buffers: Tree) -> None:
-    for name, leaf in zip(tree_names(buffers), tree_leaves(buffers), strict=True):
+def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
+    for name, leaf in zip(tree_names(tree), tree_leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"train_state: buffers must be a pytree of tensors, found {described(leaf)} in {name!r}. Pass for "
-                "instance dict(module.named_buffers()), or leave buffers out."
+                f"train_state: {what} must be a pytree of tensors, found {described(leaf)} in {name!r}. {cure}"
             )
 
 

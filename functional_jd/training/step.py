@@ -15,6 +15,7 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
+from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.skip_derivatives import closed, opened
@@ -55,7 +56,8 @@ def step(
     Raises:
         TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not return what `has_aux` and
             the buffers ask for; an engine that is unknown, or does not give the rule what it needs; a state of another
-            rule, optimizer, number of objectives or model. Never because of values.
+            rule, optimizer, number of objectives or model; noise that protects nobody (`noised`). Never because of
+            values.
 
     Laws:
         Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
@@ -83,6 +85,8 @@ def step(
     """
     check_state("step", state)
     check_method("step", losses, aggregator, optimizer, has_aux)
+    if optimizer.sensitivity is not None:
+        check_noise("step", losses, aggregator, optimizer, reading=False)
     plan, chosen = prepare(
         "step",
         losses,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map
 
+import functional_jd as fj
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start, weigh
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.observation import Observation
@@ -316,3 +317,22 @@ def test_weights_for_entries_of_another_tree_are_named():
 def test_what_is_no_rule_is_named(rule):
     with pytest.raises(TypeError, match=r"aggregate: aggregator must be a rule, found (str|function)\. Call"):
         aggregate(rule, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("m", [2, 3])
+def test_an_update_that_forgets_the_memory_is_named(m):
+    rule = fj.Aggregator(fj.views.gramian, lambda G: torch.zeros(()), lambda G, memory: torch.ones(len(G)))
+    for state in (None, torch.zeros(())):
+        with pytest.raises(
+            TypeError, match=r"aggregate: expected .* a pair, \(weights, memory\), found torch.float32 \["
+        ):
+            fj.aggregate(rule, torch.ones(m, 4), state)
+
+
+def test_a_memory_of_numbers_is_refused_where_training_starts():
+    rule = fj.Aggregator(fj.views.gramian, lambda G: {"count": 0}, lambda G, memory: (torch.ones(len(G)), memory))
+    losses = lambda p: torch.stack([p.square().sum(), (p - 1).square().sum()])
+    with pytest.raises(
+        TypeError, match=r"train_state: the memory of a rule must be .* found 0 in 'count'. Let its init"
+    ):
+        fj.train_state(torch.ones(3), losses=losses, aggregator=rule, optimizer=fj.sgd(0.1))

@@ -165,6 +165,7 @@ PROTECTS_NOBODY = {
     "groups": (BY_EXAMPLE, fj.grouped({k: fj.clipped(0.1) for k in "ab"}), "rows of norm 0.1,.*with 0.141421"),
     "changed": (BY_EXAMPLE, fj.cr_mogm(fj.clipped(0.1)), ".*bounds every row.*does not"),
 }
+OTHER_SET = fj.per_example({name: lambda p, x: (x @ p["a"]["w"] - p["b"]["w"].sum()).square() for name in "xy"})
 SPLIT = {"a": {"w": torch.ones(3)}, "b": {"w": torch.ones(2)}}
 
 
@@ -174,6 +175,38 @@ def test_noise_that_protects_nobody_is_refused(losses, rule, words, engine):
     how = {"losses": losses, "aggregator": rule, "optimizer": noised(fj.sgd(0.1), key(0), 1.0, 0.1, 4)}
     with pytest.raises(ValueError, match=rf"train_state: noised adds noise for {words}.*Take private\("):
         fj.train_state(SPLIT, torch.ones(4, 3), engine=engine, **how)
+
+
+def test_several_sets_in_which_somebody_may_have_two_rows_are_refused():
+    x = torch.ones(4, 3)
+    rule, optimizer = fj.clipped(0.1), noised(fj.sgd(0.1), key(0), 1.0, 0.1, 4)
+
+    def clipped(examples):
+        jacobian, _ = fj.jacobian_fn(OTHER_SET)(SPLIT, {"x": examples, "y": examples})
+        direction = fj.aggregate(rule, jacobian).direction
+        return torch.cat([direction["a"]["w"], direction["b"]["w"]])
+
+    assert (clipped(x) - clipped(x[1:])).norm() > 0.19, "one example moves the sum by twice the norm of the noise"
+    with pytest.raises(ValueError, match=r"train_state: noised .*expected one set of them, found several"):
+        fj.train_state(SPLIT, {"x": x, "y": x}, losses=OTHER_SET, aggregator=rule, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_with_another_rule_than_the_one_that_was_checked_is_refused(compiled):
+    x, take = torch.ones(4, 3), torch.compile(fj.step, backend="eager") if compiled else fj.step
+    private = fj.private(
+        lambda p, x: (x @ p["w"] - 1).square(),
+        max_norm=1.0,
+        noise_multiplier=1.0,
+        batch_size=4,
+        optimizer=fj.sgd(0.1),
+        key=key(0),
+    )
+    state = fj.train_state({"w": torch.zeros(3)}, x, **private)
+    take(state, x, **private)
+    for rule, words in ((fj.mean(), "bounds every row"), (fj.clipped(10.0), "rows of norm 1, expected .* with 10")):
+        with pytest.raises(ValueError, match=f"step: noised adds noise for .*{words}"):
+            take(state, x, **(private | {"aggregator": rule}))
 
 
 PROTECTS = {
