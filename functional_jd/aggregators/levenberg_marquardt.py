@@ -52,7 +52,8 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     Laws:
         The prediction is that of a step with learning rate 1 on the same residuals: take `sgd(1.0)`, and the whole
         batch in every step. A step that fails is not taken back, but the next ones are shorter. The damping stays above
-        the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again.
+        the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again, and below
+        `eps^-1/2` of it: where residuals are at rounding every step fails, and points may change after that.
 
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.
@@ -74,8 +75,9 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         works = ratio > 0
         shrink = (1 - (2 * torch.where(works, ratio, 1).clamp(max=1) - 1) ** 3).clamp(min=1 / 3)
         adapted = state.damping * torch.where(works, shrink, state.growth)
-        least = 8 * len(r) * torch.finfo(G.dtype).eps * G.detach().diagonal().amax()
-        now = torch.where(is_first, state.damping, torch.maximum(adapted, least))
+        largest, eps = G.detach().diagonal().amax(), torch.finfo(G.dtype).eps
+        adapted = torch.where(largest > 0, adapted.minimum(largest * eps**-0.5), adapted)
+        now = torch.where(is_first, state.damping, adapted.maximum(8 * len(r) * eps * largest))
         growth = torch.where(works | is_first, 2, 2 * state.growth)
         w = damped_weights(G, r, now)
         predicted = (G @ w) @ (r + now * w) / 2  # |r|^2 - |r - G w|^2 without cancellation, as r - G w = lambda w

@@ -172,7 +172,7 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
             "line_search: expected an optimizer without noise, found one made by noised: the search looks at losses of "
             "the batch that no noise covers. Take the optimizer inside it alone."
         )
-    expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.0]."
+    expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
     if isinstance(rates, Tensor):
         if rates.ndim != 1 or not rates.numel() or not rates.is_floating_point() or rates.layout != torch.strided:
             refuse("line_search", "rates", expected, rates, cure, ValueError)

@@ -273,9 +273,10 @@ def _refuse_unreached(where: str, values: Losses, points: list[Tensor], constant
         unreached = [name for name, yes in zip(names, reached, strict=True) if not yes and name not in given]
         raise ValueError(
             f"{where}: expected losses that all depend on the parameters, found {', '.join(map(repr, unreached[:3]))} "
-            f"{'and others ' * (len(unreached) > 3)}without a gradient. Return such values as aux: (losses, aux), with "
-            "has_aux=True. Of a task without labels on this batch: constant=[name]. For derivatives inside the losses, "
-            "take torch.func.grad, or create_graph=True."
+            f"{'and others ' * (len(unreached) > 3)}without a gradient. If a module is called directly, take "
+            "functional(model)(params, ...). Return other values as aux: (losses, aux), with has_aux=True. Of a task "
+            "without labels on this batch: constant=[name]. For derivatives inside losses, take torch.func.grad, or "
+            "create_graph=True."
         )
     return all(reached)
 

@@ -101,7 +101,7 @@ def train_state(
             "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective."
         )
     leaves, _ = floating_leaves(params, "train_state")
-    _refuse_frozen(params)
+    refuse_frozen("train_state", params)
     refuse_8_bits("train_state", "parameters", params)
     check_batch("train_state", batch)
     check_noise("train_state", losses, aggregator, optimizer)
@@ -220,8 +220,9 @@ def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
             )
 
 
-def _refuse_frozen(params: Params) -> None:
-    leaves, _ = floating_leaves(params, "train_state")
+def refuse_frozen(where: str, params: Params) -> None:
+    """Refuse an `nn.Parameter` that is not trained: rows by it would count."""
+    leaves, _ = floating_leaves(params, where)
     frozen = [
         name
         for name, p in zip(tree_names(params), leaves, strict=True)
@@ -229,7 +230,7 @@ def _refuse_frozen(params: Params) -> None:
     ]
     if frozen:
         raise ValueError(
-            "train_state: expected parameters that require grad, since all of them are trained, found frozen "
+            f"{where}: expected parameters that require grad, since all of them are trained, found frozen "
             f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
             "trained, constant = partition(params, lambda name, p: p.requires_grad), and merge(trained, constant) in "
             "the losses."

@@ -24,7 +24,7 @@ from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.checks import check_reached
 from functional_jd.training.driver import weighed
 from functional_jd.training.prepare import prepare
-from functional_jd.training.start import check_ranks, detach_parameters, keys_of
+from functional_jd.training.start import check_ranks, detach_parameters, keys_of, refuse_frozen
 
 _WHERE = "weights_fn"
 
@@ -74,7 +74,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
-        ValueError: losses none of which depends on the parameters, as those of a module that is called directly, in
+        ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`), and losses none
+            of which depends on the parameters, as those of a module that is called directly, in
             calls without a state, which evaluate the losses once more; a rule that weights single entries; several
             ranks and no group; what `aggregate`, `jacobian_fn` and, with a group, `replicated` raise. Losses that
             differ between the ranks in names or shapes, and of shards other values of whole parameters, rules or keys,
@@ -107,6 +108,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         _check_scale(scale)
         leaves, _ = floating_leaves(params, _WHERE)
         if state is None:
+            refuse_frozen(_WHERE, params)
             check_ranks(_WHERE, losses, leaves, {"parameters": params}, {"rule": aggregator})
         engine = _engine_for(group, losses, params)
         plan, engine = prepare(

@@ -162,3 +162,22 @@ def test_residuals_are_not_warned_of_but_adam_is(losses):
     assert told(losses, fj.sgd(1.0)) == told(losses, searching) == ""
     for optimizer in (fj.adamw(), fj.from_torch(torch.optim.Adam, lr=0.1), fj.line_search(fj.adamw(), [1.0, 0.5])):
         assert "found Adam, which undoes the length" in told(losses, optimizer)
+
+
+def test_new_points_are_learned_after_a_long_rest_at_rounding():
+    g = torch.Generator().manual_seed(0)
+    few, many = (torch.randn(n, 20, generator=g, dtype=torch.float64) for n in (8, 40))
+    truth = torch.randn(20, generator=g, dtype=torch.float64)
+    how = {
+        "losses": fj.per_example(lambda w, x: torch.tanh(x @ w) - torch.tanh(x @ truth)),
+        "aggregator": fj.levenberg_marquardt(),
+        "optimizer": fj.line_search(fj.sgd(1.0), [1.0, 0.5, 0.25, 0.1, 0.01]),
+    }
+    state = fj.train_state(torch.zeros(20, dtype=torch.float64), few, **how)
+    for _ in range(300):  # from some step on, none makes the residuals smaller
+        state, info = fj.step(state, few, **how)
+    assert info.losses.abs().max() < 1e-6
+    assert (state.params - truth).norm() > 1
+    for _ in range(80):
+        state, info = fj.step(state, many, **how)
+    assert (state.params - truth).norm() < 1e-10

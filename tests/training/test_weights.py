@@ -173,6 +173,19 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
         jd.weights_fn(mixed, jd.upgrad())(params, x)
 
 
+def test_parameters_that_are_frozen_are_refused():
+    base, head = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    net, x = nn.Sequential(base, head), torch.randn(4, 2)
+    losses = lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0)
+    with pytest.raises(ValueError, match=r"weights_fn: expected parameters that require grad.*found frozen '0.bias'"):
+        jd.weights_fn(losses, jd.config())(dict(net.named_parameters()), x)
+    trained, constant = jd.objectives.partition(dict(net.named_parameters()), lambda name, p: p.requires_grad)
+    found = jd.weights_fn(lambda p, x: losses(jd.objectives.merge(p, constant), x), jd.config())(trained, x)
+    rows = [torch.autograd.grad(y, [*head.parameters()]) for y in net(x).square().mean(0)]
+    expected = jd.aggregate(jd.config(), torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])).weights
+    torch.testing.assert_close(found.weights, expected.float())
+
+
 def test_rules_that_weigh_single_entries_are_refused():
     params, x = problem(range(9))
     with pytest.raises(ValueError, match="weights_fn: expected a rule that gives one weight per loss"):
