@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, loss_count
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import described, refuse
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
@@ -140,6 +140,9 @@ class CannotStartError(ValueError):
     """A rule that continues the state of another one was asked for a state of its own."""
 
 
+_UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, memory)"
+
+
 def weigh(
     aggregator: Aggregator,
     view: View,
@@ -166,7 +169,7 @@ def weigh(
             aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None:
         found: Any = aggregator.update(received, aggregator.init(received))
-        return _refuse_unpaired(where, found) if isinstance(found, Tensor) else found
+        return refuse(where, *_UNPAIRED, found, "Without memory: stateless.") if isinstance(found, Tensor) else found
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -177,7 +180,9 @@ def weigh(
         return aggregator.update(received, state)
     try:
         found: Any = aggregator.update(received, state)
-        weights, new = _refuse_unpaired(where, found) if isinstance(found, Tensor) else found
+        weights, new = (
+            refuse(where, *_UNPAIRED, found, "Without memory: stateless.") if isinstance(found, Tensor) else found
+        )
     except Exception as error:
         if is_out_of_memory(error):  # `init` would ask for more
             raise
@@ -187,13 +192,6 @@ def weigh(
     if where != "aggregate" and new is not state and tree_difference(state, new):
         _refuse_other_state(aggregator, received, state, where, None)
     return weights, new
-
-
-def _refuse_unpaired(where: str, found: Any) -> NoReturn:
-    raise TypeError(
-        f"{where}: expected the rule's update(view, memory) to return a pair, (weights, memory), found "
-        f"{described(found)}. A rule without memory is stateless(view, weigh)."
-    )
 
 
 def narrow_device(seen: Observation, received: Any = None) -> torch.device | None:

@@ -324,7 +324,8 @@ def test_an_update_that_forgets_the_memory_is_named(m):
     rule = fj.Aggregator(fj.views.gramian, lambda G: torch.zeros(()), lambda G, memory: torch.ones(len(G)))
     for state in (None, torch.zeros(())):
         with pytest.raises(
-            TypeError, match=r"aggregate: expected .* a pair, \(weights, memory\), found torch.float32 \["
+            TypeError,
+            match=r"aggregate: what the rule's update.* must be a pair, \(weights, memory\), found torch.float32 \[",
         ):
             fj.aggregate(rule, torch.ones(m, 4), state)
 

@@ -181,7 +181,8 @@ def test_parameters_that_are_frozen_are_refused():
         jd.weights_fn(losses, jd.config())(dict(net.named_parameters()), x)
     trained, constant = jd.objectives.partition(dict(net.named_parameters()), lambda name, p: p.requires_grad)
     found = jd.weights_fn(lambda p, x: losses(jd.objectives.merge(p, constant), x), jd.config())(trained, x)
-    rows = [torch.autograd.grad(y, [*head.parameters()]) for y in net(x).square().mean(0)]
+    values = net(x).square().mean(0)
+    rows = [torch.autograd.grad(y, [*head.parameters()], retain_graph=True) for y in values]
     expected = jd.aggregate(jd.config(), torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])).weights
     torch.testing.assert_close(found.weights, expected.float())
 
