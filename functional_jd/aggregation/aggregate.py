@@ -169,7 +169,7 @@ def weigh(
             aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None:
         found: Any = aggregator.update(received, aggregator.init(received))
-        return refuse(where, *_UNPAIRED, found, "Without memory: stateless.") if isinstance(found, Tensor) else found
+        return refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
     remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -180,9 +180,7 @@ def weigh(
         return aggregator.update(received, state)
     try:
         found: Any = aggregator.update(received, state)
-        weights, new = (
-            refuse(where, *_UNPAIRED, found, "Without memory: stateless.") if isinstance(found, Tensor) else found
-        )
+        weights, new = refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
     except Exception as error:
         if is_out_of_memory(error):  # `init` would ask for more
             raise
