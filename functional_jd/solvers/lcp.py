@@ -1,5 +1,6 @@
 """The linear complementarity problem of a positive semi-definite matrix, many right-hand sides at once."""
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from functional_jd.solvers.by_numbers import Solved, as_factors, as_multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
 from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve, solve_upper
+from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
 # rows; the chord steps remove its effect where no pivot is below `_ILL_CONDITIONED`.
@@ -19,9 +21,13 @@ _ROUNDING = 4 * torch.finfo(torch.float64).eps
 _TOLERANCE = 1e-13
 # Exchanges converge within 1 to 9 rounds or not at all.
 _EXCHANGES = 10
+# So many times a descent goes on from a solution that is nearly within the tolerance.
+_ENDS = 8
 # From so many entries in all factors on, operations on tensors cost less than those on numbers, guessing the active set
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
+# From so many entries in all descents on, these take about a second.
+_SLOW_FROM = 500_000
 
 
 class _Solutions(NamedTuple):
@@ -288,9 +294,22 @@ def _independent(M: Tensor, active: Tensor, looks: bool = True) -> tuple[Tensor,
 
 def _descended(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool = True) -> _Solutions:
     """The end of a descent; where that does not converge, it or the old solution, by the smaller error bound."""
+    if looks and M.numel() >= _SLOW_FROM:
+        _warn_of_descents(len(M), M.shape[-1])
     new = _refined(M, q, free, *_descend(M, q, free, old, looks), chords=0, looks=looks)
     worse = _error_bound(M, q, free, new.s) > _error_bound(M, q, free, old.s)
     return _where(new.wrong.any(-1, keepdim=True) & worse, old, new)
+
+
+def _warn_of_descents(problems: int, m: int) -> None:
+    warnings.warn(
+        f"{problems} projections on the dual cone of {m} rows that nearly depend on one another, as residuals at "
+        f"neighbouring points do, are searched one by one, which may take seconds: "
+        "upgrad projects every row. dualproj projects one vector; for residuals take natural_gradient, "
+        "levenberg_marquardt or losses that are their means.",
+        SlowPathWarning,
+        stacklevel=user_level(),
+    )
 
 
 def _where(picked: Tensor, left: _Solutions, right: _Solutions) -> _Solutions:
@@ -315,10 +334,10 @@ def _descend(matrix: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bo
     active = old.active & (old.s > 0) & (old.s.abs().amax(-1, keepdim=True) < 1e9)
     s = torch.where(active, old.s, 0)
     whole_s, whole_active, left = s, active, torch.arange(len(q), device=q.device)
+    ends = torch.zeros_like(s[..., :1])
     # Random problems of condition number 1e12 take 40 rounds at m = 16, 60 at 32, 75 at 64.
     for _ in range(4 * m + 32):
-        factor, failed = _cholesky(matrix, active, m * _ROUNDING)
-        target = _chord_step(matrix, q, solve(factor, torch.where(active, -q, 0)), active, factor)
+        target, failed = (_minimum_of_part if looks else _minimum)(matrix, q, active, m * _ROUNDING)
         target = torch.where(failed, s, target)
         negative = active & (target < 0)
         length = torch.where(negative, s / (s - target), 1)
@@ -327,16 +346,34 @@ def _descend(matrix: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bo
         arrived = ~negative.any(-1, keepdim=True)
         s = torch.where(arrived, target, torch.where(leaving, 0, torch.lerp(s, target, shortest).clamp(min=0)))
         w = torch.baddbmm(q, s, matrix)
-        enters = arrived & ~failed & free & ~active & (w < -0.1 * _TOLERANCE * (1 + s.sum(-1, keepdim=True)))
+        below = -_TOLERANCE * (1 + s.sum(-1, keepdim=True))
+        # Near the tolerance of the tests, rounding may let the same entries enter for ever.
+        ends = ends + (arrived & (torch.where(free & ~active, w, 0) >= 10 * below).all(-1, keepdim=True))
+        enters = arrived & ~failed & free & ~active & (w < 0.1 * below) & (ends <= _ENDS)
         active = active & ~leaving | enters
         moving = (leaving | enters).flatten(1).any(-1) if looks else None
         if moving is not None and not moving.all():  # what has come to rest takes no more factors
             whole_s, whole_active = whole_s.index_copy(0, left, s), whole_active.index_copy(0, left, active)
-            matrix, q, free, s, active, left = (x[moving] for x in (matrix, q, free, s, active, left))
+            matrix, q, free, s, active, left, ends = (x[moving] for x in (matrix, q, free, s, active, left, ends))
             if not len(left):
                 break
     s, active = whole_s.index_copy(0, left, s), whole_active.index_copy(0, left, active)
     return s, active & (s > 0)
+
+
+def _minimum(M: Tensor, q: Tensor, active: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Multipliers at the minimum on the active set, zero elsewhere; whether its factor failed, `[b, k, 1]`."""
+    factor, failed = _cholesky(M, active, ridge)
+    return _chord_step(M, q, solve(factor, torch.where(active, -q, 0)), active, factor), failed
+
+
+def _minimum_of_part(M: Tensor, q: Tensor, active: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """The same, one problem for each matrix, with factors of the size of the largest active set."""
+    size = max(1, int(active.sum(-1).amax()))
+    entries = active.byte().sort(stable=True, descending=True)[1][..., :size]
+    part = M[torch.arange(len(M), device=M.device)[:, None, None], entries.mT, entries]
+    target, failed = _minimum(part, q.gather(-1, entries), active.gather(-1, entries), ridge)
+    return torch.zeros_like(q).scatter(-1, entries, target), failed
 
 
 def _error_bound(M: Tensor, q: Tensor, free: Tensor, s: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
 
 from functional_jd.solvers import lcp
+from functional_jd.solvers.dual_cone import row_multipliers
 from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.torch_compat.slow_path import SlowPathWarning
 
 
 @st.composite
@@ -111,6 +113,20 @@ def test_equal_to_non_negative_least_squares(m, n, solver, start, monkeypatch):
     for i in range(len(x)):
         expected = torch.from_numpy(nnls(A.T.numpy(), -x[i].numpy())[0])
         check_within(s[i] @ A, expected @ A, projection_bound(A, expected))
+
+
+def test_many_rows_that_nearly_depend_on_one_another_are_projected_with_a_warning():
+    """Rows as of residuals at neighbouring points: singular values from 18 to 1e-15, a search for every one."""
+    x, centres = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (80, 40))
+    rows = torch.exp(-8 * (x[:, None] - centres).square()) * torch.sin(40 * x).sign()[:, None]
+    A = torch.nn.functional.normalize(rows)
+    with pytest.warns(SlowPathWarning, match="projections on the dual cone of 80 rows that nearly depend"):
+        s = row_multipliers(A @ A.T)
+    # The conditions of the projections, where eigenvalues up to 1e-14 for each row count as zero.
+    gains, sizes = (A + s.T @ A) @ A.T, 1 + s.sum(0)
+    assert (s >= 0).all()
+    assert (gains.amin(1) >= -4 * len(A) * 1e-14 * sizes).all()
+    assert ((s.T * gains).sum(1).abs() <= 4 * len(A) * 1e-14 * sizes).all()
 
 
 def test_what_is_not_allowed_is_zero_and_left_out_of_the_problem():
