@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
@@ -25,6 +24,7 @@ from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
+from functional_jd.training.first_values import warn_of_residuals
 
 # Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
 _ROUNDING = 1e-6
@@ -124,9 +124,8 @@ def check_learning(
     if _refuse_unreached(where, values, points, constant):
         _report_unlearned(plan, unlearned, params)
     _refuse_own(plan, values, points)
-    _warn_of_residuals(plan, optimizer, values)
+    warn_of_residuals(plan, optimizer, values)
     _warn_of_float16(plan, values)
-    _warn_unless_finite(where, values)
 
 
 def check_reached(plan: Plan) -> None:
@@ -334,35 +333,6 @@ def _nodes_reach(nodes: list[Any], points: set[int]) -> bool:
     return any(id(getattr(node, "variable", None)) in points for node in nodes_from(nodes))
 
 
-def _warn_of_residuals(plan: Plan, optimizer: Optimizer, values: Losses) -> None:
-    """Warn where Levenberg-Marquardt gets squares for residuals, or its steps another length."""
-    if "levenberg_marquardt" not in function_names(plan.rule):
-        return
-    found: list[str] = []
-    if any(_is_square(leaf.grad_fn) for leaf in tree_leaves(values)):
-        found.append("losses that are squares: return the residuals themselves, one per example or point")
-    if not _ADAM.isdisjoint(function_names(optimizer)):
-        found.append("Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates), or sgd(1.0)")
-    if found:
-        warnings.warn(
-            f"{plan.where}: levenberg_marquardt expects residuals and a rate of 1, found {'; and '.join(found)}.",
-            UserWarning,
-            stacklevel=user_level(),
-        )
-
-
-def _is_square(node: Any) -> bool:
-    """Whether a loss is a square, or a sum or mean of squares, by the last ops of its graph."""
-    while node is not None and node.name() in _REDUCTIONS:
-        node = node.next_functions[0][0]
-    square = node is not None and node.name() == "PowBackward0" and node._saved_exponent == 2
-    return square or (node is not None and node.name() == "MseLossBackward0")
-
-
-_ADAM = {"adamw", "Adam", "AdamW"}
-_REDUCTIONS = {"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "StackBackward0", "DivBackward0"}
-
-
 def _warn_of_float16(plan: Plan, values: Losses) -> None:
     """Warn of gradients that pass through float16 without a scale."""
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
@@ -370,19 +340,6 @@ def _warn_of_float16(plan: Plan, values: Losses) -> None:
         warnings.warn(
             f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
             "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16).",
-            UserWarning,
-            stacklevel=user_level(),
-        )
-
-
-def _warn_unless_finite(where: str, values: Losses) -> None:
-    flags = torch.cat([leaf.detach().reshape(-1).isfinite() for leaf in tree_leaves(values)]).tolist()
-    lost = [name for name, finite in zip(objective_names(values), flags, strict=True) if not finite]
-    if lost:
-        warnings.warn(
-            f"{where}: the losses start with values that are not finite, in {', '.join(map(repr, lost[:3]))}"
-            f"{' and others' * (len(lost) > 3)}: every step on such a batch is skipped. Look at the batch and at the "
-            "first parameters.",
             UserWarning,
             stacklevel=user_level(),
         )

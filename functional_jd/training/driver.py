@@ -153,13 +153,13 @@ def _decided(plan: Plan, seen: Observation, rule_state: Tree) -> Decided:
     return run_on_host(decide, seen.products, factor, losses, rule_state, device=narrow, apart=not plan.guarded)
 
 
-def started(plan: Plan, engine: Engine) -> Tree:
-    """The rule's initial state."""
+def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
+    """The rule's initial state, and the losses that it starts from."""
     seen = observed(plan, engine)
     if seen.scaling is not None:
         seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
     with autocast_disabled():
-        return initial_state(plan.rule, plan.view, seen)
+        return initial_state(plan.rule, plan.view, seen), seen.losses
 
 
 def observed(plan: Plan, engine: Engine) -> Observation:

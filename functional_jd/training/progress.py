@@ -44,11 +44,21 @@ class Bar:
     def read(self) -> None:
         if self.unread:
             self.skipped += torch.stack(self.unread).logical_not().sum().item()
-            leaves = tree_leaves(self.losses)
-            mean = sum(float(leaf.detach().sum()) for leaf in leaves) / sum(leaf.numel() for leaf in leaves)
-            self.bar.set_postfix(loss=f"{mean:.4g}", skipped=self.skipped, refresh=False)
+            self.bar.set_postfix(_summary(self.losses) | {"skipped": str(self.skipped)}, refresh=False)
             self.unread.clear()
 
     def close(self) -> None:
         self.read()
         self.bar.close()
+
+
+def _summary(losses: Losses) -> dict[str, str]:
+    """The mean of the losses; of many numbers of both signs, as residuals are, the root of their mean square."""
+    values = torch.cat([leaf.detach().reshape(-1).double().cpu() for leaf in tree_leaves(losses)])
+    if len(values) > _MANY and (values < 0).any() and (values > 0).any():
+        return {"rms": f"{values.square().mean().sqrt():.4g}"}
+    return {"loss": f"{values.mean():.4g}"}
+
+
+# From so many numbers on, they are residuals or examples and not losses.
+_MANY = 20

@@ -23,6 +23,7 @@ from functional_jd.torch_compat.slow_path import StateJournal, random_state, set
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
 from functional_jd.training.driver import started
+from functional_jd.training.first_values import warn_of_values
 from functional_jd.training.prepare import prepare, refuse_engine
 from functional_jd.training.state import TrainState, check_method
 
@@ -74,7 +75,8 @@ def train_state(
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
             buffers; single losses and something larger in one tuple; parameters that no loss reaches; gradients that
-            pass through float16 without a scale; `levenberg_marquardt` with losses that are squares, or with Adam.
+            pass through float16 without a scale; `levenberg_marquardt` and `natural_gradient` with losses that are
+            squares, or with Adam; examples of both signs, as residuals have, under `mean`, `upgrad` and their like.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by
@@ -147,15 +149,18 @@ def train_state(
 def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
     """The rule's initial state, from losses that leave no trace."""
     if torch.compiler.is_compiling():
-        return started(plan, engine)
+        return started(plan, engine)[0]
     journal, draws = StateJournal(), random_state()
     try:
         if not under_transform():
             check(plan, journal)
-        return started(plan, engine)
+        state, values = started(plan, engine)
     finally:
         journal.undo()  # the second evaluation changed what the first one did
         set_random_state(draws)
+    if not under_transform():
+        warn_of_values(plan, values)
+    return state
 
 
 def detach_parameters(params: Params) -> Params:

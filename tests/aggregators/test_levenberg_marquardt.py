@@ -152,7 +152,10 @@ def told(losses, optimizer, rule=None):
 
 @pytest.mark.parametrize("losses", SQUARED.values(), ids=SQUARED)
 def test_losses_that_are_squares_are_warned_of(losses):
-    assert "found losses that are squares: return the residuals" in told(losses, fj.sgd(1.0))
+    for rule, name in ((None, "levenberg_marquardt"), (fj.natural_gradient(), "natural_gradient")):
+        assert f"{name} expects residuals and a rate of 1, found losses that are squares" in told(
+            losses, fj.sgd(1.0), rule
+        )
     assert told(losses, fj.sgd(1.0), fj.mean()) == ""
 
 
@@ -162,6 +165,7 @@ def test_residuals_are_not_warned_of_but_adam_is(losses):
     assert told(losses, fj.sgd(1.0)) == told(losses, searching) == ""
     for optimizer in (fj.adamw(), fj.from_torch(torch.optim.Adam, lr=0.1), fj.line_search(fj.adamw(), [1.0, 0.5])):
         assert "found Adam, which undoes the length" in told(losses, optimizer)
+        assert "natural_gradient expects residuals" in told(losses, optimizer, fj.natural_gradient())
 
 
 def test_new_points_are_learned_after_a_long_rest_at_rounding():

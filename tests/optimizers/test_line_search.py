@@ -34,6 +34,7 @@ def method(rates=RATES, rule=None, inner=None, losses=rosenbrock, **how):
     return {"losses": losses, "aggregator": rule or fj.natural_gradient(1e-6), "optimizer": optimizer}
 
 
+@pytest.mark.filterwarnings("ignore:train_state. natural_gradient expects residuals")  # Adam is one more optimizer
 @pytest.mark.parametrize(
     "inner", [fj.sgd(1.0), fj.sgd(0.5, momentum=0.9), fj.adamw(0.3)], ids=["sgd", "momentum", "adamw"]
 )
@@ -93,6 +94,7 @@ def test_what_is_not_finite_is_never_best_and_where_nothing_is_finite_nothing_mo
     assert found["none"][1].rate == 0
 
 
+@pytest.mark.filterwarnings("ignore:train_state. .* residuals")  # any rule will do
 @pytest.mark.parametrize("transform", ["compile", "vmap"])
 def test_steps_under_transforms(transform):
     points = torch.linspace(-1, 1, 5, dtype=torch.float64)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import functional_jd as fj
 from functional_jd import StepInfo, TrainingStalled, fit, scale_state, sgd, step, total, train_state, upgrad
 
 
@@ -241,6 +242,19 @@ def test_the_bar_tells_the_mean_loss_and_what_was_skipped(capsys):
     assert "6/6" in printed.err
     assert f"skipped={skipped}" in printed.err
     assert f"loss={(last['near'] + last['far']).item() / 2:.4g}" in printed.err
+
+
+def test_the_bar_tells_the_size_of_residuals_whose_mean_says_nothing(capsys):
+    x = torch.linspace(-1, 1, 24)
+    method = {
+        "losses": fj.per_example(lambda p, x: p["w"] * x - x.sign()),
+        "aggregator": fj.natural_gradient(),
+        "optimizer": fj.sgd(1.0),
+    }
+    state, history = fj.train_state({"w": torch.zeros(())}, x, **method), []
+    fit(partial(fj.step, **method), state, [(x,)], on_step=history.append, progress=True)
+    assert history[-1].losses.mean().abs() < 1e-6
+    assert f"rms={history[-1].losses.square().mean().sqrt():.4g}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compile_", [lambda f: f, partial(torch.compile, backend="eager")], ids=["eager", "compile"])

@@ -16,10 +16,11 @@ from functional_jd.testing.table import RULES, rule_of
 
 METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+PARAMS = {"w": torch.ones(3, 2), "v": torch.ones(2)}
 
 
 def begin(losses, params=None, *batch, **others):
-    params = {"w": torch.ones(3, 2), "v": torch.ones(2)} if params is None else params
+    params = PARAMS if params is None else params
     return fj.train_state(params, *(batch or (X,)), losses=losses, **(METHOD | others))
 
 
@@ -33,7 +34,7 @@ REACHED = {
     "vector": lambda p, x: output(p, x).square().mean(1),
     "checkpoint": lambda p, x: checkpoint(output, p, x, use_reentrant=False).mean(0),
     "bfloat16": lambda p, x: output(p, x).bfloat16().mean(0),
-    "examples": fj.per_example(lambda p, x: output(p, x).sum()),
+    "examples": fj.per_example(lambda p, x: output(p, x).square().sum()),
 }
 # Of `v`, and not of `w`.
 PARTLY_REACHED = {
@@ -148,6 +149,32 @@ def test_an_empty_batch_is_refused_and_losses_that_are_not_finite_are_said():
         begin(losses)
 
 
+def test_one_example_of_many_that_is_not_finite_is_said():
+    losses, x = fj.per_example(lambda p, x: output(p, x).square().mean()), X.clone()
+    x[-1] = torch.nan
+    with pytest.warns(UserWarning, match=r"train_state: the losses start .* not finite, in '\[?3\]?': every"):
+        begin(losses, None, x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "adds"),
+    [(fj.mean(), True), (fj.upgrad(), True), (fj.natural_gradient(), False), (fj.clipped(1.0), False)],
+    ids=["mean", "upgrad", "natural_gradient", "clipped"],
+)
+@pytest.mark.parametrize("power", [1, 2], ids=["residuals", "squares"])
+def test_residuals_of_both_signs_are_said_where_a_rule_adds_them_up(rule, adds, power):
+    """Signed residuals cancel in a sum: plain descent would take them to minus infinity."""
+    losses = fj.per_example(lambda p, x, y: (output(p, x).sum() - y) ** power)
+    middle = output(PARAMS, X).sum(1).median()
+    targets = torch.stack([middle - 1, middle + 1, middle - 1, middle + 1])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        method = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
+        fj.train_state(PARAMS, X, targets, **method)
+    text = "".join(str(each.message) for each in found)
+    assert ("found examples of both signs. If these are residuals" in text) == (adds and power == 1), text
+
+
 OUTPUTS = collections.namedtuple("OUTPUTS", "loss logits")
 AN_OUTPUT = {
     "tuple": (lambda p, x: (output(p, x).mean(), output(p, x)), r"9 in all, found .* one tuple with '1' \[4, 2\]"),
@@ -234,7 +261,7 @@ def snapshot(teacher):
 
 
 @pytest.mark.filterwarnings("ignore:train_state. normalization in training mode")  # the teacher is no part of the state
-@pytest.mark.filterwarnings("ignore:train_state. levenberg_marquardt expects residuals")  # its losses are squares
+@pytest.mark.filterwarnings("ignore:train_state. .* expects residuals")  # its losses are squares
 @pytest.mark.parametrize("kind", [plain, multitask, per_example])
 @pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
 def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):

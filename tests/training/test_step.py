@@ -416,6 +416,7 @@ RULES_OF_PRODUCTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:train_state. natural_gradient expects residuals")  # any losses will do
 @pytest.mark.parametrize("rule", RULES_OF_PRODUCTS.values(), ids=RULES_OF_PRODUCTS)
 @pytest.mark.parametrize("shape", [(), (5,)])
 def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine(rule, shape):
@@ -723,6 +724,7 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
     assert fj.chosen_engine(state, *batch, losses=losses, aggregator=fj.upgrad()).engine == "gramian"
 
 
+@pytest.mark.filterwarnings("ignore:train_state. natural_gradient expects residuals")  # any losses will do
 @pytest.mark.parametrize(
     ("rule", "shape", "engine", "words"),
     [
