@@ -130,6 +130,14 @@ def test_a_weighting_around_another_is_the_same():
     assert beside("aggregation", "CRMOGMWeighting").startswith("the same")
 
 
+def test_combinations_of_losses_are_the_rows_of_jac_tensors():
+    x, combinations = matrix(0), matrix(1)[:, :4]
+    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    torchjd.autojac.backward(torch.tanh(x @ w), jac_tensors=combinations, parallel_chunk_size=1)
+    ours, _ = jd.jacobian_fn(lambda w: combinations @ torch.tanh(x @ w), chunk_size=1)(w.detach())
+    assert is_the_same(apart(ours, w.jac))
+
+
 @pytest.mark.parametrize("name", OF_TWO)
 def test_weightings_of_two_batches_are_the_same(name):
     theirs, state = getattr(torchjd.aggregation, name)(), None
