@@ -51,6 +51,13 @@ class CarryingLosses(NamedTuple):
     next_buffers: Callable[[Tree], Tree]
 
 
+class FeaturesAndBuffers(NamedTuple):
+    """What a trunk with buffers returns: no row goes through the buffers, but derivatives of steps do."""
+
+    features: Tree
+    buffers: Tree
+
+
 def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
     """`(losses, (buffers, aux))` from what losses with these extras returned."""
     parts = ["losses", *(["buffers"] if extras.takes_buffers else []), *(["aux"] if extras.has_aux else [])]

@@ -181,6 +181,12 @@ def module_of(g):
     return jd.functional(module)({"weight": g.params["w"].mT, "bias": g.params["b"]}, {}, g.x)[0]
 
 
+def at_buffers_of(g):
+    losses = lambda params, buffers, *batch: (losses_of(params, *batch)["error"] * buffers["factor"], buffers)
+    held = jd.objectives.at_buffers(losses, {"factor": g.x.new_tensor(0.5)})
+    return jd.jacobian_fn(held)(g.params, g.x, g.y)
+
+
 def parts(g):
     return jd.objectives.partition(g.params, lambda name, _: name == "w")
 
@@ -203,6 +209,7 @@ TRAINING = {
     "weighted_fn": weighted,
     "weights_fn": lambda g: tuple(jd.weights_fn(losses_of, jd.upgrad(), group=False)(g.params, g.x, g.y)),
     "functional": module_of,
+    "at_buffers": at_buffers_of,
     "partition": parts,
     "merge": lambda g: jd.objectives.merge(*parts(g)),
     "per_example": lambda g: (EXAMPLES(g.params, g.x, g.y), two_steps(g, losses=EXAMPLES, aggregator=jd.upgrad())),

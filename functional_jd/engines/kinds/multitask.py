@@ -50,7 +50,7 @@ from functional_jd.engines.unscaled_heads import assigns_overflows, blamed, unsc
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
 from functional_jd.objectives import Multitask
-from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, with_carried
+from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
@@ -317,7 +317,7 @@ def _differentiable(features: Tree) -> list[Tensor]:
     return [x for x in tree_leaves(through) if _has_gradient(x)]
 
 
-def _buffers_of(features: "FeaturesAndBuffers") -> list[Tensor]:
+def _buffers_of(features: FeaturesAndBuffers) -> list[Tensor]:
     """The buffers that carry a gradient, by which that of the trunk is not to go."""
     return [x for x in tree_leaves(features.buffers) if isinstance(x, Tensor) and x.requires_grad]
 
@@ -340,13 +340,6 @@ def _over_shards(losses: Multitask, chosen: Sequence[Tree], enter: Callable[...,
     return Multitask(
         enter(losses.features, [shared], "shared.", returns_losses=False), enter(losses.heads, [heads], "heads.")
     )
-
-
-class FeaturesAndBuffers(NamedTuple):
-    """What a trunk with buffers returns: no row goes through the buffers, but derivatives of steps do."""
-
-    features: Tree
-    buffers: Tree
 
 
 def _carrying(losses: Multitask, batch: Args, extras: Extras) -> CarryingLosses:
