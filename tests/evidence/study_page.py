@@ -47,9 +47,15 @@ def spelled(method: str) -> str:
     return f"`{call}`" + (", standardised" if rule != method else "")
 
 
+def signed(score: float) -> str:
+    """A difference in hundredths, with its sign."""
+    text = f"{100 * score:+.1f}"
+    return "0.0" if float(text) == 0 else text
+
+
 def points(found: Difference) -> str:
     """A difference in hundredths, with its interval; bold where the interval leaves out 0."""
-    text = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    text = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
     return text if found.word == "none seen" else f"**{text}**"
 
 
@@ -91,8 +97,8 @@ def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
                 [
                     spelled(method),
                     *counts,
-                    f"{100 * mean(d.mean for d in found.values()):+.1f}",
-                    f"{100 * found[low].mean:+.1f} ({low})",
+                    signed(mean(d.mean for d in found.values())),
+                    f"{signed(found[low].mean)} ({low})",
                     f"{median(cost for cost, _ in costs):.0f}",
                     f"{median(cost for _, cost in costs):.0f}",
                 ],
@@ -122,7 +128,7 @@ def stopped_earlier(cells: Cells, shared: dict[str, bool], methods: list[str]) -
         shares = []
         for place in SHARES.values():
             found = [against(cells, shared, name, method, place) for name in cells]
-            shares.append(f"{100 * mean(d.mean for d in found if d is not None):+.1f}")
+            shares.append(signed(mean(d.mean for d in found if d is not None)))
         rows.append([spelled(method), *shares])
     return table(["", *SHARES], rows)
 
@@ -193,13 +199,15 @@ def honesty(cells: Cells) -> list[str]:
     edge = sum(cell["inside"] is False for cell in trained)
     of = sum(cell["inside"] is not None for cell in trained)
     moving = sum(not all(cell["stopped"]) for cell in trained)
-    versions = sorted({(cell["machine"]["torch"], cell["machine"]["functional_jd"]) for cell in trained})
+    versions = [
+        f"{package} {' and '.join(sorted({cell['machine'][package] for cell in trained}))}"
+        for package in ("torch", "functional_jd")
+    ]
     return [
         f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
         f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} methods. {moving} of "
         f"{len(trained)} were still rising at the largest number of steps. "
-        f"Measured with {', '.join(f'torch {t}, functional_jd {f}' for t, f in versions)}; one thread, on a machine "
-        "with two cores that was not idle."
+        f"Measured with {', '.join(versions)}; one thread, on a machine with two cores that was not idle."
     ]
 
 
