@@ -48,7 +48,7 @@ def _is_square(node: Any) -> bool:
 
 def warn_of_values(plan: Plan, values: Losses) -> None:
     """Warn of values that are not finite, and of examples that look like residuals under a rule that adds them up."""
-    joined = torch.cat([leaf.detach().reshape(-1).double() for leaf in tree_leaves(values)]).cpu()
+    joined = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(values)])
     finite = joined.isfinite().tolist()
     if not all(finite):
         lost = [repr(name) for name, yes in zip(objective_names(values), finite, strict=True) if not yes]

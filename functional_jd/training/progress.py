@@ -54,7 +54,7 @@ class Bar:
 
 def _summary(losses: Losses) -> dict[str, str]:
     """The mean of the losses; of many numbers of both signs, as residuals are, the root of their mean square."""
-    values = torch.cat([leaf.detach().reshape(-1).double().cpu() for leaf in tree_leaves(losses)])
+    values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(losses)])
     if len(values) > _MANY and (values < 0).any() and (values > 0).any():
         return {"rms": f"{values.square().mean().sqrt():.4g}"}
     return {"loss": f"{values.mean():.4g}"}

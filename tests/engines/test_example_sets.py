@@ -84,6 +84,7 @@ def test_engines_take_all_examples_and_aux_comes_by_name():
     torch.testing.assert_close(aux, info.aux)
 
 
+@pytest.mark.filterwarnings("ignore:train_state. .* residuals")  # any losses will do
 def test_only_the_scale_of_an_example_that_overflows_backs_off():
     points, targets = tree_map(lambda x: x.float(), batch())
     points["inside"] = points["inside"].index_fill(0, torch.tensor([1]), 1e30)
@@ -127,6 +128,7 @@ def test_autocast_keeps_the_sets_apart():
     torch.testing.assert_close(seen["w"].double(), plain["w"], rtol=0.1, atol=0.1 * float(plain["w"].abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:train_state. .* residuals")  # any losses will do
 def test_mistakes_are_named_with_their_cure():
     points, targets = batch()
     with pytest.raises(TypeError, match=r"per_example: arguments must be a dict by names, found torch.float64"):
