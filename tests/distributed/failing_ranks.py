@@ -1,6 +1,7 @@
 """Three ranks without torchrun to end them: one hangs and then dies, one raises, and the first tells what it saw."""
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -16,8 +17,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import functional_jd as fj
 from functional_jd import distributed
 
-WAYS = {"hangs": (1, 1), "raises": (2, 60), "dies": (1, 60)}
-"""The rank beside the first, and the patience of their group in seconds."""
+WAYS = {"hangs": 1, "raises": 2, "dies": 1}
+"""The rank beside the first."""
+
+LONG = timedelta(minutes=10)
+"""The patience of a group: a busy machine may leave a rank out for minutes."""
+
+SHORT = timedelta(seconds=1)
+"""That of the groups whose other rank hangs, once their step is prepared."""
 
 
 def losses(p, x):
@@ -42,20 +49,25 @@ def prepared(kind, group):
     return partial(fj.step, fj.step(state, x, **how)[0], **how)
 
 
-def main(me, store):
-    dist.init_process_group("gloo", init_method=store, rank=me, world_size=3, timeout=timedelta(seconds=60))
-    steps = {}
-    for way, (other, patience) in WAYS.items():
+def main(me, store, told_to_die):
+    dist.init_process_group("gloo", init_method=store, rank=me, world_size=3, timeout=LONG)
+    steps, hanging = {}, []
+    for way, other in WAYS.items():
         for kind in ("replicas", "shards"):
-            group = dist.new_group([0, other], timeout=timedelta(seconds=patience))
+            group = dist.new_group([0, other], timeout=LONG)
             if me in (0, other):
                 steps[kind, way] = prepared(kind, group)
+                hanging += [group] if way == "hangs" else []
     dist.barrier()
+    for group in hanging:
+        dist.distributed_c10d._set_pg_timeout(SHORT, group)
     if me == 1:
-        time.sleep(4)
+        told_to_die.wait()
         os._exit(3)
     x = torch.full((2, 3), 1.0 - me)  # negative on the one that raises
     for (kind, way), step in steps.items():
+        if way == "dies":
+            told_to_die.set()
         start = time.perf_counter()
         try:
             step(x)
@@ -70,8 +82,9 @@ def main(me, store):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    all_of_them = started(main, [(me, sys.argv[1]) for me in range(3)])
+    told_to_die = multiprocessing.get_context("fork").Event()
+    all_of_them = started(main, [(me, sys.argv[1], told_to_die) for me in range(3)])
     for process in all_of_them:
-        process.join(60)
+        process.join(LONG.total_seconds())
         process.kill()
     sys.exit([process.exitcode for process in all_of_them] != [0, 3, 4])

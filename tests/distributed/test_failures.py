@@ -29,4 +29,4 @@ def test_a_rank_that_fails_gives_the_others_an_error_in_time(told, kind, way):
     assert "A replica stopped, fell out of step or hangs" in message
     if way == "hangs":
         assert waited > 0.5, "the group's time-out is 1 s"
-    assert waited < 30, "the time-out of the others is 60 s: an end is heard of at once"
+    assert waited < 200, "the time-out of the others is 10 min: an end is heard of at once"
