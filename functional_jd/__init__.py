@@ -78,6 +78,7 @@ from functional_jd.precision.loss_scale import unscale, update_scale
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
+from functional_jd.training.compiled import compiled
 from functional_jd.training.fit import fit
 from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.private import private
@@ -120,6 +121,7 @@ __all__ = [
     "cagrad",
     "chosen_engine",
     "clipped",
+    "compiled",
     "config",
     "constant",
     "cosmos",

@@ -62,6 +62,12 @@ def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
+def structure_key(structure: Structure) -> tuple[Any, ...]:
+    """What equal structures have in common, hashable."""
+    spec, *lists = structure
+    return (spec, *(None if found is None else tuple(found) for found in lists))
+
+
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     """Return the leaves of a pytree that must have this structure (dicts match by key)."""
     if structure is None or isinstance(structure, traced_tree.Node):

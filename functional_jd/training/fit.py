@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from inspect import signature
 from operator import length_hint
 from typing import Any
 
 from functional_jd.core.arguments import check_flag, check_function
-from functional_jd.torch_compat.torch_internals import is_compiled
+from functional_jd.training.compiled import is_compiled
 from functional_jd.training.progress import Bar
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.steps import iterate
@@ -29,7 +28,7 @@ def fit(
 
     Args:
         step: `step(state, *batch) -> (state, info)`: `functools.partial(functional_jd.step, losses=..., aggregator=...,
-            optimizer=...)`, or that compiled, or your own.
+            optimizer=...)`, or `compiled` of that, or your own.
         state: from `train_state`, or from the last `fit`. `train_state` starts the rule on one batch: of a generator,
             spend the first on it, `train_state(params, *next(batches), **method)`.
         batches: a `DataLoader`, a list, a generator. A tuple or a list is spread over the arguments of `step`; anything
@@ -83,8 +82,7 @@ def fit(
     check_flag("fit", "progress", progress)
     told = _as_pair(on_step)
     pairs = iterate(step, state, batches, patience, "fit")
-    compiling = is_compiled(step) or (isinstance(step, partial) and is_compiled(step.func))
-    bar = Bar(length_hint(batches), compiling) if progress else None
+    bar = Bar(length_hint(batches), is_compiled(step)) if progress else None
     taken = 0
     try:
         for state, info in pairs:

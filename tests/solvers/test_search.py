@@ -130,10 +130,17 @@ def test_derivatives_are_those_of_the_host(build):
     with simulated() as device:
         there = device.put(J)
         for transform in transforms:
-            assert torch.equal(device.get(transform(there)), transform(J))
+            near(device.get(transform(there)), transform(J))
         leaf = there.clone().requires_grad_()
         length(leaf).backward()
-        assert torch.equal(device.get(leaf.grad), transforms[0](J))
+        near(device.get(leaf.grad), transforms[0](J))
+
+
+def near(found, expected):
+    """Equal up to rounding: where a tensor lies in memory decides in which order products are added up."""
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e3 * torch.finfo(torch.float64).eps * expected.abs().max()
+    )
 
 
 def test_in_inference_mode_the_numbers_are_the_same():

@@ -1,0 +1,71 @@
+"""Graphs of operators: written down without values, searched for changes in place, and compiled."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functional_jd.torch_compat.private_names import private
+
+_VALUES_WANTED = ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Return the operators that a function of tensors calls, as a graph.
+
+    It is called once, with tensors that have shapes and no values: what asks for a value raises, and what changes in
+    place, random generators too, is as before.
+    """
+    make_fx: Any = private("fx.experimental.proxy_tensor.make_fx", "compiled")
+    mode: Any = private("_subclasses.FakeTensorMode", "compiled")(allow_non_fake_inputs=True)
+    without_values = [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs]
+    try:
+        with mode:
+            return make_fx(f)(*without_values)
+    except RuntimeError as error:
+        kind = type(error).__name__
+        if kind == "FakeTensorDeviceMismatchError" and "meta" in str(error):  # torch makes zero tangents there
+            raise RuntimeError(
+                "compiled: expected operators that torch differentiates without values, found forward mode under vmap "
+                f"where it does not ({error}). Take reverse mode: torch.func.grad, jacrev, or jacrev of jacrev."
+            ) from error
+        if kind not in _VALUES_WANTED:
+            raise
+        raise RuntimeError(
+            f"compiled: expected operators whose shapes and choices do not depend on values, found {error}. "
+            "Choose by torch.where in the place of `if` and of x[mask], and keep numbers as tensors, without .item()."
+        ) from error
+
+
+def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The inputs and constants of a graph that one of its operators changes in place, themselves or through a view."""
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for each in given if isinstance(given, list | tuple) else [given]:
+                    base = _base(each)
+                    if base.op in ("placeholder", "get_attr"):
+                        yield base
+
+
+def _base(node: Any) -> fx.Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _is_view(node.target):
+        node = node.args[0]
+    return node
+
+
+def _is_view(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None
+
+
+def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile a graph by inductor, for tensors of these shapes."""
+    compile_: Any = private("_inductor.standalone_compile", "compiled")  # loads much: only when it is called for
+    with torch.no_grad():
+        return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

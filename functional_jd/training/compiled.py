@@ -1,0 +1,234 @@
+"""A step, or any other pure function of tensors, as one compiled graph for each kind of arguments."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.core.arguments import check_function, described
+from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
+from functional_jd.torch_compat import graphs
+from functional_jd.torch_compat.torch_internals import is_compiled as compiled_by_torch
+from functional_jd.torch_compat.torch_internals import transform_level
+
+Run = Callable[..., Sequence[Tensor]]
+Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Run]
+
+_MANY = 8
+"""So many graphs of one function are more than shapes explain, mostly."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "Compiled":
+    """Compile a pure function, such as a step, from the operators that it calls.
+
+    `f` is called once for each kind of arguments, with tensors that have shapes but no values. The operators that it
+    calls are written down as one graph, transforms and derivatives already taken, which is compiled. `torch.compile`
+    reads the Python code instead: that takes longer, in every process anew, and finds less to fuse.
+
+        take = compiled(functools.partial(step, losses=losses, aggregator=upgrad(), optimizer=adamw(1e-3)))
+        state, info = take(state, *batch)
+
+    Args:
+        f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several
+            steps, `torch.vmap` of a step, `torch.func.grad` of a training.
+        backend: `"inductor"`, which writes machine code and keeps it in torch's cache for the next process; `"eager"`,
+            which runs the graph as it is; or a function from the graph, a `torch.fx.GraphModule`, and the list of its
+            inputs to a function of those inputs, as `torch.compile` takes it.
+
+    Returns:
+        A function of the arguments of `f` that returns what `f` does, up to rounding. Arguments are of one kind if
+        they have the same structure, tensors of the same shapes, strides, dtypes and devices, and otherwise equal
+        values; functions are equal only to themselves. Whether autocast is on, the default dtype and
+        `torch.use_deterministic_algorithms` belong to it too.
+
+    Raises:
+        TypeError: `f` is not callable, or `backend` neither a name nor a function. When called: an argument is neither
+            a plain tensor nor hashable.
+        ValueError: when called: `f` changes an argument or a tensor of its closure in place; a tensor requires grad,
+            or a transform of torch.func is active. Compile the transformed function: `compiled(torch.func.grad(f))`.
+        RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]` or `x.item()`.
+
+    Laws:
+        With `backend="eager"` every bit is that of `f`. Calling `f` to write it down leaves no trace in generators or
+        tensors. There is a `RuntimeWarning` at the eighth graph, which tells what differs from call to call.
+
+    Differs:
+        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, tensors
+        of its closure, of which the graph has the object. `torch.compile` guards most of these. Numbers without a key,
+        as of `torch.nn.Dropout`, are drawn anew in each call; inductor draws others than eager code does.
+
+    Example:
+        >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
+        >>> double(torch.ones(2))
+        {'twice': tensor([2., 2.])}
+    """
+    check_function("compiled", "f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
+    if backend == "inductor":
+        chosen: Backend = graphs.machine_code
+    elif backend == "eager":
+        chosen = lambda graph, _: graph
+    elif callable(backend):
+        chosen = backend
+    else:
+        raise TypeError(
+            f"compiled: backend must be 'inductor', 'eager' or a function, found {described(backend)}. "
+            "A function takes the graph and the list of its inputs."
+        )
+    return Compiled(f, chosen)
+
+
+class Compiled:
+    """What `compiled` returns: the function, and its graphs by the kind of arguments."""
+
+    def __init__(self, f: Callable[..., Any], backend: Backend):
+        self.f, self.backend = f, backend
+        self.graphs: dict[Any, _Graph] = {}
+
+    def __repr__(self) -> str:
+        return f"compiled({self.f!r})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # into the graph around
+            return self.f(*args, **kwargs)
+        given: list[Any]
+        given, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        kind = (structure_key(structure), _ambient(tensors), *map(_kind, given))
+        try:
+            graph = self.graphs.get(kind)
+        except TypeError as error:
+            raise _unhashable((args, kwargs), given) from error
+        if graph is None:
+            _check((args, kwargs), given)
+            graph = self._add(kind, given, structure, tensors)
+            if len(self.graphs) == _MANY:
+                self._warn((args, kwargs))
+        elif transform_level() != _NO_TRANSFORM:
+            _check((args, kwargs), given)
+        return graph(tensors)
+
+    def _add(self, kind: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
+        outputs: list[Any] = []
+
+        def of_tensors(*tensors: Tensor) -> list[Tensor]:
+            rest = iter(tensors)
+            args, kwargs = tree_unflatten(structure, [next(rest) if isinstance(x, Tensor) else x for x in given])
+            leaves, found = tree_flatten(self.f(*args, **kwargs))
+            outputs[:] = found, [_A_TENSOR if isinstance(x, Tensor) else x for x in leaves]  # pyright: ignore[reportUnnecessaryIsInstance]
+            return [x for x in leaves if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+
+        graph = graphs.written(of_tensors, tensors)
+        for node in graphs.changed_in_place(graph):
+            raise ValueError(
+                "compiled: expected a pure function, found one that changes "
+                f"{_origin(node, given, structure)} in place. "
+                "Return what is new instead; of a module with buffers, functional(module) returns them."
+            )
+        made = self.graphs[kind] = _Graph(self.backend(graph, tensors), *outputs)
+        return made
+
+    def _warn(self, arguments: Any) -> None:
+        *_, before, last = self.graphs
+        names = tree_names(arguments)
+        changed = [name for name, old, new in zip(names, before[2:], last[2:], strict=False) if old != new]
+        differs = _called(changed[0]) if changed else "their structure"
+        warnings.warn(
+            f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls "
+            f"differ in {differs}. Pass numbers that change as tensors, make the functions "
+            "among the arguments once, and call the function itself where shapes are rare.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class _Graph:
+    """A compiled graph, and the structure of what it returns."""
+
+    def __init__(self, run: Run, structure: Any, leaves: list[Any]):
+        self.run, self.structure, self.leaves = run, structure, leaves
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        found = iter(self.run(*tensors))
+        return tree_unflatten(self.structure, [next(found) if x is _A_TENSOR else x for x in self.leaves])
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether the first call of a function compiles it, by `compiled` or by torch.compile."""
+    inner = f.func if isinstance(f, partial) else f
+    return isinstance(inner, Compiled) or compiled_by_torch(inner) or compiled_by_torch(f)
+
+
+_A_TENSOR = object()
+_NO_TRANSFORM = (None, -1)
+
+
+def _kind(leaf: Any) -> Any:
+    """What a graph depends on."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    strides = leaf.stride()
+    if 1 in leaf.shape:  # along which no step is taken
+        strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
+    return type(leaf) in _PLAIN, leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
+
+
+def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
+    """What operators follow besides their arguments."""
+    types = {"cpu", *(x.device.type for x in tensors)}
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(types) if torch.is_autocast_enabled(kind)]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return tuple(autocast), torch.get_default_dtype(), deterministic, modes
+
+
+def _check(arguments: Any, leaves: list[Any]) -> None:
+    """Refuse what a graph of plain tensors would get wrong."""
+    if transform_level() != _NO_TRANSFORM:
+        raise ValueError(
+            "compiled: expected a call outside of transforms, found one under torch.func or forward mode. "
+            "Compile the transformed function: compiled(torch.vmap(f)), compiled(torch.func.grad(f))."
+        )
+    for name, leaf in zip(tree_names(arguments), leaves, strict=True):
+        if isinstance(leaf, Tensor) and type(leaf) not in _PLAIN:
+            raise TypeError(
+                f"compiled: expected plain tensors, found {type(leaf).__name__} as {_called(name)}. "
+                "torch.compile(f) takes some of the others."
+            )
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"compiled: expected tensors that need no gradient, found one that requires grad as {_called(name)}. "
+                "Detach it, or compile the function that differentiates: compiled(torch.func.grad(f))."
+            )
+
+
+def _unhashable(arguments: Any, leaves: list[Any]) -> TypeError:
+    for name, leaf in zip(tree_names(arguments), leaves, strict=True):
+        try:
+            hash(leaf)
+        except TypeError:
+            return TypeError(
+                f"compiled: expected tensors and hashable values, found {described(leaf)} as {_called(name)}. "
+                "Pass a tensor, torch.as_tensor(value), or bind it with functools.partial."
+            )
+    return TypeError("compiled: expected containers whose keys are hashable.")
+
+
+def _called(name: str) -> str:
+    """An argument, by its name in the tree of positional and keyword arguments."""
+    place, _, rest = name.partition(".")
+    return f"argument {rest}" if place == "0" else repr(rest)
+
+
+def _origin(node: torch.fx.Node, given: list[Any], structure: Any) -> str:
+    """What an input or a constant of a graph is to the user."""
+    if node.op == "get_attr":
+        return f"a tensor {list(getattr(node.graph.owning_module, str(node.target)).shape)} that is no argument"
+    names = tree_names(tree_unflatten(structure, given))
+    inputs = [name for name, leaf in zip(names, given, strict=True) if isinstance(leaf, Tensor)]
+    place = [other for other in node.graph.nodes if other.op == "placeholder"].index(node)
+    return _called(inputs[place])

@@ -1,0 +1,323 @@
+"""`compiled`: every bit of the function, one graph for each kind of arguments, and what it refuses."""
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
+
+import functional_jd as jd
+from functional_jd.aggregation.views import as_view
+from functional_jd.testing.table import RULES, rule_of
+from functional_jd.training.compiled import is_compiled
+
+X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
+PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}
+graph_of = partial(jd.compiled, backend="eager")
+
+
+def losses(params, x):
+    return (x @ params["w"] + params["b"] - 1).square().mean(0)
+
+
+def equal(found, expected):
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def dropped(params, x):
+    return torch.nn.functional.dropout(losses(params, x), 0.5)
+
+
+norm = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+apply = jd.functional(norm)
+
+
+def normed(params, buffers, x):
+    output, buffers = apply(params, buffers, x)
+    return output.square().mean(0), buffers
+
+
+COMMON = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.adamw(0.1)}
+EXAMPLES = jd.per_example(lambda p, x: losses(p, x[None]).sum())
+RESIDUALS = jd.per_example(lambda p, x: x @ p["w"].sum(1) + p["b"].sum() - 1)
+TASKS = jd.multitask(
+    lambda shared, x: (x @ shared["w"]).relu(),
+    lambda own, h, x: {k: (h * own[k]).sum(1).square().mean() for k in "ab"},
+)
+METHODS = {
+    "rows": {"engine": "jacobian"},
+    "layers": {"engine": "gramian"},
+    "weighted": {"aggregator": jd.mean(), "engine": "weighted"},
+    "half": {"losses": jd.autocast(losses)},
+    "examples": {"losses": EXAMPLES, "aggregator": jd.clipped(1.0)},
+    "example engine": {"losses": EXAMPLES, "engine": "gramian"},
+    "residuals": {"losses": RESIDUALS, "aggregator": jd.levenberg_marquardt(), "optimizer": jd.sgd(1.0)},
+    "tasks": {"losses": TASKS},
+    "momentum": {"optimizer": jd.sgd(0.1, momentum=0.9, nesterov=True)},
+    "schedule": {"optimizer": jd.adamw(lambda taken: 0.1 / (1 + taken))},
+    "keyed": {"losses": lambda p, key, x: jd.random.keyed(dropped)(key, p, x)},
+    "search": {"optimizer": jd.line_search(jd.sgd(1.0), [0.1, 1.0])},
+    "sums": {"aggregator": jd.nash_mtl()},
+    "pytree": {"losses": lambda p, x: {"one": losses(p, x).sum(), "two": [losses(p, x)]}},
+}
+
+
+def begun(name):
+    """The state and the step of a method, the batches that come after its first."""
+    method = COMMON | METHODS[name]
+    params = {"shared": {"w": PARAMS["w"]}, "heads": {k: torch.ones(2) for k in "ab"}} if name == "tasks" else PARAMS
+    batches = [(jd.random.key(i), x) if name == "keyed" else (x,) for i, x in enumerate(X)]
+    state = jd.train_state(params, *batches[0], scale=jd.scale_state(2.0), **method)
+    return state, method, batches
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_bit_of_three_steps_is_that_of_the_step(name):
+    state, method, batches = begun(name)
+    take = graph_of(partial(jd.step, **method))
+    other = state
+    for batch in batches[:3]:
+        found, expected = take(state, *batch), jd.step(other, *batch, **method)
+        equal(found, expected)
+        (state, _), (other, _) = found, expected
+    assert len(take.graphs) == 1
+
+
+def test_the_method_may_be_given_in_each_call():
+    state = jd.train_state(PARAMS, X[0], **COMMON)
+    take = graph_of(jd.step)
+    equal(take(state, X[1], **COMMON), jd.step(state, X[1], **COMMON))
+    equal(take(state, X[2], **COMMON), jd.step(state, X[2], **COMMON))
+    assert len(take.graphs) == 1
+    slower = COMMON | {"optimizer": jd.adamw(0.01)}
+    equal(take(state, X[2], **slower), jd.step(state, X[2], **slower))
+    assert len(take.graphs) == 2
+
+
+def test_buffers_of_a_module_go_through():
+    params, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
+    method = COMMON | {"losses": normed}
+    params = tree_map(torch.Tensor.detach, params)
+    state = jd.train_state(params, X[0], buffers=buffers, **method)
+    take = graph_of(partial(jd.step, **method))
+    equal(take(state, X[1]), jd.step(state, X[1], **method))
+    assert take(state, X[1])[0].buffers["1.num_batches_tracked"] == 1
+    assert norm[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_bit_of_every_rule(name):
+    rule, entry = rule_of(name), RULES[name]
+    m = entry.rows if isinstance(entry.rows, int) else min(4, entry.rows[1])
+    draw = torch.Generator().manual_seed(1)
+    like = entry.like or {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
+    view = as_view(rule.view)
+    batches = [{k: torch.randn(m, *v.shape, generator=draw) for k, v in like.items()} for _ in range(view.batches)]
+    given = {"losses": torch.rand(m, generator=draw) + 0.5} if view.losses else {}
+    f = graph_of(lambda state, *batches, **given: jd.aggregate(rule, batches[0], state, *batches[1:], **given))
+    state = jd.aggregate(rule, *batches[:1], None, *batches[1:], **given).state
+    expected = jd.aggregate(rule, batches[0], state, *batches[1:], **given)
+    # Where values decide how long is searched, eager code stops early and a graph does not.
+    torch.testing.assert_close(f(state, *batches, **given), expected)
+
+
+def test_a_compiled_transform_is_the_transform():
+    take = partial(jd.step, **COMMON)
+    starts = tree_map(lambda p: torch.stack([p, p + 1]), PARAMS)
+    states = torch.vmap(lambda p: jd.train_state(p, X[0], **COMMON))(starts)
+    many = torch.vmap(take, in_dims=(0, None))
+    torch.testing.assert_close(graph_of(many)(states, X[1]), many(states, X[1]))
+
+    def after_two(rate, x):
+        method = COMMON | {"optimizer": jd.sgd(rate)}
+        state = jd.train_state(PARAMS, x[0], **method)
+        for each in x[1:3]:
+            state, _ = jd.step(state, each, **method)
+        return losses(state.params, x[3]).sum()
+
+    twice = lambda f: torch.func.grad(torch.func.grad(f))
+    for transform in (torch.func.grad, twice, lambda f: lambda r, x: torch.func.jvp(f, (r, x), (r, x))):
+        f = transform(after_two)
+        torch.testing.assert_close(graph_of(f)(torch.tensor(0.1), X), f(torch.tensor(0.1), X))
+
+
+def test_what_torch_cannot_differentiate_without_values_is_said():
+    def after_one(rate, x):
+        method = COMMON | {"optimizer": jd.sgd(rate)}
+        state, _ = jd.step(jd.train_state(PARAMS, x[0], **method), x[1], **method)
+        return losses(state.params, x[3]).sum()
+
+    rate = torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
+        graph_of(torch.func.jacfwd(after_one))(rate, X)
+    torch.testing.assert_close(graph_of(torch.func.jacrev(after_one))(rate, X), torch.func.jacfwd(after_one)(rate, X))
+
+
+def test_inside_torch_compile_it_is_the_function():
+    inner = graph_of(lambda x: 2 * x)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(lambda x: inner(x) + 1, fullgraph=True, backend="eager")(X), 2 * X + 1)
+    assert not inner.graphs
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.sampled_from([torch.float32, torch.float64])), max_size=6)
+)
+def test_shapes_strides_and_dtypes_have_graphs_of_their_own(kinds):
+    f = graph_of(lambda x, y: {"sum": x + y, "other": (x @ y.T).view(-1)})
+    seen = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for size, transposed, dtype in kinds:
+            x = torch.randn(2, size, dtype=dtype) if not transposed else torch.randn(size, 2, dtype=dtype).T
+            seen.add((size, transposed and size > 1, dtype))
+            equal(f(x, x), {"sum": x + x, "other": (x @ x.T).view(-1)})
+            equal(f(x, -x), {"sum": x - x, "other": (x @ -x.T).view(-1)})
+    assert len(f.graphs) == len(seen)
+
+
+def test_what_operators_follow_besides_has_graphs_of_its_own():
+    f = graph_of(lambda x: x @ x.T + torch.ones(()))
+    expected = f(X[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(f(X[0]), expected)
+        equal(f(X[0]), X[0] @ X[0].T + torch.ones(()))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        equal(f(X[0]), X[0] @ X[0].T + torch.ones(()))
+    finally:
+        torch.set_default_dtype(before)
+    with torch.inference_mode():
+        equal(f(X[0]), expected)
+    equal(f(X[0]), expected)
+
+
+def test_the_same_tensor_twice_is_two_arguments():
+    f = graph_of(lambda x, y: x - 2 * y)
+    equal(f(X, X), -X)
+    equal(f(X, 0 * X), X)
+
+
+def test_numbers_and_names_that_come_back_are_those_of_the_kind():
+    f = graph_of(lambda x, n: {"doubled": n * x, "n": n, "none": None, "of": "two"})
+    assert f(X[0, 0], 2)["n"] == 2
+    found = f(X[0, 0], 3.0)
+    assert (found["n"], found["none"], found["of"]) == (3.0, None, "two")
+    equal(found["doubled"], 3 * X[0, 0])
+    assert f(X[0, 0], True)["n"] is True  # equal to 1, but another kind
+
+
+def test_writing_down_leaves_no_trace():
+    moved = torch.zeros(3)
+    before = torch.get_rng_state()
+    drawn = graph_of(lambda x: x * torch.rand(()))
+    graph = jd.compiled(lambda x: x * torch.rand(()), backend=lambda graph, inputs: lambda x: [x])
+    assert torch.equal(graph(X), X)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(drawn(X), drawn(X)), "drawn anew in each call"
+    with pytest.raises(ValueError, match=r"that changes a tensor .3. that is no argument in place"):
+        graph_of(lambda x: moved[:2].add_(x[0, 0, 0]))(X)
+    assert not moved.any()
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "error", "says"),
+    [
+        (lambda x: x.add_(1), (X,), ValueError, "one that changes argument 0 in place. Return what is new"),
+        (lambda d: d["a"][0].t().mul_(2), ({"b": X, "a": X},), ValueError, "changes argument 0.a in place"),
+        (lambda x: torch._foreach_add_([x], 1), (X,), ValueError, "changes argument 0 in place"),
+        (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values, found aten.* torch.where"),
+        (lambda x: x if x.sum() > 0 else -x, (X,), RuntimeError, "do not depend on values"),
+        (lambda x: x * x.sum().item(), (X,), RuntimeError, r"without \.item\(\)"),
+        (lambda x, names: x, (X, {1}), TypeError, "found set as argument 1. Pass a tensor"),
+        (lambda x: x, (X.as_subclass(Tagged),), TypeError, r"found Tagged as argument 0. torch.compile\(f\) takes"),
+        (
+            lambda x: x,
+            ((X.clone().requires_grad_()),),
+            ValueError,
+            "requires grad as argument 0. Detach it, or compile",
+        ),
+    ],
+)
+def test_what_a_graph_would_get_wrong_is_refused(f, args, error, says):
+    before = X.clone()
+    g = graph_of(f)
+    for _ in range(2):
+        with pytest.raises(error, match=f"compiled: expected .*{says}"):
+            g(*args)
+    assert torch.equal(X, before)
+    assert not g.graphs
+
+
+def test_keyword_arguments_are_named():
+    with pytest.raises(TypeError, match=re.escape("found set as 'how.names'")):
+        graph_of(lambda x, how: x)(X, how={"names": {1}})
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.vjp, torch.func.linearize])
+def test_transforms_of_what_is_compiled_are_refused_and_the_cure_is_named(transform):
+    f = graph_of(lambda x: x.sum())
+    f(X[0, 0])
+    with pytest.raises(
+        ValueError, match=r"compiled: expected a call outside of transforms, .*compiled\(torch.vmap\(f\)"
+    ):
+        transform(f)(X[0]) if transform is torch.vmap else transform(f, X[0, 0])
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match="compiled: f must be a function, found Tensor"):
+        jd.compiled(X.float())
+    with pytest.raises(TypeError, match="compiled: backend must be 'inductor', 'eager' or a function, found 'triton'"):
+        jd.compiled(losses, backend="triton")
+
+
+def test_many_graphs_are_told_with_what_differs():
+    f = graph_of(lambda x, rate: rate * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rate in range(7):
+            f(X, rate=float(rate))
+    with pytest.warns(RuntimeWarning, match="compiled: 8 graphs of one function .* differ in 'rate'. Pass numbers"):
+        f(X, rate=7.0)
+
+
+def test_fit_says_that_it_compiles():
+    take = graph_of(partial(jd.step, **COMMON))
+    assert is_compiled(take)
+    assert is_compiled(partial(graph_of(jd.step), **COMMON))
+    assert not is_compiled(partial(jd.step, **COMMON))
+    state = jd.train_state(PARAMS, X[0], **COMMON)
+    equal(jd.fit(take, state, list(X[1:])), jd.fit(partial(jd.step, **COMMON), state, list(X[1:])))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["layers", "tasks", "half"])
+def test_machine_code_takes_the_same_steps(name):
+    state, method, batches = begun(name)
+    take = jd.compiled(partial(jd.step, **method))
+    other = state
+    for batch in batches[:3]:
+        (state, info), (other, expected) = take(state, *batch), jd.step(other, *batch, **method)
+    torch.testing.assert_close(state, other, rtol=2e-3 if name == "half" else 1e-4, atol=1e-5)
+    torch.testing.assert_close(info.losses, expected.losses, rtol=2e-3 if name == "half" else 1e-4, atol=1e-5)
+
+
+@pytest.mark.inductor
+def test_machine_code_draws_anew_and_follows_closures():
+    drop = torch.nn.Dropout(0.5)
+    f = jd.compiled(lambda x: drop(x))
+    x = torch.ones(1000)
+    first, second = f(x), f(x)
+    assert not torch.equal(first, second)
+    assert 400 < (first == 0).sum() < 600
