@@ -18,6 +18,7 @@ from functional_jd.fronts.points import check_floats
 from functional_jd.fronts.population import Population, member
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.training.compiled import compiled
 from functional_jd.training.fit import fit
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
@@ -81,7 +82,7 @@ def train(
         engine: as for `step`.
         has_aux: as for `step`.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
-        compile: whether the step of all solutions is compiled by `torch.compile`, which takes its time at first.
+        compile: whether the step of all solutions is compiled, by `compiled`, which takes its time at first.
         on_step: as for `fit`; leaves of infos and states have K as their first dimension.
         progress: as for `fit`.
         patience: as for `fit`; a step counts as skipped if no solution took it.
@@ -142,7 +143,7 @@ def train(
         states = torch.vmap(begin, in_dims=(0, 0, 0) if apart else (None, None, 0))(start, each, marks)
         # What does not depend on k is one value with stride 0: a step would be compiled for that, and once more.
         states = tree_map(lambda x: x.contiguous(), states)
-    take = torch.compile(every) if compile else every
+    take = compiled(every) if compile else every
     states = fit(take, states, each_batch(), on_step=on_step, progress=progress, patience=patience)
     _, info = take(states, *_arguments(last))
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)

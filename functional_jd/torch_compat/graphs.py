@@ -64,6 +64,27 @@ def _is_view(target: Any) -> bool:
     return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None
 
 
+def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Let a graph take the tensors of closures as further inputs, and return them: a compiler would keep their values.
+
+    Tensors that the function made of numbers stay in the graph.
+    """
+    nodes = list(graph.graph.nodes)
+    after = next((node for node in nodes if node.op != "placeholder"), None)
+    found: dict[str, tuple[fx.Node, Tensor]] = {}
+    for node in nodes:
+        made_here = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+        if node.op != "get_attr" or made_here or not isinstance(getattr(graph, node.target, None), Tensor):
+            continue
+        if node.target not in found:
+            with graph.graph.inserting_before(after):
+                found[node.target] = graph.graph.placeholder(node.target), getattr(graph, node.target)
+        node.replace_all_uses_with(found[node.target][0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [tensor for _, tensor in found.values()]
+
+
 def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph by inductor, for tensors of these shapes."""
     compile_: Any = private("_inductor.standalone_compile", "compiled")  # loads much: only when it is called for

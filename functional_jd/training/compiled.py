@@ -58,9 +58,10 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         tensors. There is a `RuntimeWarning` at the eighth graph, which tells what differs from call to call.
 
     Differs:
-        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, tensors
-        of its closure, of which the graph has the object. `torch.compile` guards most of these. Numbers without a key,
-        as of `torch.nn.Dropout`, are drawn anew in each call; inductor draws others than eager code does.
+        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers. Of a
+        tensor in its closure the graph has the object, and sees new values. `torch.compile` guards most of these.
+        Numbers without a key, as of `torch.nn.Dropout`, are drawn anew in each call; inductor draws others than eager
+        code does.
 
     Example:
         >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
@@ -129,7 +130,9 @@ class Compiled:
                 f"{_origin(node, given, structure)} in place. "
                 "Return what is new instead; of a module with buffers, functional(module) returns them."
             )
-        made = self.graphs[kind] = _Graph(self.backend(graph, tensors), *outputs)
+        constants = graphs.with_inputs_for_constants(graph)
+        run = self.backend(graph, [*tensors, *(x.detach() for x in constants)])
+        made = self.graphs[kind] = _Graph(run, constants, *outputs)
         return made
 
     def _warn(self, arguments: Any) -> None:
@@ -147,13 +150,13 @@ class Compiled:
 
 
 class _Graph:
-    """A compiled graph, and the structure of what it returns."""
+    """A compiled graph, the tensors of closures that it takes, and the structure of what it returns."""
 
-    def __init__(self, run: Run, structure: Any, leaves: list[Any]):
-        self.run, self.structure, self.leaves = run, structure, leaves
+    def __init__(self, run: Run, constants: list[Tensor], structure: Any, leaves: list[Any]):
+        self.run, self.constants, self.structure, self.leaves = run, constants, structure, leaves
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        found = iter(self.run(*tensors))
+        found = iter(self.run(*tensors, *(x.detach() for x in self.constants)))
         return tree_unflatten(self.structure, [next(found) if x is _A_TENSOR else x for x in self.leaves])
 
 

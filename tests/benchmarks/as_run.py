@@ -111,7 +111,7 @@ def _compiled(backend: str, make: Make, precision: str, forms: tuple[str, ...]) 
     torch._dynamo.reset()  # sizes of the last case would make those of this one dynamic
     compile_ = partial(torch.compile, fullgraph=True, backend=backend)
     sides = {"plain compiled": plain(make, precision, compile_)}
-    return _others(make, precision) | sides | _ours(make, precision, forms, compile_(jd.step))
+    return _others(make, precision) | sides | _ours(make, precision, forms, jd.compiled(jd.step, backend=backend))
 
 
 def _others(make: Make, precision: str) -> dict[str, Side]:

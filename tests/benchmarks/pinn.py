@@ -35,7 +35,7 @@ def pinn_sides(equation: Equation, device: str, backend: str) -> dict[str, Side]
     torch._dynamo.reset()
     ours, peer = partial(_ours, equation, device), partial(_peer, equation, device)
     peers = {"JD": peer(_torchjd)} | ({"conflictfree": peer(_conflictfree)} if find_spec("conflictfree") else {})
-    return peers | {"eager": ours(jd.step), "ours": ours(torch.compile(jd.step, fullgraph=True, backend=backend))}
+    return peers | {"eager": ours(jd.step), "ours": ours(jd.compiled(jd.step, backend=backend))}
 
 
 def _start(equation: Equation, device: str) -> tuple[Params, tuple[Tensor, ...]]:

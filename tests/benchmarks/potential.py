@@ -38,7 +38,7 @@ def potential_races(toy: bool = False, device: str = "cpu", backend: str = "indu
 def _sides(clusters: int, atoms: int, width: int, device: str, backend: str) -> dict[str, Side]:
     torch._dynamo.reset()
     start = partial(_start, clusters, atoms, width, device)
-    compiled = torch.compile(jd.step, fullgraph=True, backend=backend)
+    compiled = jd.compiled(jd.step, backend=backend)
     return {"JD": _peer(*start()), "eager": _ours(*start(), jd.step), "ours": _ours(*start(), compiled)}
 
 

@@ -220,6 +220,7 @@ TRAINING = {
         (state.params, tuple(info))
         for state, info in jd.steps(partial(jd.step, **method()), begun(g), [(g.x, g.y)] * 2)
     ],
+    "compiled": lambda g: jd.compiled(jd.step, backend="eager")(begun(g, scale=g.scale), g.x, g.y, **method())[0],
     "fit": lambda g: jd.fit(partial(jd.step, **method()), begun(g, scale=g.scale), [(g.x, g.y)] * 2),
     "chosen_engine": lambda g: jd.chosen_engine(begun(g), g.x, g.y, losses=losses_of, aggregator=jd.upgrad()).engine,
     "private": privately,

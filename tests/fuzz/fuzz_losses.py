@@ -264,6 +264,13 @@ TRAINING = {
         kinds({"step", "on_step"}),
         ("step",),
     ),
+    "compiled": Call(
+        lambda f, backend, state, x: jd.compiled(f, backend=backend)(state, x),
+        lambda: {"f": partial(jd.step, **method()), "backend": "eager", "state": state(), "x": x()},
+        {"x": EVERYTHING, "backend": CALLABLE},
+        kinds({"f", "backend"}),
+        ("compiled", "step"),
+    ),
     "chosen_engine": Call(
         _chosen,
         lambda: {"losses": losses, "state": state(), "x": x(), "aggregator": jd.upgrad()},

@@ -313,11 +313,23 @@ def test_machine_code_takes_the_same_steps(name):
     torch.testing.assert_close(info.losses, expected.losses, rtol=2e-3 if name == "half" else 1e-4, atol=1e-5)
 
 
+def test_tensors_of_closures_are_seen_as_they_are():
+    factor, weight = torch.tensor(2.0), torch.nn.Parameter(torch.ones(3))
+    f = graph_of(lambda x: factor * x + weight + torch.tensor(0.5))
+    equal(f(X), 2 * X + 1.5)
+    factor.fill_(3)
+    weight.data = torch.zeros(3)
+    equal(f(X), 3 * X + 0.5)
+    assert not f(X).requires_grad
+
+
 @pytest.mark.inductor
 def test_machine_code_draws_anew_and_follows_closures():
-    drop = torch.nn.Dropout(0.5)
-    f = jd.compiled(lambda x: drop(x))
+    drop, factor = torch.nn.Dropout(0.5), torch.tensor(2.0)
+    f = jd.compiled(lambda x: factor * drop(x))
     x = torch.ones(1000)
     first, second = f(x), f(x)
+    factor.fill_(3)
+    assert set(f(x).tolist()) == {0.0, 6.0}
     assert not torch.equal(first, second)
     assert 400 < (first == 0).sum() < 600
