@@ -22,20 +22,30 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     without_values = [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs]
     try:
         with mode:
-            return make_fx(f)(*without_values)
+            graph = make_fx(f)(*without_values)
     except RuntimeError as error:
         kind = type(error).__name__
-        if kind == "FakeTensorDeviceMismatchError" and "meta" in str(error):  # torch makes zero tangents there
-            raise RuntimeError(
-                "compiled: expected operators that torch differentiates without values, found forward mode under vmap "
-                f"where it does not ({error}). Take reverse mode: torch.func.grad, jacrev, or jacrev of jacrev."
-            ) from error
+        if kind == "FakeTensorDeviceMismatchError" and "meta" in str(error):
+            raise _lost_tangents() from error
         if kind not in _VALUES_WANTED:
             raise
         raise RuntimeError(
             f"compiled: expected operators whose shapes and choices do not depend on values, found {error}. "
             "Choose by torch.where in the place of `if` and of x[mask], and keep numbers as tensors, without .item()."
         ) from error
+
+    values = [node.meta.get("val") for node in graph.graph.output_node().all_input_nodes]
+    if any(isinstance(value, Tensor) and value.device.type == "meta" for value in values):
+        raise _lost_tangents()
+    return graph
+
+
+def _lost_tangents() -> RuntimeError:
+    """In forward mode torch 2.13 to 2.15 makes zero tangents of tensors without values on their device, "meta"."""
+    return RuntimeError(
+        "compiled: expected operators that torch differentiates without values, found forward mode (jvp, jacfwd, "
+        "hessian) where it does not. Take reverse mode: torch.func.grad, jacrev; of second derivatives, jacrev twice."
+    )
 
 
 def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:

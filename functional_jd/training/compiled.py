@@ -30,8 +30,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
     calls are written down as one graph, transforms and derivatives already taken, which is compiled. `torch.compile`
     reads the Python code instead: that takes longer, in every process anew, and finds less to fuse.
 
-        take = compiled(functools.partial(step, losses=losses, aggregator=upgrad(), optimizer=adamw(1e-3)))
-        state, info = take(state, *batch)
+    `take = compiled(functools.partial(step, **method))`, then `state, info = take(state, *batch)`
 
     Args:
         f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several

@@ -27,8 +27,8 @@ def fit(
     `for batch in batches: state, info = step(state, *batch); on_step(info, state)`
 
     Args:
-        step: `step(state, *batch) -> (state, info)`: `functools.partial(functional_jd.step, losses=..., aggregator=...,
-            optimizer=...)`, or `compiled` of that, or your own.
+        step: `step(state, *batch) -> (state, info)`, such as `functools.partial(functional_jd.step, **method)`, what
+            `compiled` makes of that, or your own.
         state: from `train_state`, or from the last `fit`. `train_state` starts the rule on one batch: of a generator,
             spend the first on it, `train_state(params, *next(batches), **method)`.
         batches: a `DataLoader`, a list, a generator. A tuple or a list is spread over the arguments of `step`; anything

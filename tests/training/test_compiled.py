@@ -157,6 +157,23 @@ def test_what_torch_cannot_differentiate_without_values_is_said():
     with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
         graph_of(torch.func.jacfwd(after_one))(rate, X)
     torch.testing.assert_close(graph_of(torch.func.jacrev(after_one))(rate, X), torch.func.jacfwd(after_one)(rate, X))
+    norm = torch.nn.LayerNorm(3)
+    with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
+        graph_of(lambda x: torch.func.jvp(norm, (x,), (x,)))(X)
+
+
+def test_derivatives_go_through_skipped_steps():
+    def after(params, rate, x):
+        method = COMMON | {"optimizer": jd.adamw(rate)}
+        state = jd.train_state(params, x[0], **method)
+        for each in (x[1], x[1] * torch.inf, x[2]):
+            state, _ = jd.step(state, each, **method)
+        return losses(state.params, x[3]).sum()
+
+    derivative = torch.func.grad(after, argnums=(0, 1))
+    found = graph_of(derivative)(PARAMS, torch.tensor(0.1), X)
+    equal(found, derivative(PARAMS, torch.tensor(0.1), X))
+    assert all(x.isfinite().all() and x.any() for x in tree_leaves(found))
 
 
 def test_inside_torch_compile_it_is_the_function():
