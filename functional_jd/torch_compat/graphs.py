@@ -1,6 +1,8 @@
 """Graphs of operators: written down without values, searched for changes in place, and compiled."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor, fx
 
 from functional_jd.torch_compat.private_names import private
 
-_VALUES_WANTED = ("DataDependentOutputException", "DynamicOutputShapeException")
+_number_of_function_modes: Any = private("_C._len_torch_function_stack", "compiled", otherwise=lambda: 1)
+
+_VALUES_WANTED = ("DataDependentOutputException", "DynamicOutputShapeException", "UserWarning")
 
 
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -21,17 +25,19 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     mode: Any = private("_subclasses.FakeTensorMode", "compiled")(allow_non_fake_inputs=True)
     without_values = [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs]
     try:
-        with mode:
+        with mode, warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
             graph = make_fx(f)(*without_values)
-    except RuntimeError as error:
+    except (RuntimeError, UserWarning) as error:
         kind = type(error).__name__
         if kind == "FakeTensorDeviceMismatchError" and "meta" in str(error):
             raise _lost_tangents() from error
-        if kind not in _VALUES_WANTED:
+        if kind not in _VALUES_WANTED and "numpy()" not in str(error):
             raise
         raise RuntimeError(
-            f"compiled: expected operators whose shapes and choices do not depend on values, found {error}. "
-            "Choose by torch.where in the place of `if` and of x[mask], and keep numbers as tensors, without .item()."
+            "compiled: expected operators whose shapes and choices do not depend on values, found "
+            f"{str(error).splitlines()[0]}. Choose by torch.where in the place of `if` and of x[mask], and keep "
+            "numbers as tensors, without .item() or .numpy(). torch.optim.Adam reads its count of steps: take adamw."
         ) from error
 
     values = [node.meta.get("val") for node in graph.graph.output_node().all_input_nodes]
@@ -51,27 +57,54 @@ def _lost_tangents() -> RuntimeError:
 def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:
     """The inputs and constants of a graph that one of its operators changes in place, themselves or through a view."""
     for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            continue
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for each in given if isinstance(given, list | tuple) else [given]:
-                    base = _base(each)
-                    if base.op in ("placeholder", "get_attr"):
-                        yield base
+        for given in _written_to(node):
+            for each in given if isinstance(given, list | tuple) else [given]:
+                base = _base(each)
+                if isinstance(base, fx.Node) and base.op in ("placeholder", "get_attr"):
+                    yield base
 
 
-def _base(node: Any) -> fx.Node:
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are active, but for the one of `torch.set_default_device`."""
+    if _number_of_function_modes() == 0:
+        return []
+    device: Any = private("utils._device.DeviceContext", "compiled")
+    modes: Any = private("overrides._get_current_function_mode_stack", "compiled")
+    return [mode for mode in modes() if not isinstance(mode, device)]
+
+
+def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The operators of a graph that draw numbers from a generator."""
+    seeded = torch.Tag.nondeterministic_seeded
+    return (node for node in graph.graph.nodes if seeded in getattr(node.target, "tags", ()))
+
+
+def _written_to(node: fx.Node) -> Iterator[Any]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    for index, argument in enumerate(schema.arguments):
+        hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
+        if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
+            yield node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+
+
+def _base(node: Any) -> Any:
     """What a node is a view of."""
-    while node.op == "call_function" and _is_view(node.target):
+    while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node.target):
         node = node.args[0]
     return node
 
 
 def _is_view(target: Any) -> bool:
+    if target is getitem:  # one of several
+        return True
     schema = getattr(target, "_schema", None)
     return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None
+
+
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""Operators that change an argument without saying so."""
 
 
 def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:

@@ -2,7 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextvars import ContextVar
+from enum import Enum
+from functools import partial, update_wrapper
+from threading import Lock
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from torch import Tensor
 from functional_jd.core.arguments import check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
 from functional_jd.torch_compat import graphs
+from functional_jd.torch_compat.graphs import function_modes
+from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.torch_compat.torch_internals import is_compiled as compiled_by_torch
-from functional_jd.torch_compat.torch_internals import transform_level
 
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Run]
@@ -26,9 +30,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
-    `f` is called once for each kind of arguments, with tensors that have shapes but no values. The operators that it
-    calls are written down as one graph, transforms and derivatives already taken, which is compiled. `torch.compile`
-    reads the Python code instead: that takes longer, in every process anew, and finds less to fuse.
+    `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values. The
+    operators that it calls are written down as one graph, transforms and derivatives already taken, which is compiled.
+    `torch.compile` reads the Python code instead: that takes longer, in every process anew, and finds less to fuse.
 
     `take = compiled(functools.partial(step, **method))`, then `state, info = take(state, *batch)`
 
@@ -52,15 +56,18 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
             or a transform of torch.func is active. Compile the transformed function: `compiled(torch.func.grad(f))`.
         RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]` or `x.item()`.
 
+        Refused, too, are results that are neither tensors nor numbers or names, such as functions, numbers that are
+        drawn without a key (`random.keyed` draws by one), and calls inside `keyed`, `autocast` and other modes.
+
     Laws:
-        With `backend="eager"` every bit is that of `f`. Calling `f` to write it down leaves no trace in generators or
-        tensors. There is a `RuntimeWarning` at the eighth graph, which tells what differs from call to call.
+        With `backend="eager"` torch runs the operators of `f`. Results carry no gradient. Calling `f` to write it down
+        leaves no trace in generators or arguments; what it caches in a module stays, as of any call. There is a
+        `RuntimeWarning` at the eighth graph, which tells what differs from call to call.
 
     Differs:
-        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers. Of a
-        tensor in its closure the graph has the object, and sees new values. `torch.compile` guards most of these.
-        Numbers without a key, as of `torch.nn.Dropout`, are drawn anew in each call; inductor draws others than eager
-        code does.
+        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, also
+        those that it reads from tensors of its closure. Of such a tensor itself the graph has the object, and sees new
+        values. Dicts are of one kind whatever the order of their keys. `torch.compile` guards most of these.
 
     Example:
         >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
@@ -68,10 +75,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         {'twice': tensor([2., 2.])}
     """
     check_function("compiled", "f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
-    if backend == "inductor":
-        chosen: Backend = graphs.machine_code
-    elif backend == "eager":
-        chosen = lambda graph, _: graph
+    if isinstance(backend, str) and backend in _BACKENDS:
+        chosen = _BACKENDS[backend]
     elif callable(backend):
         chosen = backend
     else:
@@ -88,12 +93,17 @@ class Compiled:
     def __init__(self, f: Callable[..., Any], backend: Backend):
         self.f, self.backend = f, backend
         self.graphs: dict[Any, _Graph] = {}
+        update_wrapper(self, f, updated=())
+
+    def __reduce__(self) -> Any:  # a copy compiles anew
+        return Compiled, (self.f, self.backend)
 
     def __repr__(self) -> str:
         return f"compiled({self.f!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # into the graph around
+        # A part of the graph around; or somebody looks at operators, as tracers do.
+        if torch.compiler.is_compiling() or _INSIDE.get() or dispatch_modes():
             return self.f(*args, **kwargs)
         given: list[Any]
         given, structure = tree_flatten((args, kwargs))
@@ -103,13 +113,17 @@ class Compiled:
             graph = self.graphs.get(kind)
         except TypeError as error:
             raise _unhashable((args, kwargs), given) from error
+        if graph is None or transform_level() != _NO_TRANSFORM or function_modes():
+            _check((args, kwargs), given)
         if graph is None:
-            _check((args, kwargs), given)
-            graph = self._add(kind, given, structure, tensors)
-            if len(self.graphs) == _MANY:
-                self._warn((args, kwargs))
-        elif transform_level() != _NO_TRANSFORM:
-            _check((args, kwargs), given)
+            with _COMPILING:
+                inside = _INSIDE.set(True)
+                try:
+                    graph = self.graphs.get(kind) or self._add(kind, given, structure, tensors)
+                finally:
+                    _INSIDE.reset(inside)
+                if len(self.graphs) == _MANY:
+                    self._warn((args, kwargs))
         return graph(tensors)
 
     def _add(self, kind: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
@@ -118,16 +132,26 @@ class Compiled:
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
             args, kwargs = tree_unflatten(structure, [next(rest) if isinstance(x, Tensor) else x for x in given])
-            leaves, found = tree_flatten(self.f(*args, **kwargs))
-            outputs[:] = found, [_A_TENSOR if isinstance(x, Tensor) else x for x in leaves]  # pyright: ignore[reportUnnecessaryIsInstance]
-            return [x for x in leaves if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+            result = self.f(*args, **kwargs)
+            leaves: list[Any]
+            leaves, found = tree_flatten(result)
+            _check_result(result, leaves)
+            outputs[:] = found, [None if isinstance(x, Tensor) else (x,) for x in leaves]
+            return [x for x in leaves if isinstance(x, Tensor)]
 
-        graph = graphs.written(of_tensors, tensors)
+        with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]):
+            of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
+            graph = graphs.written(of_tensors, tensors)
         for node in graphs.changed_in_place(graph):
             raise ValueError(
                 "compiled: expected a pure function, found one that changes "
                 f"{_origin(node, given, structure)} in place. "
                 "Return what is new instead; of a module with buffers, functional(module) returns them."
+            )
+        for node in graphs.draws(graph):
+            raise ValueError(
+                f"compiled: expected numbers that are drawn by a key, found {node.target}, which takes a generator. "
+                "Wrap what draws by random.keyed, and pass its key as an argument."
             )
         constants = graphs.with_inputs_for_constants(graph)
         run = self.backend(graph, [*tensors, *(x.detach() for x in constants)])
@@ -156,7 +180,7 @@ class _Graph:
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         found = iter(self.run(*tensors, *(x.detach() for x in self.constants)))
-        return tree_unflatten(self.structure, [next(found) if x is _A_TENSOR else x for x in self.leaves])
+        return tree_unflatten(self.structure, [next(found) if x is None else x[0] for x in self.leaves])
 
 
 def is_compiled(f: Any) -> bool:
@@ -165,27 +189,65 @@ def is_compiled(f: Any) -> bool:
     return isinstance(inner, Compiled) or compiled_by_torch(inner) or compiled_by_torch(f)
 
 
-_A_TENSOR = object()
 _NO_TRANSFORM = (None, -1)
+_COMPILING = Lock()
+"""torch traces one function at a time."""
+
+_INSIDE = ContextVar("compiled", default=False)
+"""Whether a function is being written down here: what it calls becomes a part of its graph."""
+
+
+def _as_it_is(graph: torch.fx.GraphModule, _: list[Tensor]) -> Run:
+    return graph
+
+
+_BACKENDS: dict[str, Backend] = {"inductor": graphs.machine_code, "eager": _as_it_is}
 
 
 def _kind(leaf: Any) -> Any:
     """What a graph depends on."""
     if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    strides = leaf.stride()
-    if 1 in leaf.shape:  # along which no step is taken
+        if type(leaf) is float:  # as text: NaN is itself, and -0 not 0
+            return leaf.hex()
+        return type(leaf), _Same(leaf) if callable(leaf) and not _is_hashable(leaf) else leaf
+    strides: Any = leaf.stride() if leaf.layout is torch.strided and not leaf.is_nested else None
+    if strides and 1 in leaf.shape:  # along which no step is taken
         strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
-    return type(leaf) in _PLAIN, leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
+    bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
+    return type(leaf) in _PLAIN, leaf.shape, strides, leaf.dtype, leaf.device, bits
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+class _Same:
+    """A function that cannot be hashed, such as the losses of a dataclass with a dict: equal only to itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
     """What operators follow besides their arguments."""
     types = {"cpu", *(x.device.type for x in tensors)}
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(types) if torch.is_autocast_enabled(kind)]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return tuple(autocast), torch.get_default_dtype(), deterministic, modes
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(types)
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ]
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return tuple(autocast), torch.get_default_dtype(), torch.get_default_device(), modes
 
 
 def _check(arguments: Any, leaves: list[Any]) -> None:
@@ -195,11 +257,23 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
             "compiled: expected a call outside of transforms, found one under torch.func or forward mode. "
             "Compile the transformed function: compiled(torch.vmap(f)), compiled(torch.func.grad(f))."
         )
+    for mode in function_modes():
+        raise ValueError(
+            f"compiled: expected a call outside of modes, found one inside {type(mode).__name__}. Compile the "
+            "outermost function: compiled(random.keyed(f)), compiled(autocast(f))."
+        )
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        if isinstance(leaf, Tensor) and type(leaf) not in _PLAIN:
+        if isinstance(leaf, Tensor) and (type(leaf) not in _PLAIN or leaf.is_nested):
+            kind = "a nested tensor" if leaf.is_nested else type(leaf).__name__
             raise TypeError(
-                f"compiled: expected plain tensors, found {type(leaf).__name__} as {_called(name)}. "
+                f"compiled: expected plain tensors, found {kind} as {_called(name)}. "
                 "torch.compile(f) takes some of the others."
+            )
+        if not isinstance(leaf, Tensor) and not callable(leaf) and type(leaf).__hash__ is object.__hash__:
+            raise TypeError(
+                f"compiled: expected tensors, containers, numbers, names or functions, found {described(leaf)} as "
+                f"{_called(name)}, whose contents are not seen. Pass a dict or a tuple of them, or register the class "
+                "with torch.utils._pytree."
             )
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -208,14 +282,25 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
             )
 
 
+def _check_result(result: Any, leaves: list[Any]) -> None:
+    """Refuse what would hold tensors of the call that was written down."""
+    for name, leaf in zip(tree_names(result), leaves, strict=True):
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            raise TypeError(
+                f"compiled: expected tensors, numbers and names as results, found {described(leaf)} as {name!r}. "
+                "Return what it computes, such as pullback(weights) in the place of pullback."
+            )
+
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+
+
 def _unhashable(arguments: Any, leaves: list[Any]) -> TypeError:
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        try:
-            hash(leaf)
-        except TypeError:
+        if not _is_hashable(leaf):
             return TypeError(
                 f"compiled: expected tensors and hashable values, found {described(leaf)} as {_called(name)}. "
-                "Pass a tensor, torch.as_tensor(value), or bind it with functools.partial."
+                "Pass a tensor, or a dict or tuple of tensors, or bind it with functools.partial."
             )
     return TypeError("compiled: expected containers whose keys are hashable.")
 
