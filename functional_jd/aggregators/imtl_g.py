@@ -33,7 +33,8 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
     Laws:
         Linearly independent rows: `<direction, g_i> / |g_i|` is `1 / sum(v)` for all i; if that is negative, the
         direction conflicts with all rows. Scaling one row changes the length only. Homogeneous in the Jacobian. Rows of
-        zeros get weight 0. Dependent rows: equal in the least-squares sense, for comparable norms. All weights are 0
+        zeros get weight 0. Dependent rows: equal in the least-squares sense, for comparable norms; there the direction
+        may turn round when a row is scaled. All weights are 0
         where no direction has equal projections (opposite rows, zeros), or v sums to zero. A non-finite Gramian gives
         NaN weights. The eigenvalue decompositions, which a Cholesky factor replaces on a CPU where the rows are
         well-conditioned, synchronize with the device.

@@ -238,5 +238,5 @@ def refuse_frozen(where: str, params: Params) -> None:
             f"{where}: expected parameters that require grad, since all of them are trained, found frozen "
             f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
             "trained, constant = partition(params, lambda name, p: p.requires_grad), and merge(trained, constant) in "
-            "the losses."
+            "the losses (of multitask losses in `features`: a function around them would be plain losses)."
         )
