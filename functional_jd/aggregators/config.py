@@ -39,11 +39,12 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
 
     Laws:
         Linearly independent rows: the cosines of direction and rows are proportional to u, so that the direction
-        conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict, and
-        turn round when a row is scaled. Scaling one of independent rows changes the length only; homogeneous in the Jacobian. Rows of zeros get weight 0. All weights are 0
-        where the preference is orthogonal to all attainable cosines (opposite rows with equal preference; zeros). A
-        non-finite Gramian gives NaN weights. The eigenvalue decomposition, which a Cholesky factor replaces on a CPU
-        where the rows are well-conditioned, synchronizes with the device.
+        conflicts with no row. Dependent rows: proportional in the least-squares sense; then it may conflict, and turn
+        round when a row is scaled. Scaling one of independent rows changes the length only; homogeneous in the
+        Jacobian. Rows of zeros get weight 0. All weights are 0 where the preference is orthogonal to all attainable
+        cosines (opposite rows with equal preference; zeros). A non-finite Gramian gives NaN weights. The eigenvalue
+        decomposition, which a Cholesky factor replaces on a CPU where the rows are well-conditioned, synchronizes with
+        the device.
 
     Source:
         Liu, Chu, Thuerey, ConFIG: towards conflict-free training of physics informed neural networks, arXiv 2408.11104,

@@ -166,13 +166,15 @@ def _finished(
     except Exception as error:
         refuse_other_optimizer("step", state, optimizer, error)
         raise
-    new = TrainState(
-        params,
-        state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers),
-        moments,
-        state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator),
-        scale,
-    )
+    try:
+        memory = state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "step: expected of the rule's update a memory like that of its init, with the same shapes and dtypes "
+            f"(views are float64: start from zeros_like of what is kept). {error}"
+        ) from error
+    buffers = state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers)
+    new = TrainState(params, buffers, moments, memory, scale)
     if token is not None:  # what is reported is differentiated whether the step was taken or not
         values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux), reported=True)
     return new, StepInfo(values, weights, finite, moved, gramian, aux)

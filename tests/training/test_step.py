@@ -812,3 +812,13 @@ def test_the_direction_is_gone_before_the_step_chooses():
     """
     done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_memory_that_changes_its_dtype_is_said_to_be_the_rules():
+    forgetful = fj.Aggregator(
+        fj.views.gramian, lambda G: torch.zeros(2), lambda G, memory: (torch.ones(2) / 2, memory + G.diagonal())
+    )
+    how = {"losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(torch.ones(3), aggregator=forgetful, **how)
+    with pytest.raises(TypeError, match=r"step: expected of the rule's update a memory like that of its init.*float64"):
+        fj.step(state, aggregator=forgetful, **how)
