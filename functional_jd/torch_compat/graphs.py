@@ -18,8 +18,8 @@ _VALUES_WANTED = ("DataDependentOutputException", "DynamicOutputShapeException",
 def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Return the operators that a function of tensors calls, as a graph.
 
-    It is called once, with tensors that have shapes and no values: what asks for a value raises, and what changes in
-    place, random generators too, is as before.
+    It is called once, with tensors that have shapes and no values: what asks for a value of theirs raises, and the
+    inputs are as before.
     """
     make_fx: Any = private("fx.experimental.proxy_tensor.make_fx", "compiled")
     mode: Any = private("_subclasses.FakeTensorMode", "compiled")(allow_non_fake_inputs=True)

@@ -1,0 +1,49 @@
+"""Graphs of operators: what they change, draw and hold."""
+
+import torch
+
+from functional_jd.random import key, keyed
+from functional_jd.torch_compat import graphs
+
+X = torch.arange(6.0).reshape(2, 3)
+HELD = torch.ones(3)
+
+
+def changed(f, *args):
+    return [node.name for node in graphs.changed_in_place(graphs.written(f, args))]
+
+
+def test_what_changes_in_place_is_found_through_views_and_lists():
+    assert changed(lambda x, y: [x + y], X, X) == []
+    assert changed(lambda x, y: [x.clone().add_(y)], X, X) == []
+    assert changed(lambda x, y: [x.T[0].add_(1), y], X, X) == ["x_1"]
+    assert changed(lambda x, y: [torch.add(x, 1, out=y)], X, X) == ["y_1"]
+    assert changed(lambda x, y: [row.mul_(2) for row in y.unbind()], X, X) == ["y_1", "y_1"]
+    held = torch.zeros(3)
+    assert len(changed(lambda x, y: [held.add_(x[0])], X, X)) == 1
+
+
+def test_draws_are_those_without_a_key():
+    drawn = lambda f, *args: [str(node.target) for node in graphs.draws(graphs.written(f, args))]
+    assert drawn(lambda x: [torch.rand_like(x) + x.normal_()], X) == ["aten.rand_like.default", "aten.normal_.default"]
+    assert drawn(lambda k, x: [keyed(torch.rand_like)(k, x)], key(0), X) == []
+
+
+def test_tensors_of_closures_become_inputs_and_numbers_stay():
+    graph = graphs.written(lambda x: [x * HELD + torch.tensor(0.5) + HELD.sum()], [X])
+    constants = graphs.with_inputs_for_constants(graph)
+    assert [c is HELD for c in constants] == [True]
+    assert torch.equal(graph(X, 2 * HELD)[0], 2 * X + 6.5)
+
+
+def test_a_graph_has_the_derivatives_that_were_taken():
+    f = lambda x: [torch.func.grad(lambda x: x.sin().sum())(x)]
+    assert torch.equal(graphs.written(f, [X])(X)[0], X.cos())
+
+
+def test_modes_are_those_that_functions_see():
+    assert graphs.function_modes() == []
+    with torch.device("cpu"):
+        assert graphs.function_modes() == []
+        with torch.overrides.TorchFunctionMode():
+            assert len(graphs.function_modes()) == 1
