@@ -51,13 +51,12 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
 
     Raises:
         TypeError: `f` is not callable, or `backend` neither a name nor a function. When called: an argument is neither
-            a plain tensor nor hashable.
-        ValueError: when called: `f` changes an argument or a tensor of its closure in place; a tensor requires grad,
-            or a transform of torch.func is active. Compile the transformed function: `compiled(torch.func.grad(f))`.
+            a plain tensor nor hashable, or is an object whose contents are not seen; a result is neither a tensor nor a
+            number or a name, such as a function.
+        ValueError: when called: `f` changes an argument or a tensor of its closure in place, or draws numbers without
+            a key (`random.keyed` draws by one); a tensor requires grad; a transform of torch.func is active, or
+            `keyed`, `autocast` or another mode. Compile what is outermost: `compiled(torch.func.grad(f))`.
         RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]` or `x.item()`.
-
-        Refused, too, are results that are neither tensors nor numbers or names, such as functions, numbers that are
-        drawn without a key (`random.keyed` draws by one), and calls inside `keyed`, `autocast` and other modes.
 
     Laws:
         With `backend="eager"` torch runs the operators of `f`. Results carry no gradient. Calling `f` to write it down
