@@ -13,6 +13,8 @@ import functional_jd as jd
 torchjd = pytest.importorskip("torchjd")
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 MODULES = ("aggregation", "scalarization", "autojac", "autogram", "linalg")
+for module in MODULES:  # the package loads some of them only
+    importlib.import_module(f"torchjd.{module}")
 PART = PAGE.read_text(encoding="utf-8").partition("### Every name of TorchJD")[2].partition("## From GradScaler")[0]
 TABLES = {
     head.partition("|")[0].strip(): [tuple(map(str.strip, line.strip("| ").split("|"))) for line in rows.splitlines()]
