@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.wide import has_float64
-from functional_jd.torch_compat.torch_internals import dispatch_modes, torch_function_disabled, under_transform
+from functional_jd.torch_compat.torch_internals import (
+    dispatch_modes,
+    is_faked,
+    torch_function_disabled,
+    under_transform,
+)
 
 # Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
 _RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "integer": 6, "fold": 7}
@@ -50,7 +55,7 @@ _ARTANH = [1 / (2 * k + 1) for k in range(11)]
 
 def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     """Draw the first n words (int64) or numbers of the streams of keys `[*, 2]`: `[*, n]`."""
-    if under_transform() or keys.is_meta:
+    if _is_written_down(keys):
         return draw_op(keys, n, what, dtype)
     if not (keys.is_cpu or has_float64(keys.device)):
         return draw(keys.cpu(), n, what, dtype).to(keys.device)
@@ -61,7 +66,7 @@ def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
 def draw_normals(keys: Tensor, counts: list[int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Normal numbers, so many for each key `[k, 2]`; off the CPU, the short draws in the launches of one."""
     together: dict[int, Tensor] = {}
-    if not (keys.is_cpu or keys.is_meta or under_transform()) and has_float64(keys.device):
+    if not (keys.is_cpu or _is_written_down(keys)) and has_float64(keys.device):
         even = [n + n % 2 for n in counts]  # as they are made in pairs
         room = accumulate(n if n <= _CPU_CHUNK else 0 for n in even)
         some = [i for i, held in enumerate(room) if 0 < even[i] <= _CPU_CHUNK and held <= _CHUNK]
@@ -97,6 +102,11 @@ def draw_at(key: Tensor, positions: Tensor, what: str, dtype: torch.dtype) -> Te
 def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
     """`draw` as one op for transforms."""
     return _drawn(keys, n, what, dtype)
+
+
+def _is_written_down(keys: Tensor) -> bool:
+    """Whether draws are to be one operator, for a transform or in a graph that a compiler may get."""
+    return under_transform() or keys.is_meta or is_faked()
 
 
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:

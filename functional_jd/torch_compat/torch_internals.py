@@ -372,6 +372,11 @@ def is_concrete(x: Tensor) -> bool:
     return _fake_mode() is None and not _is_functional(x) and not is_wrapped(x)
 
 
+def is_faked() -> bool:
+    """Whether a mode is active under which tensors have shapes and no values, as where a graph is written down."""
+    return bool(dispatch_modes()) and _fake_mode() is not None
+
+
 def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():

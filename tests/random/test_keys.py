@@ -15,7 +15,7 @@ from scipy import stats
 from torch.func import grad, jacrev, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from functional_jd import random
+from functional_jd import compiled, random
 from functional_jd.random import stream as streams
 
 DTYPES = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -484,6 +484,32 @@ def test_inductor_draws_the_same_bits(compiler):
     for f, argument in ((draw_all, random.key(43)), (torch.vmap(draw_all), random.split(random.key(43), 3))):
         for mine, expected in zip(compiler(f, fullgraph=True)(argument), f(argument), strict=True):
             assert same_bits(mine, expected)
+
+
+@pytest.mark.inductor
+def test_machine_code_of_written_graphs_draws_the_same_bits():
+    drop = random.keyed(torch.nn.functional.dropout)
+
+    def draw_all(key, x):
+        return [draw(key) for draw in DRAWS.values()] + [random.split(key), drop(key, x, 0.5) * 2]
+
+    arguments = random.key(43), torch.ones(5, 7)
+    for mine, expected in zip(compiled(draw_all)(*arguments), draw_all(*arguments), strict=True):
+        assert same_bits(mine, expected)
+
+
+def test_draws_are_one_operator_in_written_graphs():
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    draws = compiled(lambda key: (random.uniform(key, (3,)), random.split(key)), backend=backend)
+    expected = random.uniform(random.key(1), (3,)), random.split(random.key(1))
+    assert all(map(same_bits, draws(random.key(1)), expected))
+    assert seen.count("functional_jd.draw.default") == 2
+    assert not any("shift" in name for name in seen)
 
 
 @pytest.mark.parametrize(
