@@ -31,7 +31,7 @@ from functional_jd.core.wide import has_float64, warn_of_rows
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
 from functional_jd.torch_compat.slow_path import is_out_of_memory
-from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 
 
 @displayed_as(outline)
@@ -214,6 +214,7 @@ def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
         or type(leaves[0]) is not Tensor  # a fake one, which has no values to bring
         or leaves[0].is_meta
         or is_capturing(leaves[0])
+        or under_functorch()  # there each search goes by itself, for all problems of a vmap at once
         or may_be_differentiated(*leaves)
     )
 

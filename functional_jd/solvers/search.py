@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.host import is_capturing, run_on_host
-from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level, under_functorch, under_transform
+from functional_jd.torch_compat.torch_internals import (
+    differentiates,
+    dispatch_modes,
+    innermost,
+    transform_level,
+    under_functorch,
+    under_transform,
+)
 
 # From so many elements of all factors on, two triangular solves take half the time of `torch.cholesky_solve`, which
 # copies the factors. The bits are the same.
@@ -79,9 +86,14 @@ def _operator(
 
 def may_be_differentiated(*inputs: Tensor) -> bool:
     """Whether derivatives of a function of the inputs may be asked for, now or later."""
-    if under_functorch() or transform_level()[1] >= 0:
+    if torch.compiler.is_compiling():  # which traces no list of transforms
+        if under_functorch():
+            return True
+    elif differentiates():
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if transform_level()[1] >= 0:
+        return True
+    return torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs)
 
 
 def per_problem(number: float | Tensor, vectors: Tensor) -> Tensor:

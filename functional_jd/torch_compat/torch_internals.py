@@ -338,12 +338,17 @@ def as_batch(x: Tensor, level: int) -> Tensor:
 def zero_of_members(device: torch.device) -> Tensor:
     """A zero `[]` of its own for every member of every active `torch.vmap`."""
     vmaps = vmaps_inside(0)
-    zero = torch.zeros([size for _, size, _ in vmaps], device=device)
-    while is_wrapped(zero):  # by a level inside of the first vmap
-        zero = unwrapped(zero)
+    zero = innermost(torch.zeros([size for _, size, _ in vmaps], device=device))  # not of a level inside the first vmap
     for level, _, _ in vmaps:
         zero = as_batch(zero, level)
     return zero
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The tensor inside of what transforms of torch.func have wrapped around it."""
+    while is_wrapped(x):
+        x = unwrapped(x)
+    return x
 
 
 def _never_wrapped(_: Tensor) -> bool:

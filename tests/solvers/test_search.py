@@ -5,12 +5,13 @@ import torch
 from bounds import check_stable
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 import functional_jd as jd
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.solvers.search import per_problem
+from functional_jd.solvers.search import may_be_differentiated, per_problem
 
 SEARCHES = {
     "upgrad": jd.upgrad,
@@ -166,3 +167,26 @@ def test_a_number_for_each_problem_is_made_where_they_are():
 def test_a_solver_that_is_unknown_is_refused():
     with pytest.raises(ValueError, match=r"mgda: expected solver to be one of host, device|solver"):
         jd.mgda(solver="gpu")
+
+
+def test_vmap_alone_asks_for_no_derivative():
+    seen = []
+
+    def looked(x):
+        seen.append(may_be_differentiated(x))
+        return x.sum()
+
+    x = torch.ones(3, 2)
+    torch.vmap(looked)(x)
+    torch.vmap(torch.vmap(looked))(x[None])
+    with torch.no_grad():
+        torch.vmap(looked)(x.clone().requires_grad_())
+    assert seen == [False] * 3
+    seen.clear()
+    torch.vmap(looked)(x.clone().requires_grad_())  # the graph is outside of the vmap
+    torch.func.grad(lambda x: torch.vmap(looked)(x).sum())(x)
+    torch.vmap(torch.func.grad(looked))(x)
+    torch.vmap(lambda x: torch.func.jvp(looked, (x,), (x,)))(x)
+    with forward_ad.dual_level():
+        torch.vmap(looked)(forward_ad.make_dual(x, x))
+    assert seen == [True] * 5
