@@ -56,11 +56,20 @@ def _lost_tangents() -> RuntimeError:
 
 def changed_in_place(graph: fx.GraphModule) -> Iterator[fx.Node]:
     """The inputs and constants of a graph that one of its operators changes in place, themselves or through a view."""
+    return (base for base in _written(graph) if base.op in ("placeholder", "get_attr"))
+
+
+def written_bases(graph: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values one of the operators changes in place, themselves or through a view."""
+    return set(_written(graph))
+
+
+def _written(graph: fx.GraphModule) -> Iterator[fx.Node]:
     for node in graph.graph.nodes:
         for given in _written_to(node):
             for each in given if isinstance(given, list | tuple) else [given]:
-                base = _base(each)
-                if isinstance(base, fx.Node) and base.op in ("placeholder", "get_attr"):
+                base = base_of(each)
+                if isinstance(base, fx.Node):
                     yield base
 
 
@@ -89,15 +98,20 @@ def _written_to(node: fx.Node) -> Iterator[Any]:
             yield node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """What a node is a view of."""
     while isinstance(node, fx.Node) and node.op == "call_function" and _is_view(node.target):
         node = node.args[0]
     return node
 
 
+def is_overload(target: Any) -> bool:
+    """Whether a node calls an operator, of which torch knows what it changes."""
+    return getattr(target, "_schema", None) is not None
+
+
 def _is_view(target: Any) -> bool:
-    if target is getitem:  # one of several
+    if target is getitem or str(target) == "aten._unsafe_view.default":  # one of several; a view that says so to nobody
         return True
     schema = getattr(target, "_schema", None)
     return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None

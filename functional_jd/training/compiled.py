@@ -14,6 +14,7 @@ from torch import Tensor
 from functional_jd.core.arguments import check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
 from functional_jd.torch_compat import graphs
+from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.torch_compat.torch_internals import is_compiled as compiled_by_torch
@@ -196,11 +197,11 @@ _INSIDE = ContextVar("compiled", default=False)
 """Whether a function is being written down here: what it calls becomes a part of its graph."""
 
 
-def _as_it_is(graph: torch.fx.GraphModule, _: list[Tensor]) -> Run:
-    return graph
+def _one_by_one(graph: torch.fx.GraphModule, _: list[Tensor]) -> Run:
+    return with_fewer_operators(graph)
 
 
-_BACKENDS: dict[str, Backend] = {"inductor": graphs.machine_code, "eager": _as_it_is}
+_BACKENDS: dict[str, Backend] = {"inductor": graphs.machine_code, "eager": _one_by_one}
 
 
 def _kind(leaf: Any) -> Any:
