@@ -89,7 +89,8 @@ def _race(
 ) -> Race:
     # In half precision a form of the losses costs the same as in float32, and `mean` is a matter of float32.
     judged = tuple(goal for goal in goals if precision == "float32" or goal.ours == "ours")
-    forms = tuple(dict.fromkeys(["ours", *(goal.ours for goal in judged)]))
+    written = ("operators",) if table == "as run" and precision == "float32" else ()
+    forms = tuple(dict.fromkeys(["ours", *(goal.ours for goal in judged), *written]))
     return Race(
         table,
         name,
@@ -120,9 +121,10 @@ def _others(make: Make, precision: str) -> dict[str, Side]:
 
 
 def _ours(make: Make, precision: str, forms: tuple[str, ...], step: Callable[..., object]) -> dict[str, Side]:
-    """Our step with losses as they come; with the losses of tasks in one tensor; and with `mean`."""
+    """Our step with losses as they come; with the losses of tasks in one tensor; with `mean`; without Python."""
     sides = {
         "ours": lambda: ours(make, precision, step=step),
+        "operators": lambda: ours(make, precision, step=jd.compiled(step, backend="eager")),
         "stacked": lambda: ours(make, precision, step=step, stacked=True),
         "mean": lambda: ours(make, precision, jd.mean(), step)._replace(direction=None),
     }

@@ -54,7 +54,8 @@ def _rows(found: Iterable[Row], table: str) -> Rows:
 
 def _steps(eager: Rows, compiled: Rows) -> str:
     """The whole step to the peer's, in every precision and form."""
-    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal", "compiled", "goal", "memory")
+    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal")
+    head = (*head, "operators", "compiled", "goal", "memory")
     lines: list[Sequence[str]] = []
     for (name, size), row in _float32(eager):
         half = [_ratio(eager.get((name, f"{size} {kind}")), "ours/JD") for kind in ("bfloat16", "float16")]
@@ -62,7 +63,7 @@ def _steps(eager: Rows, compiled: Rows) -> str:
         memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
         ms = f"{row['seconds']['ours'] * 1e3:.1f}"
         floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
-        graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
+        graphs = [_ratio(row, "operators/JD"), _ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
         lines.append([case_name(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
     return table(head, lines)
 

@@ -33,18 +33,18 @@ SIDES = {
 }
 
 RATIOS = {
-    "as run": ("ours/JD", "stacked/JD", "mean/plain", "ours/limit", "ours/plain"),
+    "as run": ("ours/JD", "stacked/JD", "operators/JD", "mean/plain", "ours/limit", "ours/plain"),
     "compiled": ("ours/JD", "mean/plain", "ours/limit", "ours/plain", "ours/plain compiled"),
 }
 
 NOTES = """
 as run and compiled: ours, `step` with `upgrad`, `adamw` and default arguments, the losses a dict; stacked, the losses
-of tasks one tensor; mean, `step` with `mean`. JD, TorchJD's loop with `UPGrad`, torch's AdamW and, in float16,
-GradScaler: `mtl_backward` or `backward` with `jac_to_grad`, one row after the other where the default does not run; for
-examples the faster of `backward` and `autogram.Engine`. plain, training of the mean loss, compiled where it says so.
-limit, one forward pass, the heads once, the trunk once per task, and no more. A ratio beside its goal: <= reached,
-> missed. First call and graphs: of our compiled step, with an empty cache of compiled code unless
-TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled again.
+of tasks one tensor; operators, `compiled` with `backend="eager"`; mean, `step` with `mean`. JD, TorchJD's loop with
+`UPGrad`, torch's AdamW and, in float16, GradScaler: `mtl_backward` or `backward` with `jac_to_grad`, one row after the
+other where the default does not run; for examples the faster of `backward` and `autogram.Engine`. plain, training of
+the mean loss, compiled where it says so. limit, one forward pass, the heads once, the trunk once per task, and no more.
+A ratio beside its goal: <= reached, > missed. First call and graphs: of our compiled step, with an empty cache of
+compiled code unless TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled again.
 
 tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
 and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.

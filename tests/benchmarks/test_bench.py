@@ -91,7 +91,7 @@ def test_quick_mode_runs_from_end_to_end(tmp_path):
     assert races["growth", "with m", "m=2"]["seconds"].keys() == {"fb", "JD", "jacobian", "gramian", "auto"}
     half, full = (races["as run", "tiny MLP", size] for size in ("T=2 float16", "T=2"))
     assert half["seconds"].keys() == {"JD", "plain", "limit", "ours"}
-    assert full["seconds"].keys() == {"JD", "plain", "limit", "ours", "stacked", "mean"}
+    assert full["seconds"].keys() == {"JD", "plain", "limit", "ours", "stacked", "mean", "operators"}
     assert full["memory"].keys() == {"JD", "ours"}
     assert all(min(race["memory"].values()) > 0 for race in races.values())
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"growth.png"}

@@ -1,14 +1,13 @@
 """Trainings for many preferences as one, beside trainings one by one."""
 
 import sys
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import functional_jd as jd
-from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, train
+from functional_jd.fronts import Front, hypervolume_gradient, knee, lattice, moo_svgd, pmtl, train
 
 RULES = {
     "tchebycheff": jd.tchebycheff,
@@ -125,6 +124,20 @@ def test_it_compiles():
     torch.testing.assert_close(train(START, [()] * 4, compile=True, **how), expected, rtol=1e-5, atol=1e-6)
 
 
+PREFERENCES = lattice(2, 4)[1:-1]
+POPULATIONS = {"moo_svgd": moo_svgd(), "hypervolume_gradient": hypervolume_gradient([20.0, 20.0])}
+
+
+@pytest.mark.parametrize("name", [*RULES, "pmtl", *POPULATIONS])
+def test_operators_without_python_take_the_same_steps(name):
+    rule = (RULES | POPULATIONS | {"pmtl": pmtl(PREFERENCES, 2)})[name]
+    start = START + torch.arange(3.0)[:, None] if name in POPULATIONS else START
+    how = {"losses": quadratics, "rule": rule, "optimizer": jd.adamw(0.05)}
+    how |= {} if name in POPULATIONS else {"preferences": PREFERENCES}
+    found = train(start, [()] * 5, compile="eager", **how)
+    torch.testing.assert_close(found, train(start, [()] * 5, **how), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_all_steps_are_one_graph(together, monkeypatch):
     graphs = []
@@ -133,7 +146,11 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(sys.modules["functional_jd.fronts.train"], "compiled", partial(jd.compiled, backend=counted))
+    def counting(f, backend):
+        assert backend == "inductor"
+        return jd.compiled(f, backend=counted)
+
+    monkeypatch.setattr(sys.modules["functional_jd.fronts.train"], "compiled", counting)
     rule = hypervolume_gradient([20.0, 20.0]) if together else jd.tchebycheff
     given = {} if together else {"preferences": lattice(2, 4)}
     start = START + torch.arange(5.0)[:, None] if together else START
@@ -153,6 +170,8 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
         ({"batches": []}, ValueError, "fronts.train: expected at least one batch, found none"),
         ({"chunk_size": 0}, ValueError, "fronts.train: chunk_size must be an integer of at least 1"),
+        ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
+        ({"compile": 1}, TypeError, "fronts.train: compile must be True or False, found 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, kind, message):
