@@ -117,6 +117,9 @@ class LayerRecorder(WatchingMode):
             self.graph_inside = self.graph_inside or (args[0] and in_custom_function())
         if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
             raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
+        if func == _SET_REQUIRES_GRAD and self.examples and self.view_of_leaf(args[0]) is not None:
+            # Below vmap it stays as it is, and its gradient arrives.
+            raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
         if func in _BACKWARD:
             # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
@@ -162,12 +165,13 @@ class LayerRecorder(WatchingMode):
             raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
 
     def view_of_leaf(self, x: Any) -> ParameterView | None:
-        """The view of a leaf that this tensor is, unless it was changed in place since."""
+        """The view of a leaf that this tensor is, unless it was changed in place since, or frozen for a time."""
         known = self.known.get(id(x))
         if known is None:
             return None
         with torch_function_disabled():
-            return known.part if change_count(known.base) == known.changes else None
+            same_values = change_count(known.base) == known.changes
+            return known.part if same_values and known.base.requires_grad else None
 
     def remember(self, x: Tensor, part: ParameterView) -> None:
         base = unwrapped(x) if is_batched_tensor(x) else x
@@ -264,9 +268,19 @@ def _with_lists(values: Sequence[Any]) -> list[Any]:
     return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
 
+_SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # pyright: ignore
+
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
 """Ops that do not change what they receive."""
 
-_WATCHED = {*KNOWN, *BATCHED_OPS, *_BACKWARD, *GRAPH_ATTRIBUTES, Tensor.register_hook, set_grad_enabled}
+_WATCHED = {
+    *KNOWN,
+    *BATCHED_OPS,
+    *_BACKWARD,
+    *GRAPH_ATTRIBUTES,
+    Tensor.register_hook,
+    set_grad_enabled,
+    _SET_REQUIRES_GRAD,
+}

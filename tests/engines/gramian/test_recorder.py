@@ -63,3 +63,60 @@ def test_a_bias_that_torch_broadcasts_is_not_recorded(shape):
     rows = fj.jacobian_fn(losses, mode="loop")(params)[0]
     flat = torch.cat([row.reshape(len(row), -1) for row in rows.values()], 1)
     assert ((gramian - flat @ flat.T).abs() <= 16 * EPS * flat.abs() @ flat.abs().T).all()
+
+
+def frozen_by_attribute(tensors, wanted):
+    for x in tensors:
+        x.requires_grad = wanted
+
+
+def frozen_by_method(tensors, wanted):
+    for x in tensors:
+        x.requires_grad_(wanted)
+
+
+FREEZES = (frozen_by_attribute, frozen_by_method)
+
+
+@pytest.mark.parametrize("fn", [fj.gramian_fn, fj.squared_norms_fn])
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_parameter_that_is_frozen_for_one_loss_has_no_gradient_there(freeze, fn):
+    """As a critic is for the loss of the actor, and a discriminator for that of the generator."""
+    params = {"actor": X.mT @ X[:, :2], "critic": X[:, 1:3]}
+
+    def losses(params):
+        critic = params["critic"]
+        freeze([critic], False)
+        actor = (X @ params["actor"] @ critic).sum()
+        freeze([critic], True)
+        return {"actor": actor, "critic": (X[:, 2:] @ critic).square().sum()}
+
+    check_frozen(fn, losses, params, ())
+
+
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize("fn", [fj.gramian_fn, fj.squared_norms_fn])
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_a_parameter_that_is_frozen_for_a_part_of_an_examples_loss_has_no_gradient_there(freeze, fn):
+    params = {"actor": X.mT @ X[:, :2], "critic": X[:, 1:3]}
+
+    def loss(params, x):
+        critic = params["critic"]
+        freeze([critic], False)
+        actor = (x @ params["actor"] @ critic).sum()
+        freeze([critic], True)
+        return actor + (x[:2] @ critic).square().sum()
+
+    check_frozen(fn, fj.per_example(loss), params, (X,))
+
+
+def check_frozen(fn, losses, params, batch):
+    products, _, pullback = fn(losses)(params, *batch)
+    points = {name: p.clone().requires_grad_() for name, p in params.items()}
+    values = [losses.loss(points, x) for x in batch[0]] if batch else list(losses(points).values())
+    rows = [torch.autograd.grad(y, list(points.values()), retain_graph=True, materialize_grads=True) for y in values]
+    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    expected = rows @ rows.T
+    torch.testing.assert_close(products, expected if fn is fj.gramian_fn else expected.diagonal())
+    found = pullback(torch.ones(2))[0]
+    torch.testing.assert_close(torch.cat([found[name].flatten() for name in params]), rows.sum(0))
