@@ -5,7 +5,7 @@ leaves of an `OrderedDict` are sorted too; its insertion order is a part of the 
 container if it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -114,6 +114,27 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     if rest:
         return tree_unflatten(structure, list(map(f, leaves, *[leaves_like(structure, other) for other in rest])))
     return tree_unflatten(structure, list(map(f, leaves)))
+
+
+def own_containers(tree: Any) -> Any:
+    """Return the same leaves in other dicts and lists, so that what a function adds to them, or replaces in them, stays
+    with it. Other containers than dicts, lists and tuples are leaves.
+    """
+    kind = type(tree)
+    if kind in _DICTS:
+        tree = tree.copy()
+        for name, part in tree.items():
+            if type(part) in CONTAINERS:
+                tree[name] = own_containers(part)
+        return tree
+    if kind is list or kind is tuple:
+        return kind(own_containers(part) if type(part) in CONTAINERS else part for part in tree)
+    return tree
+
+
+_DICTS = {dict, OrderedDict, defaultdict}
+CONTAINERS = {*_DICTS, list, tuple}
+"""What `own_containers` copies."""
 
 
 def detach_tree(tree: Tree) -> Tree:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, refuse
 from functional_jd.core.record_display import children
-from functional_jd.core.tree import tree_leaves, tree_names
+from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
 from functional_jd.torch_compat.slow_path import StateJournal, WatchingMode, refuse_export
@@ -70,10 +70,16 @@ class Options(NamedTuple):
 def evaluate_losses(
     losses: LossFunction, args: tuple[Any, ...], options: Options, recorder: WatchingMode | None = None
 ) -> tuple[list[Tensor], Any]:
-    """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned."""
+    """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned.
+
+    Losses that add to the dicts of their batch what they have computed do not find it there when they are evaluated
+    again: it was computed with other parameters.
+    """
     where, has_aux = options.where, options.has_aux
     if torch.compiler.is_exporting():
         refuse_export(where)
+    if not CONTAINERS.isdisjoint(map(type, args[1:])):
+        args = (*args[:1], *map(own_containers, args[1:]))
     result = with_op_tables(losses, options.journal, where, examples=options.examples, inner=recorder)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(

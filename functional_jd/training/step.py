@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.tree import any_sharded, tree_leaves
+from functional_jd.core.tree import any_sharded, own_containers, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
@@ -122,7 +122,7 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
     evaluate = with_op_tables(plan.losses, where="step")
 
     def losses_at(params: Params) -> Losses:
-        return evaluate(params, *plan.args[1:])[0]
+        return evaluate(params, *map(own_containers, plan.args[1:]))[0]
 
     return Optimizer(optimizer.init, partial(search, losses_at))
 

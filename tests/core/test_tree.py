@@ -249,6 +249,17 @@ def test_what_is_no_container_is_a_leaf():
     assert [type(x) for x in trees.tree_leaves({"u": Unregistered(torch.ones(1)), "n": 3})] == [int, Unregistered]
 
 
+def test_containers_of_its_own_hold_the_same_leaves():
+    x, fixed = torch.ones(1), Point({"x": ONE}, ONE)
+    given = {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}
+    own = trees.own_containers(given)
+    assert own == given
+    assert list(own["order"]) == ["b", "a"]
+    assert own["fixed"] is fixed
+    own["list"][1]["new"] = own["pair"][1][0] = own["order"]["c"] = own["new"] = 1
+    assert given == {"list": [x, {"deep": x}], "pair": (x, [x]), "order": OrderedDict(b=x, a=x), "fixed": fixed, "n": 3}
+
+
 def test_flattening_composes_with_transforms():
     def double(tree):
         leaves, structure = trees.tree_flatten(tree)

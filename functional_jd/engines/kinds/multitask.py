@@ -11,10 +11,12 @@ from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.heads import nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 from functional_jd.core.tree import (
+    CONTAINERS,
     Structure,
     all_finite,
     detach_tree,
     floating_leaves,
+    own_containers,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -96,6 +98,8 @@ def jacobian(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
 def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     """The Gramian of the trunk, layer by layer; the heads' gradient beside it."""
     params, *batch = args
+    if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
+        batch = [*map(own_containers, batch)]
     shared, heads = losses.split(params)
     leaves, structure = floating_leaves(shared, f"{options.where} (shared)")
 
@@ -187,6 +191,8 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
 def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     """Evaluate the losses of a trunk and its heads once, with a vector-Jacobian product of each."""
     params, *batch = args
+    if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
+        batch = [*map(own_containers, batch)]
     shared_params, heads_params = losses.split(params)
     shared, shared_structure = floating_leaves(shared_params, f"{options.where} (shared)")
     # Heads may be losses only, without a parameter of their own.
