@@ -54,6 +54,9 @@ class StateJournal:
         if func == _SET_DATA and not is_wrapped(args[0]):
             old = args[0].data
             self.before.setdefault((id(args[0]), "data"), (args[0], partial(func, args[0], old), old))
+        elif func in _SET_REQUIRES_GRAD and not is_wrapped(args[0]) and args[0].is_leaf:
+            put = partial(Tensor.requires_grad_, args[0], args[0].requires_grad)
+            self.before.setdefault((id(args[0]), "requires_grad"), (args[0], put, None))
         elif changes_in_place(func, args, kwargs):
             for x in _targets(func, args, kwargs):
                 # What has a history in the graph was made by the losses themselves.
@@ -254,6 +257,7 @@ _IN_PLACE = (
 )
 
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
-SEEN = {_SET_DATA, *GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
+_SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore
+SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *_IN_PLACE, *_WITH_FLAG, *RECURRENT, *REPAIRED}
 SEEN_WITH = {"out", "generator"}
 """The ops with which a `Watch` may have something to do, and the arguments by which others concern it."""

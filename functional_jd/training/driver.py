@@ -9,7 +9,7 @@ from functional_jd.aggregation.aggregate import goes_to_host, initial_state, nar
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.host import run_on_host
-from functional_jd.core.tree import all_finite, tree_leaves, tree_map
+from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
 from functional_jd.engines.observed import settled, weights_for
 from functional_jd.engines.plan import Engine, Plan
@@ -163,8 +163,24 @@ def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
 
 
 def observed(plan: Plan, engine: Engine) -> Observation:
-    """What the engine observes, with the Gramian where the rule needs it and only rows are known."""
-    seen = engine.observe(plan)
+    """What the engine observes, with the Gramian where the rule needs it and only rows are known.
+
+    Losses that differentiate by their batch may let it require grad in place. Afterwards it does not: else the next
+    state would keep the graph of all steps with this batch.
+    """
+    batch = plan.args[1:]
+    if not CONTAINERS.isdisjoint(map(type, batch)):
+        batch = tree_leaves(batch)
+    constants: list[Tensor] = []
+    for x in batch:
+        if isinstance(x, Tensor) and not x.requires_grad:
+            constants.append(x)
+    try:
+        seen = engine.observe(plan)
+    finally:
+        for x in constants:
+            if x.requires_grad and x.is_leaf:
+                x.requires_grad = False
     if seen.products is None and plan.view.products == "gramian" and plan.view.groups is None:
         return seen._replace(products=gramian(seen.rows))
     return seen

@@ -87,3 +87,44 @@ def test_replicas_are_those_that_make_states_equal():
     engine = fj.engines.jacobian_engine()
     assert not engine.is_replicated
     assert engine._replace(replicate=lambda tree: tree).is_replicated
+
+
+def by_place(x):
+    """The derivative by a place, as potentials and physics take it; the place comes in the batch."""
+    return x.requires_grad_()
+
+
+def by_place_later(x):
+    x.requires_grad = True
+    return x
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "weighted"])
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: {"x": x}], ids=["tensor", "dict"])
+@pytest.mark.parametrize("differentiated", [by_place, by_place_later])
+@pytest.mark.filterwarnings("ignore::functional_jd.SlowPathWarning")
+def test_a_batch_that_losses_differentiate_by_is_a_constant_afterwards(engine, make, differentiated):
+    """Else every state would keep the graphs of all steps before it."""
+
+    def losses(params, batch):
+        x = differentiated(batch if isinstance(batch, torch.Tensor) else batch["x"])
+        energy = (x @ params["w"]).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return {"energy": energy.square(), "force": (force - 1).square().mean()}
+
+    rule = fj.mean() if engine == "weighted" else fj.upgrad()
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.adamw(0.1), "engine": engine}
+    x = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    state = fj.train_state({"w": torch.ones(2, 2)}, make(x), **how)
+    assert not x.requires_grad
+    for _ in range(2):
+        state, info = fj.step(state, make(x), **how)
+        assert not any(y.requires_grad for y in (x, state.params["w"], info.weights))
+
+
+def test_a_batch_that_requires_grad_still_does():
+    x = torch.tensor(1.0, requires_grad=True)
+    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+    state, _ = fj.step(fj.train_state({"w": torch.ones(2)}, x, **how), x, **how)
+    assert x.requires_grad
+    assert state.params["w"].requires_grad
