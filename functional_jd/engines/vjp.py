@@ -134,6 +134,9 @@ def _by_autograd(
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
         with SeparateNormAffine() if differentiable else nullcontext():
             outputs, extra = f(points)
+    for x in points:  # the losses may have frozen one and left it so: what they computed before has a gradient
+        if not x.requires_grad:
+            x.requires_grad = True
     values: list[Tensor] = []
     sources: list[Any] = []
     for y in outputs:

@@ -60,3 +60,26 @@ def test_the_error_names_the_function_that_was_called(take):
     with pytest.raises(ValueError, match=f"^{take.__name__}: "):
         take(losses)(PARAMS, BATCH)
     assert all(p.grad is None for p in PARAMS.values())
+
+
+@pytest.mark.parametrize("engine", ["jacobian", "gramian", "weighted"])
+@pytest.mark.parametrize("freeze", [lambda x: x.requires_grad_(False), lambda x: setattr(x, "requires_grad", False)])
+def test_a_parameter_that_losses_leave_frozen_has_the_gradient_of_what_came_before(freeze, engine):
+    """As a discriminator stays for the loss of the generator, until its own turn comes."""
+
+    def losses(params):
+        real = (BATCH @ params["w"]).square().mean()
+        freeze(params["w"])
+        return {"real": real, "fake": (BATCH @ params["u"] @ params["w"]).mean()}
+
+    points = {name: x.clone().requires_grad_() for name, x in PARAMS.items()}
+    real = (BATCH @ points["w"]).square().mean()
+    fake = (BATCH @ points["u"] @ PARAMS["w"]).mean()
+    expected = torch.autograd.grad(real + fake, list(points.values()))
+    rule = fj.total()
+    how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0), "engine": engine}
+    if engine == "gramian":
+        how["aggregator"] = fj.aggregation.Aggregator(fj.views.gramian, rule.init, lambda view, s: (torch.ones(2), s))
+    after, _ = fj.step(fj.train_state(PARAMS, **how), **how)
+    for x, y, g in zip(PARAMS.values(), after.params.values(), expected, strict=True):
+        torch.testing.assert_close(x - y, g)

@@ -39,6 +39,9 @@ def recorded(
     points = [x.detach().requires_grad_() for x in leaves]
     with torch.enable_grad():
         outputs, extra = f(points, LayerRecorder(points, constants, uses, examples=False))
+    for x in points:  # as in `vjp`
+        if not x.requires_grad:
+            x.requires_grad = True
     edges = _edges_of(uses)
 
     def pullback(cotangent: Cotangent) -> list[Tensor | None]:
