@@ -206,7 +206,9 @@ def _warn_of_lost_averages(where: str, journal: StateJournal, buffers: Tree) -> 
     """Warn of statistics that normalization moved, and that do not come back among the buffers."""
     returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
     moved = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
-    if not all(any(x.shape == y.shape and torch.equal(x, y) for y in returned) for x in moved):
+    memory = {y.untyped_storage().data_ptr() for y in returned if type(y) in _PLAIN}  # also of a row of a buffer
+    lost = [x for x in moved if type(x) not in _PLAIN or x.untyped_storage().data_ptr() not in memory]
+    if not all(any(x.shape == y.shape and torch.equal(x, y) for y in returned) for x in lost):
         warnings.warn(
             f"{where}: normalization in training mode moves its running statistics, and the losses do not return them: "
             "they are lost, or changed behind the step. Take output, buffers = functional(module)(params, buffers, "

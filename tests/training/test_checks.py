@@ -80,6 +80,27 @@ def test_averages_that_are_kept_or_do_not_move_are_not_told(kind):
         begin(LOSING["in the module"](net, buffers), dict(net.named_parameters()))
 
 
+class PerStep(nn.Module):
+    """Batch normalization with averages for each step, in the rows of its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2, 2))
+        self.register_buffer("variance", torch.ones(2, 2))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.layer(x), self.mean[1], self.variance[1], training=True)
+
+
+def test_averages_in_rows_of_buffers_are_kept():
+    net = PerStep()
+    state = begin(returned(net), dict(net.named_parameters()), buffers=dict(net.named_buffers()))
+    state, _ = fj.step(state, X, Y, losses=returned(net), **METHOD)
+    assert state.buffers["mean"][1].all()
+    assert not state.buffers["mean"][0].any()
+
+
 def test_buffers_that_were_not_given_are_named():
     net, params, buffers = network()
     tasks = fj.multitask(lambda p, state, x, y: fj.functional(net)(p, state, x), lambda v, z, state, x, y: (z, state))
