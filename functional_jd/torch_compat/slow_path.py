@@ -38,13 +38,15 @@ class SlowPathWarning(UserWarning):
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
-    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves.
+    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves, `numbers`
+    those that modules assign to: the module, the name, where it stands, and the number before.
     """
 
     def __init__(self) -> None:
         # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
         self.before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = {}
         self.averages: list[Tensor] = []
+        self.numbers: list[tuple[nn.Module, str, dict[str, Any], float]] = []
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what this op is about to change."""
@@ -71,6 +73,8 @@ class StateJournal:
         """Keep what a module is about to lose."""
         if (id(module), name) not in self.before:
             self.before[id(module), name] = module, put_back(module, name), None
+            if type(old := vars(module).get(name)) in (int, float):
+                self.numbers.append((module, name, vars(module), old))
 
     def undo(self, *, again: bool = False) -> None:
         """Put everything back to what it was; `again`: it may have to be put back once more."""

@@ -108,6 +108,7 @@ def check_learning(
         values, buffers = _evaluated(plan, params, journal)
         _refuse_written(plan, points, journal)
         _warn_of_lost_averages(where, journal, buffers)
+        _warn_of_lost_numbers(where, journal)
     except Exception as error:
         if len(plan.args) == 1 + len(batch):
             _blame_missing_buffers(where, losses, batch, error)
@@ -216,6 +217,22 @@ def _warn_of_lost_averages(where: str, journal: StateJournal, buffers: Tree) -> 
             UserWarning,
             stacklevel=user_level(),
         )
+
+
+def _warn_of_lost_numbers(where: str, journal: StateJournal) -> None:
+    """Warn of numbers of modules that a call moves, and that `functional` puts back: counters, temperatures."""
+    for module, name, home, old in journal.numbers:
+        new = home.get(name)
+        if home is not vars(module) and type(new) in (int, float) and new != old:
+            warnings.warn(
+                f"{where}: expected a forward that leaves the numbers of its module, found that "
+                f"{type(module).__name__} moves {name!r} from {old:g} to {new:g}. functional puts it back, so every "
+                f"step starts from {old:g}. Where losses depend on it, let steps carry it as a buffer: "
+                f"self.register_buffer({name!r}, torch.tensor({old!r})).",
+                UserWarning,
+                stacklevel=user_level(),
+            )
+            return
 
 
 def _blame_missing_buffers(where: str, losses: LossFunction, batch: tuple[Any, ...], error: Exception) -> None:

@@ -101,6 +101,38 @@ def test_averages_in_rows_of_buffers_are_kept():
     assert not state.buffers["mean"][0].any()
 
 
+class Annealed(nn.Module):
+    """What is divided by a temperature that falls with every call."""
+
+    def __init__(self, as_buffer):
+        super().__init__()
+        self.layer, self.calls, self.name = nn.Linear(3, 2), 0, "a"
+        if as_buffer:
+            del self.calls
+            self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls += 1
+        self.name = "b"
+        return self.layer(x) * 2**self.calls
+
+
+def test_numbers_that_functional_puts_back_are_told():
+    net = Annealed(as_buffer=False)
+    with pytest.warns(UserWarning, match=r"Annealed moves 'calls' from 0 to 1\..*register_buffer\('calls', ") as seen:
+        begin(returned(net), dict(net.named_parameters()), buffers={})
+    assert (len(seen), seen[0].filename, net.calls) == (1, __file__, 0)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "called directly"])
+def test_numbers_that_stay_are_not_told(kind):
+    net = Annealed(kind == "buffer")
+    if kind == "buffer":
+        begin(returned(net), dict(net.named_parameters()), buffers=dict(net.named_buffers()))
+        return
+    begin(lambda p, x, y: error(functional_call(net, p, x), y), dict(net.named_parameters()))
+
+
 def test_buffers_that_were_not_given_are_named():
     net, params, buffers = network()
     tasks = fj.multitask(lambda p, state, x, y: fj.functional(net)(p, state, x), lambda v, z, state, x, y: (z, state))
