@@ -34,7 +34,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
         ValueError: names are missing or unknown; the module has other parts than when it was read; it has parameters
-            without a shape; its forward changes or replaces a parameter, or returns what would compute later.
+            without a shape; its forward changes or replaces a parameter, gives a buffer its first value, or returns
+            what would compute later.
         RuntimeError: `functional` itself, not `apply`, is called inside a function that is compiled in a full graph.
 
     Laws:

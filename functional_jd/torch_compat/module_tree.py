@@ -140,6 +140,8 @@ class ModuleTree:
             for name, key in part.buffers:
                 if key not in buffers and (x := state["_buffers"].get(name)) is not None:
                     buffers[key] = x
+            if len(state["_buffers"]) > len(part.buffers):
+                _refuse_new_buffers(part, state)
         buffers |= {key: tensors[name] for tensors, name, key, is_buffer in self.scripted if is_buffer}
         return None, buffers
 
@@ -245,6 +247,19 @@ def check_part(part: _Part, state: dict[str, Any]) -> None:
             "functional: expected the module as it was when functional(module) was called, found other parts or "
             f"parameters in its {type(part.module).__name__}. Call functional again."
         )
+
+
+def _refuse_new_buffers(part: _Part, state: dict[str, Any]) -> None:
+    """Refuse a buffer that got its first value: no call would find it. What is not saved is a cache, made anew."""
+    known = {name for name, _ in part.buffers} | state["_non_persistent_buffers_set"]
+    for name, x in state["_buffers"].items():
+        if x is not None and name not in known:
+            raise ValueError(
+                "functional: expected a forward that leaves the module with the buffers that it had, found a new one, "
+                f"{name!r} of {type(part.module).__name__}, which the next call would not find. Register it with its "
+                "shape, or call the module once before functional(module) and dict(module.named_buffers()); what can "
+                "be made anew, with persistent=False."
+            )
 
 
 def _with_hidden(module: nn.Module) -> list[nn.Module]:

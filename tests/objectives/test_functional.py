@@ -340,6 +340,38 @@ def test_mistakes_are_named_with_their_cure(params, buffers, error, words):
         fj.functional(nn.Linear(4, 3))(params, buffers, X)
 
 
+class Average(nn.Module):
+    """What is compared with its moving average, which begins with the first batch."""
+
+    def __init__(self, persistent, registered):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        if registered:
+            self.register_buffer("average", None, persistent)
+        self.persistent = persistent
+
+    def forward(self, x):
+        y = self.layer(x)
+        if getattr(self, "average", None) is None:
+            self.register_buffer("average", y.detach().mean(0), self.persistent)
+        self.average = torch.lerp(self.average, y.detach().mean(0), 0.1)
+        return y - self.average
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_buffer_without_a_value_before_is_refused(registered):
+    net = Average(True, registered)
+    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"'average' of Average.*call the module once before functional\(module\)"):
+        fj.functional(net)(params, {}, x)
+    assert getattr(net, "average", None) is None
+    net(x)
+    _, buffers = fj.functional(net)(params, dict(net.named_buffers()), 2 * x)
+    assert (buffers["average"] != net.average).all()
+    net = Average(False, registered)
+    assert fj.functional(net)(params, {}, x)[1] == {}
+
+
 def test_what_is_no_module_is_named():
     with pytest.raises(TypeError, match=r"functional: expected an nn\.Module, found builtin_function_or_method\. Pass"):
         fj.functional(torch.relu)
