@@ -88,6 +88,8 @@ def adamw(
     Differs:
         From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does.
         Without it, eps rounds to zero in float16, and an entry that never had a gradient becomes NaN.
+        A parameter that no loss reaches in a batch has the direction 0, so that moments and weight decay move it on;
+        there, where its `.grad` is None, it stays.
         Without derivatives, eager calls and those compiled for many leaves take that fused kernel; all others the
         formulas, equal up to rounding.
 

@@ -62,6 +62,8 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
 
     Differs:
         From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
+        A parameter that no loss reaches in a batch has the direction 0, so that momentum and weight decay move it on;
+        there, where its `.grad` is None, it stays.
 
     Example:
         >>> optimizer = sgd(lr=lambda steps: 0.1 / (1 + steps), momentum=0.9)  # steps: int64, those that were taken
