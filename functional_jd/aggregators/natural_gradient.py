@@ -42,8 +42,10 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of the largest
         diagonal entry, which is added to the damping. The part of the residuals that no step reduces gives weights of
         its size by the damping, which the direction does not see but for their rounding: where that is more than
-        1e-10 of it, the weights are those of the rest, by the pseudo-inverse. Under a transform, and off the CPU, this
-        is not looked at: there, a damping that small needs the number 0. The heads of `multitask` losses follow the sum
+        1e-10 of it, and no eigenvalue of the Gramian is near rounding but not zero, the weights are those of the rest,
+        by the pseudo-inverse. Under a transform, compiled, and off the CPU, this is not looked at. There, and where
+        eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the damping.
+        The heads of `multitask` losses follow the sum
         of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize with the
         device; Cholesky's decomposition does not.
 

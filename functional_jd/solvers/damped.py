@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nan_unless, nonzero
-from functional_jd.solvers.spectral import may_be_read, pseudo_inverse
+from functional_jd.solvers.spectral import has_clear_rank, may_be_read, pseudo_inverse
 
 # The rounding of A, and of its decomposition, as a fraction of its largest entry, times m.
 _ROUNDING = 8 * torch.finfo(torch.float64).eps
@@ -18,8 +18,8 @@ def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor
     """Solve `(A + damping 1) x = b` for a Gramian `A = J J'`, where `J'x` is what counts.
 
     With `b = b_1 + b_0`, b_0 out of the range of A, x holds `b_0 / damping`, which `J'` maps to zero but for rounding.
-    If that rounding is more than 1e-10 of `J'x`, x is the solution for `b_1`, by the pseudo-inverse, without a
-    ridge.
+    If that rounding is more than 1e-10 of `J'x`, and the rank of A is clear, x is the solution for `b_1`, by the
+    pseudo-inverse, without a ridge.
 
     Args:
         matrix: as for `damped_solve`.
@@ -38,7 +38,7 @@ def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor
         return x
     at, A = x.detach(), matrix.detach()
     lost = torch.finfo(torch.float64).eps ** 2 * A.trace() * (at @ at)
-    if not (lost > _LOST**2 * (at @ (A @ at))).item():
+    if not (lost > _LOST**2 * (at @ (A @ at))).item() or not has_clear_rank(A):
         return x
     inverse, _ = pseudo_inverse(matrix)
     # 1 / (a + damping) of every eigenvalue a that is kept, from 1 / a.

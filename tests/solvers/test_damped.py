@@ -75,6 +75,21 @@ def test_the_part_out_of_range_costs_no_digits(m, n, size, exponent):
     check_within(found, expected, (2e-10 + 2**6 * m * eps() * condition) * expected.norm())
 
 
+@pytest.mark.parametrize("damping", [1e-6, 1e-8, 1e-9])
+def test_eigenvalues_that_fall_through_rounding_are_not_dropped(damping):
+    """As those of equations do: what is below rounding in the Gramian is not in its root, the Jacobian."""
+    m, n = 80, 40
+    U, V = torch.linalg.qr(normal(m, n))[0], torch.linalg.qr(normal(n, n, seed=2))[0]
+    J, r = (U * torch.logspace(1, -7, n, dtype=torch.float64)) @ V.mT, normal(m, seed=1)
+    # As least squares, whose condition is the root of that of the Gramian.
+    augmented = torch.cat([J, damping**0.5 * torch.eye(n, dtype=torch.float64)])
+    expected = torch.linalg.lstsq(augmented, torch.cat([r, r.new_zeros(n)])[:, None]).solution[:, 0]
+    found = J.mT @ damped_weights(J @ J.mT, r, damping)
+    bound = m * eps() * float(J.square().sum()) / damping
+    assert bound < 0.01, "a direction without the dropped part is 0.02 to 0.3 off"
+    check_within(found, expected, bound * expected.norm())
+
+
 def test_without_a_part_out_of_range_it_is_the_solution_and_nothing_is_dropped():
     J, r = normal(4, 9), normal(4, seed=1)
     for damping in (1e-12, 1e-3, 2.0):
