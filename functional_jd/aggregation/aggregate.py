@@ -203,7 +203,7 @@ def narrow_device(seen: Observation, received: Any = None) -> torch.device | Non
 
 
 def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
-    """Whether the rule asks to run on the host, and what it is given stands on an accelerator."""
+    """Whether the rule asks to run on the host, and what it is given stands on an accelerator, under no transform."""
     if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
         return False
     leaves = tree_leaves(given)
@@ -211,10 +211,9 @@ def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
         leaves[0].is_cpu
         or torch.compiler.is_compiling()
         or not aggregator.on_host
-        or type(leaves[0]) is not Tensor  # a fake one, which has no values to bring
-        or leaves[0].is_meta
+        or (type(leaves[0]) is not Tensor or leaves[0].is_meta)  # a fake one, which has no values to bring
         or is_capturing(leaves[0])
-        or under_functorch()  # there each search goes by itself, for all problems of a vmap at once
+        or under_functorch()
         or may_be_differentiated(*leaves)
     )
 

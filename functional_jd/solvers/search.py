@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.host import is_capturing, run_on_host
-from functional_jd.torch_compat.torch_internals import (
-    differentiates,
-    dispatch_modes,
-    innermost,
-    transform_level,
-    under_functorch,
-    under_transform,
-)
+from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level, under_functorch, under_transform
+from functional_jd.torch_compat.vmap_levels import differentiates, innermost
 
 # From so many elements of all factors on, two triangular solves take half the time of `torch.cholesky_solve`, which
 # copies the factors. The bits are the same.
@@ -86,10 +80,8 @@ def _operator(
 
 def may_be_differentiated(*inputs: Tensor) -> bool:
     """Whether derivatives of a function of the inputs may be asked for, now or later."""
-    if torch.compiler.is_compiling():  # which traces no list of transforms
-        if under_functorch():
-            return True
-    elif differentiates():
+    # torch.compile traces no list of transforms.
+    if under_functorch() and (torch.compiler.is_compiling() or differentiates()):
         return True
     if transform_level()[1] >= 0:
         return True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from functional_jd.torch_compat.torch_internals import vmaps_inside
+from functional_jd.torch_compat.vmap_levels import vmaps_inside
 
 State = list[Tensor]
 """What a layer hands to its next step: `[*, h]` each, the output first."""

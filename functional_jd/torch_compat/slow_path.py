@@ -73,7 +73,8 @@ class StateJournal:
         """Keep what a module is about to lose."""
         if (id(module), name) not in self.before:
             self.before[id(module), name] = module, put_back(module, name), None
-            if type(old := vars(module).get(name)) in (int, float):
+            old = vars(module).get(name)
+            if isinstance(old, int | float) and not isinstance(old, bool):
                 self.numbers.append((module, name, vars(module), old))
 
     def undo(self, *, again: bool = False) -> None:

@@ -30,11 +30,7 @@ is_batched_tensor: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
 unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
 batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
 """Whether the innermost `torch.vmap` hides a dimension of a tensor; the tensor below it, and which dimension it is."""
-_unwrap_batched: Any = private("_C._functorch._unwrap_batched", "compiled Gramians")
-_add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
-_interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
-_transforms: Any = private("_C._functorch.TransformType", _VMAPS, "Vmap")
-_vmap_interpreter: Any = private("_C._functorch.CVmapInterpreterPtr", _VMAPS)
+interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
 is_view: Any = private("Tensor._is_view", _RECORDER)
@@ -295,31 +291,10 @@ def graph_attribute(func: Any, x: Tensor) -> Any:
     return value
 
 
-def varies_in_vmap(x: Tensor, level: int) -> bool:
-    """Whether a tensor differs from one element of the vmap at this level to the next; torch.compile traces this."""
-    return _unwrap_batched(x, level)[1] is not None
-
-
 @constant_while_tracing  # the compiled function has no transforms left
 def functorch_depth() -> int:
     """The number of active transforms of torch.func."""
-    return len(_interpreters() or [])
-
-
-def differentiates() -> bool:
-    """Whether a transform of torch.func other than vmap is active."""
-    return any(interpreter.key() != _transforms.Vmap for interpreter in _interpreters() or [])
-
-
-@constant_while_tracing
-def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
-    """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
-    found: list[tuple[int, int, str]] = []
-    for interpreter in _interpreters() or []:
-        if interpreter.level() > level and interpreter.key() == _transforms.Vmap:
-            vmap = _vmap_interpreter(interpreter)
-            found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower()))
-    return found
+    return len(interpreters() or [])
 
 
 def show_to_compiled_modes(functions: Iterable[Any]) -> None:
@@ -328,27 +303,6 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
     """
     # Not before something is compiled: the import is slow.
     private("_dynamo.variables.torch.get_overridable_functions", "keyed in compiled functions")().update(functions)
-
-
-def as_batch(x: Tensor, level: int) -> Tensor:
-    """A tensor whose first dimension is the one that the vmap at this level hides."""
-    return _add_batch_dim(x, 0, level)
-
-
-def zero_of_members(device: torch.device) -> Tensor:
-    """A zero `[]` of its own for every member of every active `torch.vmap`."""
-    vmaps = vmaps_inside(0)
-    zero = innermost(torch.zeros([size for _, size, _ in vmaps], device=device))  # not of a level inside the first vmap
-    for level, _, _ in vmaps:
-        zero = as_batch(zero, level)
-    return zero
-
-
-def innermost(x: Tensor) -> Tensor:
-    """The tensor inside of what transforms of torch.func have wrapped around it."""
-    while is_wrapped(x):
-        x = unwrapped(x)
-    return x
 
 
 def _never_wrapped(_: Tensor) -> bool:

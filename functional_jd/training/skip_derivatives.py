@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat.torch_internals import differentiates, zero_of_members
+from functional_jd.torch_compat.vmap_levels import differentiates, innermost, zero_of_members
 
 
 def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
@@ -32,7 +32,7 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     inputs = [leaves[index] for index in places]
     if any_sharded(inputs):
         return None, tree
-    if not (differentiates() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))):
+    if not (differentiates() or (torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs))):
         return None, tree
     token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
     for index, copy in zip(places, copies, strict=True):

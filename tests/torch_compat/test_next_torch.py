@@ -402,10 +402,11 @@ def test_every_private_name_is_taken_away():
         module_tree,
         noticing,
         torch_internals,
+        vmap_levels,
     )
 
     named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
-    for file in (torch_internals, autograd_graph, checkpoints, forward_mode, module_tree, noticing):
+    for file in (torch_internals, vmap_levels, autograd_graph, checkpoints, forward_mode, module_tree, noticing):
         for call in ast.walk(ast.parse(inspect.getsource(file))):
             if (
                 isinstance(call, ast.Call)

@@ -20,7 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from functional_jd.torch_compat import autograd_graph, checkpoints, forward_mode, module_tree, private_names
+from functional_jd.torch_compat import (
+    autograd_graph,
+    checkpoints,
+    forward_mode,
+    module_tree,
+    private_names,
+    vmap_levels,
+)
 from functional_jd.torch_compat import torch_internals as internals
 
 
@@ -96,7 +103,9 @@ def test_batched_tensors_are_known_and_unwrapped():
 def test_what_varies_in_a_vmap_is_told_from_what_does_not():
     def f(x, y):
         level = internals.transform_level()[0]
-        return x * (2 if internals.varies_in_vmap(x, level) else 3) + (5 if internals.varies_in_vmap(y, level) else 7)
+        return x * (2 if vmap_levels.varies_in_vmap(x, level) else 3) + (
+            5 if vmap_levels.varies_in_vmap(y, level) else 7
+        )
 
     for run in (f, torch.compile(f, backend="eager", fullgraph=True)):
         torch.testing.assert_close(
@@ -481,10 +490,10 @@ def test_vmaps_and_their_randomness_are_known():
     found = []
 
     def f(x):
-        found.append((internals.functorch_depth(), internals.vmaps_inside(0), internals.vmaps_inside(2)))
+        found.append((internals.functorch_depth(), vmap_levels.vmaps_inside(0), vmap_levels.vmaps_inside(2)))
         return x.sum()
 
-    assert (internals.functorch_depth(), internals.vmaps_inside(0)) == (0, [])
+    assert (internals.functorch_depth(), vmap_levels.vmaps_inside(0)) == (0, [])
     inner = torch.vmap(torch.func.grad(f), randomness="different")
     torch.vmap(inner, randomness="same")(torch.ones(2, 3, 4))
     assert found == [(3, [(1, 2, "same"), (2, 3, "different")], [])]
@@ -492,7 +501,7 @@ def test_vmaps_and_their_randomness_are_known():
 
 def test_a_dimension_becomes_that_of_a_vmap():
     keys = torch.arange(3.0)
-    added = torch.vmap(lambda x: x + internals.as_batch(keys, internals.functorch_depth()))(torch.ones(3))
+    added = torch.vmap(lambda x: x + vmap_levels.as_batch(keys, internals.functorch_depth()))(torch.ones(3))
     assert torch.equal(added, keys + 1)
 
 

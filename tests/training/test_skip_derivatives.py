@@ -58,6 +58,15 @@ def test_derivatives_are_those_of_the_training_without_the_skipped_steps(derivat
 
 
 @pytest.mark.parametrize("f", [cubed, summed])
+def test_members_of_a_vmap_skip_each_for_itself_where_the_graph_is_outside_of_it(f):
+    batches = torch.stack([BAD, GOOD[0]])
+    starts = torch.stack([W, 2 * W]).requires_grad_()
+    value = vmap(lambda w, x: f(w, [x, GOOD[1]]))(starts, batches).sum()
+    expected = torch.stack([grad(lambda w: f(w, GOOD[1:]))(W), grad(lambda w: f(w, GOOD))(2 * W)])
+    torch.testing.assert_close(torch.autograd.grad(value, starts)[0], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("f", [cubed, summed])
 def test_members_of_a_vmap_skip_each_for_itself(f):
     batches = torch.stack([BAD, GOOD[0]])
 
