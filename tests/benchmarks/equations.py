@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
 from math import pi
 
 import numpy as np
 import torch
+from allen_cahn import DIFFUSION, REACTION, solution
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -25,7 +26,8 @@ class Equation:
 
     `left(u, first, second, points)` is zero for the solution. Second derivatives are needed along `axes`; values are
     known at `sides`, pairs of an axis and an end of it, 0 or 1. `counts` are the numbers of points inside and at the
-    edge, and `weight` is that of the edge in the sum of the mean squares.
+    edge, and `weight` is that of the edge in the sum of the mean squares. `inputs` are what the network is told of a
+    point.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Equation:
     widths: tuple[int, ...]
     counts: tuple[int, int]
     weight: float = 100.0
+    inputs: Callable[[Tensor], Tensor] = lambda x: x
 
     def points(self, seed: int = 0) -> Points:
         """Those that are trained with, always the same ones, float64."""
@@ -56,13 +59,22 @@ class Equation:
         """Weights of variance 1 / inputs, biases of zero, float64."""
         generator = torch.Generator().manual_seed(seed)
         params: Params = []
-        for i, o in pairwise((len(self.low), *self.widths, 1)):
+        count = len(self.inputs(torch.tensor(self.low)))
+        for i, o in pairwise((count, *self.widths, 1)):
             params += [torch.randn(o, i, generator=generator, dtype=torch.float64) / i**0.5, torch.zeros(o).double()]
         return params
 
+    def value(self, params: Params, x: Tensor) -> Tensor:
+        """The network, with tanh between its layers."""
+        x = self.inputs(x)
+        *hidden, (weight, bias) = zip(params[::2], params[1::2], strict=True)
+        for w, b in hidden:
+            x = torch.tanh(linear(x, w, b))
+        return linear(x, weight, bias)[..., 0]
+
     def inside_residual(self, params: Params, x: Tensor, slopes: Callable[..., Slopes]) -> Tensor:
         """What is left of the equation."""
-        u = partial(value, params)
+        u = partial(self.value, params)
         return self.left(u(x), *slopes(u, x, self.axes), x)
 
     def losses(self, params: Params, points: Points, slopes: Callable[..., Slopes]) -> dict[str, Tensor]:
@@ -70,24 +82,21 @@ class Equation:
         inside, edge, known = points
         left = self.inside_residual(params, inside, slopes)
         return {
-            "edge": self.weight * (value(params, edge) - known).square().mean(),
+            "edge": self.weight * (self.value(params, edge) - known).square().mean(),
             "equation": left.square().mean(),
         }
 
     def error(self, params: Params, split: str = "test") -> float:
         """The relative L2 distance to the solution, at points that are not trained with."""
-        x = self.inside(2000, seed={"test": 99, "validation": 98}[split])
-        true = self.solution(x)
-        found = value([p.detach().double() for p in params], x)
+        x, true = _points_to_test(self, split)
+        found = self.value([p.detach().double() for p in params], x)
         return float((found - true).norm() / true.norm())
 
 
-def value(params: Params, x: Tensor) -> Tensor:
-    """The network, with tanh between its layers."""
-    *hidden, (weight, bias) = zip(params[::2], params[1::2], strict=True)
-    for w, b in hidden:
-        x = torch.tanh(linear(x, w, b))
-    return linear(x, weight, bias)[..., 0]
+@cache
+def _points_to_test(equation: Equation, split: str) -> tuple[Tensor, Tensor]:
+    x = equation.inside(2000, seed={"test": 99, "validation": 98}[split])
+    return x, equation.solution(x)
 
 
 def by_func(u: Callable[[Tensor], Tensor], x: Tensor, axes: tuple[int, ...]) -> Slopes:
@@ -142,11 +151,22 @@ def _shock(x: Tensor) -> Tensor:
     return -(torch.sin(pi * at) * heights).sum(-1) / heights.sum(-1)
 
 
+def _allen_cahn(u: Tensor, first: Tensor, second: dict[int, Tensor], x: Tensor) -> Tensor:
+    return first[..., 0] - DIFFUSION * second[1] + REACTION * (u**3 - u)
+
+
+def _periodic(x: Tensor) -> Tensor:
+    """The time, and the place on a circle: every function of them has the period 2 in x."""
+    return torch.cat([x[..., :1], torch.cos(pi * x[..., 1:]), torch.sin(pi * x[..., 1:])], dim=-1)
+
+
 _SQUARE, _CUBE = ((-1.0, -1.0), (1.0, 1.0)), ((0.0,) * 5, (1.0,) * 5)
 
 HELMHOLTZ = Equation("Helmholtz", _helmholtz, _sines, *_SQUARE, (0, 1), _box(0, 1), (24, 24), (640, 160))
 POISSON = Equation("Poisson 5-d", _poisson, _cosines, *_CUBE, tuple(range(5)), _box(*range(5)), (32,), (480, 120))
-BURGERS = Equation(
-    "Burgers", _burgers, _shock, (0.0, -1.0), (1.0, 1.0), (1,), ((0, 0), *_box(1)), (20, 20, 20), (500, 100)
+_STRIP = (0.0, -1.0), (1.0, 1.0)
+BURGERS = Equation("Burgers", _burgers, _shock, *_STRIP, (1,), ((0, 0), *_box(1)), (20, 20, 20), (500, 100))
+ALLEN_CAHN = Equation(
+    "Allen-Cahn", _allen_cahn, solution, *_STRIP, (1,), ((0, 0),), (20, 20, 20), (500, 100), inputs=_periodic
 )
-EQUATIONS = (HELMHOLTZ, POISSON, BURGERS)
+EQUATIONS = (HELMHOLTZ, POISSON, BURGERS, ALLEN_CAHN)

@@ -1,41 +1,59 @@
-"""`python tests/benchmarks/physics.py [SECONDS [EQUATION ...]]`: how well networks solve equations in equal time.
+"""`python tests/benchmarks/physics.py [SECONDS [EQUATION ...]] [--json FILE] [--docs docs]`: networks solve equations.
 
-The error that is reached in so many seconds of CPU time, 8 by default, one thread, for three seeds: `step` with
-`natural_gradient` and `line_search`, eager, in float64, beside Adam in one graph in float32, with the best of four
-rates, which falls to zero with the time, and LBFGS with its strong Wolfe search, eager, in float32 and in float64. All
-minimize the same sum of mean squares at the same points. An error is the relative L2 distance to the solution at other
-points: validation points choose the rate and the moment of the run, and the error at test points is shown.
+The error that is reached in so many seconds of CPU time, 5 by default, one thread, for three seeds, by each method of
+`physics_methods.py`. All minimize the same sum of mean squares at the same points. An error is the relative L2
+distance to the solution at other points: validation points choose the setting of a method, by the first seed, and the
+moment of each run; the error at test points is shown.
 """
 
+import argparse
+import json
 import os
 import statistics
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import NamedTuple
 
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 import torch
-from equations import EQUATIONS, Equation, Params, by_autograd, by_func, value
-from torch import Tensor
-
-import functional_jd as jd
+from equations import EQUATIONS, Equation
+from page import with_table
+from physics_methods import Maker, Method, contenders, forget
 
 SEEDS = range(3)
-RATES = (3e-3, 1e-2, 3e-2, 1e-1)
-STEPS = [1.0, 0.4, 0.1, 0.02]
-DAMPING = 1e-3  # for all equations
-# Our error by that of Adam, and by that of the better of LBFGS in both precisions.
-GOALS = {"Helmholtz": (1 / 200, 1 / 5), "Poisson 5-d": (1 / 30, 1 / 5), "Burgers": (1 / 10, 1 / 5)}
+# At most this part of a baseline's error is asked of `OURS`.
+OURS = "natural_gradient"
+GOALS = {
+    "Helmholtz": {"Adam": 1 / 200, "LBFGS": 1 / 5},
+    "Poisson 5-d": {"Adam": 1 / 30, "LBFGS": 1 / 5},
+    "Burgers": {"Adam": 1 / 10, "LBFGS": 1 / 5},
+}
 # An error is looked at so often in a run.
 _LOOKS = 20
-Method = Callable[[float], Params]
-"""One step, or one call of a closure with several, from the share of the time that is spent; returns the parameters."""
 Errors = tuple[float, float]
 """At validation points, and at test points."""
+
+
+class Found(NamedTuple):
+    """What a method reached with the best of its settings.
+
+    Attributes:
+        setting: its name.
+        at_end: whether it is the first or the last of several numbers, so that one beyond them may be better.
+        errors: at test points, for each seed.
+    """
+
+    setting: str
+    at_end: bool
+    errors: list[float]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean."""
+        return statistics.geometric_mean(self.errors)
 
 
 def least_error(
@@ -53,127 +71,113 @@ def least_error(
     return least
 
 
-def ours(equation: Equation, seed: int) -> Method:
-    """Natural gradients of the residuals, each divided so that the sum of squares is the sum of mean squares."""
-    inside, edge, known = equation.points()
-    share = (equation.weight / len(edge)) ** 0.5
-    residuals = jd.per_example(
-        {
-            "inside": lambda params, x: equation.inside_residual(params, x, by_func) / len(inside) ** 0.5,
-            "edge": lambda params, x, known: (value(params, x) - known) * share,
-        }
-    )
-    how: dict[str, Any] = {
-        "losses": residuals,
-        "aggregator": jd.natural_gradient(DAMPING),
-        "optimizer": jd.line_search(jd.sgd(1.0), STEPS),
-        "engine": "jacobian",
-    }
-    batch = {"inside": inside, "edge": edge}, {"edge": known}
-    state = [jd.train_state(equation.network(seed), *batch, **how)]
-
-    def advance(_: float) -> Params:
-        state[0], _ = jd.step(state[0], *batch, **how)
-        return state[0].params
-
-    return advance
-
-
-def adam(equation: Equation, rate: float, seed: int) -> Method:
-    """Adam in one graph in float32, derivatives by `torch.func.grad`, all parameters in one vector; a falling rate."""
-    points = tuple(x.float() for x in equation.points())
-    start = equation.network(seed)
-    flat = torch.cat([p.flatten() for p in start]).float()
-    held = [(flat, torch.zeros_like(flat), torch.zeros_like(flat), torch.tensor(0.0))]
-    shapes = tuple(p.shape for p in start)
-    step = _adam_step(equation, shapes)
-
-    def advance(share: float) -> Params:
-        held[0] = step(points, torch.tensor(rate * (1 - share)), *held[0])
-        return _leaves(shapes, held[0][0])
-
-    return advance
-
-
-_compiled: dict[str, Callable[..., Any]] = {}
-
-
-def _adam_step(equation: Equation, shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:
-    if equation.name not in _compiled:
-        torch._dynamo.reset()
-        _compiled[equation.name] = torch.compile(partial(_adam, equation, shapes), fullgraph=True)
-    return _compiled[equation.name]
-
-
-def _adam(equation: Equation, shapes: Any, points: Any, rate: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-    flat, first, second, t = state
-    loss = lambda flat: sum(equation.losses(_leaves(shapes, flat), points, by_func).values())
-    gradient, t = torch.func.grad(loss)(flat), t + 1
-    first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient.square()
-    size = rate * (1 - 0.999**t).sqrt() / (1 - 0.9**t)
-    return flat - size * first / (second.sqrt() + 1e-8), first, second, t
-
-
-def _leaves(shapes: Any, flat: Tensor) -> Params:
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def lbfgs(equation: Equation, dtype: torch.dtype, seed: int) -> Method:
-    """torch's, twenty iterations for each call."""
-    points = tuple(x.to(dtype) for x in equation.points())
-    params = [p.to(dtype).requires_grad_() for p in equation.network(seed)]
-    optimizer = torch.optim.LBFGS(params, history_size=50, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = sum(equation.losses(params, points, by_autograd).values())
-        loss.backward()
-        return loss
-
-    def advance(_: float) -> Params:
-        optimizer.step(closure)
-        return params
-
-    return advance
-
-
-def errors(equation: Equation, seconds: float) -> dict[str, list[float]]:
-    """By method, the error at test points for each seed; Adam's rate is chosen by the first seed."""
-    adam(equation, RATES[0], 0)(0.0)  # compiles
-    ours(equation, 0)(0.0)
-    shown = lambda method: least_error(equation, method, seconds)[1]
-    tried = {rate: least_error(equation, adam(equation, rate, SEEDS[0]), seconds) for rate in RATES}
+def best_setting(settings: dict[str, Maker], run: Callable[[Method], Errors], seeds: Sequence[int] = SEEDS) -> Found:
+    """The first seed tries all settings, and its validation points choose; the other seeds run with that one."""
+    next(iter(settings.values()))(seeds[0])(0.0)  # compiles
+    tried = {name: run(make(seeds[0])) for name, make in settings.items()}
     best = min(tried, key=tried.__getitem__)
-    found = {f"Adam {best:g}": [tried[best][1]] + [shown(adam(equation, best, s)) for s in SEEDS[1:]]}
-    for name, dtype in (("LBFGS float32", torch.float32), ("LBFGS float64", torch.float64)):
-        found[name] = [shown(lbfgs(equation, dtype, s)) for s in SEEDS]
-    return found | {"ours": [shown(ours(equation, s)) for s in SEEDS]}
+    ends = {next(iter(settings)), next(reversed(settings))} if len(settings) > 2 else set()
+    return Found(best, best in ends, [tried[best][1], *(run(settings[best](seed))[1] for seed in seeds[1:])])
 
 
-def report(equation: Equation, found: dict[str, list[float]]) -> Iterator[str]:
-    """A line for each method: the errors, their geometric mean; for the peers our error by theirs, and the goal."""
-    means = {name: statistics.geometric_mean(each) for name, each in found.items()}
-    lbfgs = min((name for name in means if name.startswith("LBFGS")), key=means.__getitem__)
-    judged = dict(zip((next(iter(found)), lbfgs), GOALS[equation.name], strict=True))
-    for name, each in found.items():
-        line = f"{equation.name:12} {name:14}" + "".join(f"{e:9.1e}" for e in each) + f"{means[name]:12.1e}"
-        if name in judged:
-            ratio, goal = means["ours"] / means[name], judged[name]
-            line += f"   ours is 1/{1 / ratio:<6.3g} goal 1/{1 / goal:<4.0f} {'reached' if ratio <= goal else 'MISSED'}"
-        yield line
+def race(equation: Equation, seconds: float) -> dict[str, Found]:
+    """What each method reached."""
+    forget()
+    run = lambda method: least_error(equation, method, seconds)
+    return {name: best_setting(settings, run) for name, settings in contenders(equation).items()}
 
 
-def main(arguments: list[str]) -> None:
-    """Print every equation's lines as they come."""
+def rows(name: str, found: dict[str, Found]) -> Iterator[tuple[str, ...]]:
+    """A row for each method: the errors, their mean, and our mean by it, with the goal."""
+    for method, (setting, at_end, errors) in found.items():
+        ratio, goal = found[OURS].mean / found[method].mean, GOALS.get(name, {}).get(method)
+        judged = "" if goal is None else f"{_part(goal)}, {'reached' if ratio <= goal else 'missed'}"
+        yield (
+            name,
+            _shown(method),
+            setting + " (the end of its grid)" * at_end,
+            *(f"{error:.2g}" for error in errors),
+            f"{found[method].mean:.2g}",
+            "" if method == OURS else _part(ratio),
+            judged,
+        )
+
+
+def missed(found: dict[str, dict[str, Found]]) -> str:
+    """The sentence that says which goals beside Adam are missed, and by how much."""
+    ratios = {name: found[name][OURS].mean / found[name]["Adam"].mean for name in GOALS if name in found}
+    late = [f"{_part(GOALS[n]['Adam'])} on {n} ({_part(r)})" for n, r in ratios.items() if r > GOALS[n]["Adam"]]
+    met = [f"{_part(GOALS[n]['Adam'])} on {n} ({_part(r)})" for n, r in ratios.items() if r <= GOALS[n]["Adam"]]
+    parts = [f"{what}: {', '.join(each)}." for what, each in (("Missed", late), ("Reached", met)) if each]
+    return f"Of Adam's error, `{OURS}` was to leave at most a part. " + " ".join(parts)
+
+
+def _part(ratio: float) -> str:
+    return f"1/{1 / ratio:.3g}" if ratio < 1 else f"{ratio:.3g}"
+
+
+def table(found: dict[str, dict[str, Found]]) -> str:
+    """Every run in Markdown."""
+    seeds = [f"seed {seed}" for seed in SEEDS]
+    head = ("equation", "method", "setting", *seeds, "mean", f"`{OURS}` to it", "goal")
+    return _markdown(head, [row for name, each in found.items() for row in rows(name, each)])
+
+
+def means(found: dict[str, dict[str, Found]]) -> str:
+    """A column for each method, and the sentence on goals."""
+    methods = list(next(iter(found.values())))[::-1]
+    head = ("equation", *map(_shown, methods), "of Adam's error")
+    lines = [
+        (name, *(f"{each[method].mean:.2g}" for method in methods), _part(each[OURS].mean / each["Adam"].mean))
+        for name, each in found.items()
+    ]
+    return _markdown(head, lines) + "\n\n" + missed(found)
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *lines))
+
+
+def _shown(method: str) -> str:
+    return f"`{method}`" if method.islower() else method
+
+
+def read(path: Path | None, seconds: float) -> dict[str, dict[str, Found]]:
+    """What an earlier run with as many seconds has found."""
+    if path is None or not path.exists():
+        return {}
+    facts = json.loads(path.read_text())
+    if facts["seconds"] != seconds:
+        raise SystemExit(f"{path} is of runs of {facts['seconds']:g} s: move it away")
+    return {name: {method: Found(*each) for method, each in of.items()} for name, of in facts["found"].items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print every equation's rows as they come; at the end write the tables, if there are pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", nargs="?", type=float, default=5.0)
+    parser.add_argument("equations", nargs="*", help="by name; by default all")
+    parser.add_argument("--json", type=Path, help="where to keep what is found; equations that it holds are not run")
+    parser.add_argument("--docs", type=Path, help="write the tables into the pages under this folder")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    seconds, *names = arguments or ["8"]
-    print(f"relative L2 errors after {seconds} s of CPU time, seeds {', '.join(map(str, SEEDS))}, geometric mean")
+    print(f"relative L2 errors after {options.seconds:g} s of CPU time, three seeds, their geometric mean", flush=True)
+    found = read(options.json, options.seconds)
     for equation in EQUATIONS:
-        if not names or equation.name in names:
-            print("\n".join(report(equation, errors(equation, float(seconds)))), flush=True)
+        if equation.name not in found and (not options.equations or equation.name in options.equations):
+            found[equation.name] = race(equation, options.seconds)
+            if options.json:
+                facts = {"seconds": options.seconds, "torch": torch.__version__, "found": found}
+                options.json.write_text(json.dumps(facts, indent=1))
+        if equation.name in found:
+            print("\n".join("  ".join(row) for row in rows(equation.name, found[equation.name])), flush=True)
+    print(missed(found))
+    if options.docs:
+        for page, name, made in (("benchmarks.md", "equations", table), ("guides/physics.md", "errors", means)):
+            path = options.docs / page
+            path.write_text(with_table(path.read_text(), name, made(found), "physics.py"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
