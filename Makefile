@@ -39,8 +39,8 @@ bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in floa
 	@$(BIN)/python tests/benchmarks --only compiled physics float32 --json bench-compiled.json
 	@$(BIN)/python tests/benchmarks/first_call.py --page docs/benchmarks.md
 
-bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at equal CPU time: ten minutes
-	@$(BIN)/python tests/benchmarks/physics.py
+bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at equal CPU time: a quarter of an hour
+	@$(BIN)/python tests/benchmarks/physics.py --docs docs
 
 bench-device: $(VENV)/.bench  ## what a step launches on an accelerator, and where it waits, counted on a simulated one
 	@$(BIN)/python tests/benchmarks/device_table.py --page docs/benchmarks.md
