@@ -19,7 +19,7 @@ Maker = Callable[[int], Method]
 
 ADAM_RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 SOAP_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
-# The grid that arXiv 2505.12149 searches in each step; it draws dampings at random, from a range by problem.
+# A grid as the public code of natural gradients for equations searches it in each step; dampings are a grid of ours.
 ENGD_RATES = [2.0**-k for k in range(31)] + [0.0]
 ENGD_DAMPINGS = (1e-2, 1e-3, 1e-4, 1e-6)
 # The same for all equations.
