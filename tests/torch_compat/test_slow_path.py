@@ -128,6 +128,37 @@ def test_what_is_changed_in_place_is_put_back(name):
     assert torch.equal(buffer, torch.tensor([1.0, 2.0, 3.0]))
 
 
+LEFT_ALONE = {
+    "embedding": lambda w, x: nn.functional.embedding(x, w),
+    "embedding_bag": lambda w, x: nn.functional.embedding_bag(x[None], w),
+    "batch_norm": lambda w, x: nn.functional.batch_norm(torch.ones(2, 2), w[0], w[1]),
+    "batch_norm by name": lambda w, x: nn.functional.batch_norm(torch.ones(2, 2), w[0], w[1], training=False),
+    "instance_norm": lambda w, x: nn.functional.instance_norm(torch.ones(1, 2, 3), w[0], w[1], use_input_stats=False),
+    "requires_grad": lambda w, x: w.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_an_op_does_not_change_is_not_written_to(name):
+    w, journal = torch.ones(3, 2), StateJournal()
+    version = w._version
+    with journal.watch():
+        LEFT_ALONE[name](w, torch.tensor([0, 2]))
+    journal.undo()
+    assert w._version == version, "a graph that has kept the tensor would refuse its backward pass"
+
+
+@pytest.mark.parametrize("lookup", [nn.functional.embedding, nn.functional.embedding_bag])
+@pytest.mark.parametrize("largest", [0.5, 0.0])
+def test_rows_that_a_lookup_shortens_are_put_back(lookup, largest):
+    w, journal = torch.ones(3, 2), StateJournal()
+    with journal.watch():
+        lookup(torch.tensor([[0, 2]]), w, max_norm=largest)
+    assert not torch.equal(w, torch.ones(3, 2))
+    journal.undo()
+    assert torch.equal(w, torch.ones(3, 2))
+
+
 def test_a_generator_of_ones_own_is_put_back():
     journal, own = StateJournal(), torch.Generator().manual_seed(0)
     with journal.watch():

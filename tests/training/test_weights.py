@@ -123,6 +123,34 @@ def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
     assert torch.equal(found.weights, jd.weights_fn(losses, jd.upgrad())(params, x).weights)
 
 
+class Tied(nn.Module):
+    """An embedding that is the last layer too, with averages behind it that stand."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4), nn.BatchNorm1d(7).eval()
+
+    def forward(self, tokens):
+        return self.norm(nn.functional.linear(self.embed(tokens).tanh(), self.embed.weight))
+
+
+@pytest.mark.parametrize("first", ["model", "weights"])
+@pytest.mark.parametrize("call", ["functional", "functional_call"])
+def test_a_graph_that_the_model_has_already_made_stays_valid(first, call):
+    net, tokens = Tied(), torch.arange(5)
+    apply = jd.functional(net) if call == "functional" else lambda p, b, x: (torch.func.functional_call(net, p, x), b)
+    of = lambda output: output.square().mean(0)[:2]
+    losses = lambda params, tokens: of(apply(params, dict(net.named_buffers()), tokens)[0])
+    output = net(tokens) if first == "model" else None
+    weights, values, _ = jd.weights_fn(losses, jd.upgrad())(dict(net.named_parameters()), tokens)
+    found = of(net(tokens) if output is None else output)
+    (weights * found).sum().backward()
+    torch.testing.assert_close(found, values)
+    rows = jd.jacobian_fn(losses)({name: p.detach() for name, p in net.named_parameters()}, tokens)[0]
+    expected = jd.aggregation.combine(rows, weights)
+    torch.testing.assert_close({name: p.grad for name, p in net.named_parameters()}, expected)
+
+
 @pytest.mark.parametrize("shape", [(), 3], ids=["one scale", "a scale each"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_scale_keeps_the_gradients_of_float16_and_is_not_in_the_weights(rule, shape):
