@@ -21,33 +21,40 @@ from functional_jd.torch_compat.torch_internals import has_values
 def step_table(info: Any) -> Table:
     """Losses by name, with their weights, and which of them were finite; of a batch of steps, the outline."""
     losses, weights, finite, moved, *_ = info
+    known = has_values(finite) and not (isinstance(moved, Tensor) and (not has_values(moved) or moved.ndim))
+    found = by_objective(losses, weights, finite) if known else None
+    if found is None:
+        return outline(info)
+    is_taken = bool(moved) if isinstance(moved, Tensor) else bool(finite.all())
+    taken = "step taken" if is_taken else "step skipped, not everything was finite"
+    entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
+    return f"{type(info).__name__}: {taken}{entrywise}", *found
+
+
+def by_objective(
+    losses: Losses, weights: Weights, finite: Tensor | None = None
+) -> tuple[list[str], list[list[str]]] | None:
+    """Headers and rows of a table of the objectives, in the order of the rows; None without the values of one step."""
     leaves = tree_leaves(losses)
     m = sum(leaf.numel() for leaf in leaves if has_values(leaf))
-    single = all(map(has_values, [*leaves, finite])) and finite.ndim < 2 and finite.numel() in (1, m)
-    if isinstance(moved, Tensor):
-        single = single and has_values(moved) and moved.ndim == 0
+    single = all(map(has_values, leaves)) and (finite is None or (finite.ndim < 2 and finite.numel() in (1, m)))
     if isinstance(weights, Tensor):
         single = single and has_values(weights) and weights.shape == (m,)
     if not single:
-        return outline(info)
-    flags = [bool(x) for x in finite.reshape(-1).tolist()]
+        return None
     heads, columns = ["objective", "loss"], [[x for leaf in leaves for x in leaf.detach().reshape(-1).tolist()]]
     if isinstance(weights, Tensor):
         heads.append("weight")
         columns.append(weights.detach().tolist())
-    if finite.ndim:
+    if finite is not None and finite.ndim:
         heads.append("finite")
-        columns.append(flags)
+        columns.append([bool(x) for x in finite.tolist()])
     names, sizes = objective_names(losses), [1] * m
     if m > MAX_ROWS and len(leaves) > 1:  # residuals at many points: a row for each term
         names, sizes = tree_names(losses), [leaf.numel() for leaf in leaves]
     ends = list(accumulate(sizes))
     cells = [[_together(c[end - n : end]) for n, end in zip(sizes, ends, strict=True)] for c in columns]
-    is_taken = bool(moved) if isinstance(moved, Tensor) else all(flags)
-    taken = "step taken" if is_taken else "step skipped, not everything was finite"
-    entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
-    title = f"{type(info).__name__}: {taken}{entrywise}"
-    return title, heads, shortened([list(row) for row in zip(names, *cells, strict=True)])
+    return heads, shortened([list(row) for row in zip(names, *cells, strict=True)])
 
 
 def _together(values: list[Any]) -> str:

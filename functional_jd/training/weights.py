@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described, refuse
-from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.record_display import Table, displayed_as, outline
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import floating_leaves, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
@@ -25,11 +25,19 @@ from functional_jd.training.checks import check_reached
 from functional_jd.training.driver import weighed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.start import check_ranks, detach_parameters, keys_of, refuse_frozen
+from functional_jd.training.state import by_objective
 
 _WHERE = "weights_fn"
 
 
-@displayed_as(outline)
+def _table(found: Any) -> Table:
+    """Losses by name, each with its weight; of a batch of them, the outline."""
+    weights, losses, _ = found
+    rows = by_objective(losses, weights) if isinstance(weights, Tensor) else None
+    return outline(found) if rows is None else (type(found).__name__, *rows)
+
+
+@displayed_as(_table)
 class FoundWeights(NamedTuple):
     """What a function made by `weights_fn` returns.
 
