@@ -74,10 +74,13 @@ def _check_number(where: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
         more = ", a tensor or a schedule" if name == "lr" else ""
         later = " The parameters are given to train_state." if isinstance(value, Iterable | torch.nn.Module) else ""
-        raise TypeError(
-            f"{where}: {name} must be a number{more}, found {type(value).__name__}. Pass for instance {name}=0.1."
-            f"{later * (not isinstance(value, str))}"
-        )
+        cure = f"Pass for instance {name}=0.1.{later * (not isinstance(value, str))}"
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            cure = (
+                "Pass its rates as a function of the steps taken: lr=lambda taken: rates[taken.clamp(max=len(rates) - "
+                "1)], with rates a tensor of what get_last_lr() returns from step to step."
+            )
+        raise TypeError(f"{where}: {name} must be a number{more}, found {type(value).__name__}. {cure}")
     if is_too_large(value) or not 0 <= value < float("inf"):  # pyright: ignore[reportOperatorIssue]
         raise ValueError(
             f"{where}: {name} must be a finite number >= 0, found {described(value)}. A step goes against the "

@@ -244,12 +244,19 @@ def test_what_are_no_parameters_is_refused_with_the_cure(params, words):
     refused(f"^jacobian_fn: .*{words}", lambda: fj.jacobian_fn(lambda p: p)(params), TypeError)
 
 
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(NET.parameters(), lr=0.1), 10)
+
+
 @pytest.mark.parametrize(
     ("run", "words"),
     [
         (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found str"),
         (lambda: fj.adamw(NET.parameters(), 1e-3), "adamw: lr .* found generator.* given to train_state"),
         (lambda: fj.sgd(NET), "sgd: lr .* found Linear.* given to train_state"),
+        (
+            lambda: fj.adamw(lr=SCHEDULER),
+            r"adamw: lr .* found StepLR. Pass its rates as a function.*rates\[taken.clamp",
+        ),
         (lambda: fj.adamw(1e-3, 0.9), "adamw: betas must be a pair of numbers, found 0.9"),
         (lambda: fj.from_torch(torch.optim.Adam(NET.parameters())), "from_torch: .* found an instance of Adam"),
         (lambda: fj.from_torch(SimpleNamespace), "from_torch: expected a class of torch.optim, found SimpleNamespace"),
