@@ -220,7 +220,9 @@ def __getattr__(name: str) -> Any:
         except ImportError as error:  # `hasattr` and `help` are to go on where an extra is not installed
             raise AttributeError(str(error)) from error
     if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        alike = [x for x in __all__ if x.replace("_", "") == name.replace("_", "").lower()]  # UPGrad, NashMTL
+        hint = f". Take {__name__}.{alike[0]}." if alike else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     new = _RENAMED[name]
     warnings.warn(f"functional_jd.{name} is now functional_jd.{new}.", DeprecationWarning, stacklevel=2)
     return attrgetter(new)(sys.modules[__name__])

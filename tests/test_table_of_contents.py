@@ -83,6 +83,14 @@ def test_a_name_that_never_was_is_an_error():
             _ = package.nothing
 
 
+@pytest.mark.parametrize(("name", "own"), [("UPGrad", "upgrad"), ("NashMTL", "nash_mtl"), ("IMTLG", "imtl_g")])
+def test_the_name_that_a_rule_has_elsewhere_leads_to_ours(name, own):
+    with pytest.raises(
+        AttributeError, match=rf"^module 'functional_jd' has no attribute '{name}'. Take functional_jd.{own}\.$"
+    ):
+        getattr(functional_jd, name)
+
+
 @pytest.mark.parametrize("package", MOVED)
 def test_a_package_lists_what_it_has(package):
     package = getattr(functional_jd, package)
