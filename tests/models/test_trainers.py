@@ -1,5 +1,6 @@
 """The guide to trainers: each of its loops on one rank and on two, beside our steps with the whole batch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import torch
 from inputs import library
 from torch import nn
-from trainers import BLOCKS, LIBRARIES, START, play, trained_in
+from trainers import BLOCKS, LIBRARIES, PAGE, START, play, trained_in
+
+import functional_jd as jd
 
 HERE = Path(__file__).parent
 
@@ -82,6 +85,67 @@ def test_two_evaluations_count_a_batch_once_and_draw_the_same_masks(monkeypatch)
     assert int(twice["net"][1].num_batches_tracked) == int(net[1].num_batches_tracked) == len(once["data"]) // 3
     torch.testing.assert_close(dict(twice["net"].named_buffers()), dict(net.named_buffers()))
     torch.testing.assert_close(trained_in(twice), trained_in(once))
+
+
+class TakesKeywords(nn.Module):
+    """A model that takes what its loss needs by name, as those of transformers do."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, **for_its_loss):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("labels", [False, True], ids=["plain", "with labels"])
+def test_accumulated_batches_of_transformers_have_the_mean_of_their_directions(labels, tmp_path):
+    for name in LIBRARIES["Transformers"]:
+        library(name)
+
+    def keywords(session):
+        session["net"] = TakesKeywords(session["net"])
+
+    session = play([*START, BLOCKS["Transformers"][0]], keywords)
+    net, (x, *targets) = session["net"], session["data"].tensors
+    rows = [{"x": a, "cost": b, "time": c} | ({"labels": b} if labels else {}) for a, b, c in session["data"]]
+    parts = [[column[i : i + 3] for column in (x, *targets)] for i in (0, 3)]
+    found = [session["weights_of"](dict(net.named_parameters()), *part).weights for part in parts]
+    sums = [(w * session["losses_of"](net(a), *rest)).sum() for w, (a, *rest) in zip(found, parts, strict=True)]
+    expected = torch.autograd.grad(torch.stack(sums).mean(), [*net.parameters()])
+    before = [p.detach().clone() for p in net.parameters()]
+    how = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 0}
+    quiet = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    fixed = {"lr_scheduler_type": "constant", "remove_unused_columns": False}
+    settings = session["transformers"].TrainingArguments(output_dir=str(tmp_path), **how, **quiet, **fixed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    trainer = session["Weighted"](net, settings, train_dataset=rows, optimizers=(optimizer, None))
+    trainer._get_train_sampler = lambda *given: torch.utils.data.SequentialSampler(rows)
+    trainer.train()
+    assert trainer.model_accepts_loss_kwargs
+    for p, old, gradient in zip(net.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(p.detach(), old - 1e-3 * gradient)
+
+
+def test_the_sum_of_losses_in_a_dict_is_in_the_order_of_the_weights():
+    (code,) = re.findall(r"`(sum\(w \* values\[name\].*?)`", PAGE.read_text(encoding="utf-8"))
+    values, weights = {"z": torch.tensor(200.0), "a": torch.tensor(8.0)}, torch.tensor([0.25, 3.0])
+    assert eval(code, {"jd": jd, "values": values, "weights": weights}) == 0.25 * 8 + 3 * 200
+
+
+@pytest.mark.parametrize("around", ["a with", "jd.autocast", "nothing"])
+def test_autocast_around_the_losses_gives_the_weights_of_float16(around):
+    session = play(START)
+    net, batch = session["net"], [column[:6] for column in session["data"].tensors]
+    cheap = lambda params, *batch: session["losses"](params, *batch) * torch.tensor([1e-3, 1.0])
+    losses = jd.autocast(cheap, torch.float16) if around == "jd.autocast" else cheap
+    with torch.autocast("cpu", torch.float16):
+        exact = cheap(dict(net.named_parameters()), *batch)
+    with torch.autocast("cpu", torch.float16, enabled=around == "a with"):
+        found = jd.weights_fn(losses, session["rule"])(
+            dict(net.named_parameters()), *batch, scale=jd.scale_state(2.0**8)
+        )
+    assert torch.equal(found.losses, exact) == (around != "nothing")
 
 
 def test_a_checkpoint_of_lightning_keeps_what_the_rule_remembers():

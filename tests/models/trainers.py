@@ -24,15 +24,18 @@ SECTIONS = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILIN
 START, *REST = [re.findall(r"```python\n(.*?)```", part, flags=re.DOTALL) for part in SECTIONS]
 BLOCKS = {part.partition("\n")[0]: blocks for part, blocks in zip(SECTIONS[1:], REST, strict=True)}
 LIBRARIES = {
+    "Your own loop": [],
     "Accelerate": ["accelerate"],
     "Lightning": ["lightning"],
     "Lightning, manual optimization": ["lightning"],
+    "Lightning, two optimizers": ["lightning"],
     "Losses that carry a graph": ["lightning"],
     "Transformers": ["transformers", "accelerate"],
     "PEFT": ["transformers", "peft"],
     "Several rewards": ["transformers"],
 }
 BEFORE = {"Lightning, manual optimization": BLOCKS["Lightning"][:1]}  # what a section goes on from
+STRATEGIES = {"Lightning, two optimizers": "ddp_find_unused_parameters_true"}
 
 
 class Recorder:
@@ -46,9 +49,9 @@ class Recorder:
         self.how = how
 
     def weights_fn(self, losses, rule, *, group, given=jd.weights_fn):
-        def recorded(params, *batch, state):
+        def recorded(params, *batch, state, scale=None):
             self.keep(params, {"losses": losses, "aggregator": rule, "optimizer": jd.adamw(1e-2)})
-            found = given(losses, rule, group=group)(params, *batch, state=state)
+            found = given(losses, rule, group=group)(params, *batch, state=state, scale=scale)
             self.seen.append((found.weights, *batch))
             return found
 
@@ -60,22 +63,42 @@ class Recorder:
         self.seen.append((info.weights, *batch))
         return state, info
 
-    def again(self):
-        """The parameters and the weights of steps of one process, from the start, with the batches of all ranks."""
+    def batches(self):
+        """The batches of all ranks, one after the other."""
         ranks = [self.seen]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self.seen)
-        state, weights = None, []
         for parts in zip(*ranks, strict=True):
-            batch = [torch.cat(columns) for columns in zip(*(part[1:] for part in parts), strict=True)]
+            yield [torch.cat(columns) for columns in zip(*(part[1:] for part in parts), strict=True)]
+
+    def again(self):
+        """The parameters and the weights of steps of one process, from the start, with the batches of all ranks."""
+        state, weights = None, []
+        for batch in self.batches():
             state = state or jd.train_state(self.start, *batch, **self.how)
             state, info = jd.step(state, *batch, **self.how)
             weights.append(info.weights)
         return state.params, weights
 
 
-def settle(ranks):
+def by_hand(module, rule, batches):
+    """The parameters and the weights of two networks that are trained in turn: rows of autograd, and torch's Adam."""
+    sides = [(module.maker, module.maker_losses), (module.judge, module.judge_losses)]
+    optimizers, all_weights = module.configure_optimizers(), []
+    for index, batch in enumerate(batches):
+        net, losses_of = sides[index % 2]
+        values, params = losses_of(net, *batch), [*net.parameters()]
+        rows = [torch.autograd.grad(value, params, retain_graph=True) for value in values]
+        found = jd.aggregate(rule, [torch.stack(column) for column in zip(*rows, strict=True)])
+        for p, direction in zip(params, found.direction, strict=True):
+            p.grad = direction
+        optimizers[index % 2].step()
+        all_weights.append(found.weights)
+    return {name: p.detach() for name, p in module.named_parameters()}, all_weights
+
+
+def settle(ranks, strategy):
     """Have the trainers work on the CPU, on as many ranks, and say nothing."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     several = ranks > 1
@@ -83,7 +106,7 @@ def settle(ranks):
         "accelerate.Accelerator": {"cpu": True},
         "lightning.Trainer": quiet
         | {"accelerator": "cpu", "devices": ranks}
-        | ({"strategy": "ddp"} if several else {}),
+        | ({"strategy": strategy} if several else {}),
         "transformers.TrainingArguments": {"use_cpu": True, "save_strategy": "no", "report_to": "none"}
         | {"disable_tqdm": True, **({"ddp_backend": "gloo"} if several else {})},
     }
@@ -106,7 +129,8 @@ def play(blocks, change=None):
 
 def trained_in(session):
     """The parameters that the blocks have trained."""
-    module = session["model"] if "adapters" in session else session.get("policy", session["net"])
+    trained = {"adapters": "model", "policy": "policy", "Adversaries": "module"}
+    module = session[next((name for mark, name in trained.items() if mark in session), "net")]
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -116,15 +140,19 @@ def main(rank, heading, ranks, folder):
         os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}  # as torchrun
         meet(rank, folder)
     torch.set_default_dtype(torch.float64)
-    settle(int(ranks))
+    settle(int(ranks), STRATEGIES.get(heading, "ddp"))
     os.chdir(folder)
     recorder, given = Recorder(), (jd.weights_fn, jd.step)
     jd.weights_fn, jd.step = recorder.weights_fn, recorder.step
     session = play([*START, *BEFORE.get(heading, []), *BLOCKS[heading]])
     jd.weights_fn, jd.step = given
     found = {"params": trained_in(session), "seen": recorder.seen, "history": session.get("history")}
-    if recorder.seen:
-        found |= dict(zip(("expected", "weights"), recorder.again(), strict=True))
+    if "Adversaries" in session:
+        fresh = play([*START, BLOCKS[heading][0]])
+        expected = by_hand(fresh["module"], fresh["rule"], recorder.batches())
+    else:
+        expected = recorder.again() if recorder.seen else ({}, [])
+    found |= dict(zip(("expected", "weights"), expected, strict=True))
     torch.save(found, Path(folder, f"{rank}.pt"))
     if dist.is_initialized():
         jd.distributed.leave()
