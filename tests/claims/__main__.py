@@ -27,8 +27,11 @@ ROWS: dict[str, str | None] = {
     "resume a stateful rule": "resume",
     "several processes": "replicas",
 }
-# Not in the table, but said on the page of evidence.
-BESIDE = {"directions beside ours, under imbalance": "directions"}
+# Not in the table, but said on the pages of evidence and of what comes from another library.
+BESIDE = {
+    "directions beside ours, under imbalance": "directions",
+    "directions of random rows beside ours": "lengths",
+}
 
 
 def main(names: list[str]) -> None:
