@@ -94,6 +94,19 @@ def test_the_moving_average_is_that_of_torch(shown):
     torch.testing.assert_close(average, dict(original.module.named_parameters()), rtol=0, atol=rounding)
 
 
+def test_the_moving_average_becomes_slower_over_epochs(shown):
+    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "def averaged" in code]
+    decays, files = [], {}
+    save = lambda values, name: files.update({name: values})
+    session = shown | {"min": lambda *given: decays.append(min(given)) or decays[-1]}
+    session["torch"] = SimpleNamespace(**vars(torch) | {"save": save})
+    exec(compile(block, "recipes", "exec"), session)
+    assert decays == [(1 + k) / (10 + k) for k in range(3 * len(shown["batches"]))]
+    (saved,) = files.values()
+    assert saved["count"] == len(decays)
+    assert saved["average"] is session["average"]
+
+
 def test_every_field_is_explained():
     page = (GUIDES / "diagnose.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", page.partition("## Every field")[2], flags=re.MULTILINE)
