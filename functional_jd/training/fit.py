@@ -36,9 +36,9 @@ def fit(
         on_step: `on_step(info, state)`, called after every step. A function that may be called with one argument is
             given the info alone: `history.append`, with `history = []`, keeps all that plots and logs need. Whatever it
             raises ends the loop.
-        progress: whether to show a bar of tqdm on stderr, with the mean of the losses and the steps skipped. Values are
-            fetched from the device only when the bar is drawn, several times a second at most. While the first step
-            compiles, the bar says so.
+        progress: whether to show a bar of tqdm on stderr, with the losses by name, or the mean of more than four, and
+            the steps skipped. Values are fetched from the device only when the bar is drawn, several times a second at
+            most. While the first step compiles, the bar says so.
         patience: after so many skipped steps in a row, training ends with an error; `None`: never. After 20, there is a
             `RuntimeWarning` that names the losses. Flags are fetched from the device every ten steps.
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
 from functional_jd.training.skips import was_taken
@@ -53,12 +54,18 @@ class Bar:
 
 
 def _summary(losses: Losses) -> dict[str, str]:
-    """The mean of the losses; of many numbers of both signs, as residuals are, the root of their mean square."""
+    """A few losses by name; the mean of more; of many numbers of both signs, as residuals are, the root of their mean
+    square.
+    """
     values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(losses)])
+    if len(values) <= _FEW:
+        return {name: f"{value:.4g}" for name, value in zip(objective_names(losses), values.tolist(), strict=True)}
     if len(values) > _MANY and (values < 0).any() and (values > 0).any():
         return {"rms": f"{values.square().mean().sqrt():.4g}"}
     return {"loss": f"{values.mean():.4g}"}
 
 
+# Up to so many losses, each has room in the bar: their mean says nothing where they have different units.
+_FEW = 4
 # From so many numbers on, they are residuals or examples and not losses.
 _MANY = 20

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import functional_jd as fj
@@ -230,7 +231,7 @@ def test_batches_come_from_anywhere(loader, take, progress):
     assert torch.isfinite(after.params["w"]).all()
 
 
-def test_the_bar_tells_the_mean_loss_and_what_was_skipped(capsys):
+def test_the_bar_tells_the_losses_and_what_was_skipped(capsys):
     data, history = batches(6), []
     data[1][0], data[3][2] = torch.inf, torch.nan
     fit(STEP, start(scale=scale_state(shape=(2,))), data, on_step=history.append, progress=True)
@@ -241,7 +242,34 @@ def test_the_bar_tells_the_mean_loss_and_what_was_skipped(capsys):
     assert printed.out == ""
     assert "6/6" in printed.err
     assert f"skipped={skipped}" in printed.err
-    assert f"loss={(last['near'] + last['far']).item() / 2:.4g}" in printed.err
+    assert f"far={last['far'].item():.4g}, near={last['near'].item():.4g}, skipped" in printed.err
+
+
+NAMED = {
+    "one": (lambda w: w[0], "loss={:.4g}, "),
+    "a tensor": (lambda w: w[:3], "0={:.4g}, 1={:.4g}, 2={:.4g}, "),
+    "in different units": (lambda w: {"depth": 1e3 * w[1], "kind": w[2]}, "depth={:.4g}, kind={:.4g}, "),
+    "four": (lambda w: {"a": w[:2], "b": {"c": w[2], "d": w[3]}}, "a[0]={:.4g}, a[1]={:.4g}, b.c={:.4g}, b.d={:.4g}, "),
+}
+
+
+@pytest.mark.parametrize(("select", "words"), NAMED.values(), ids=NAMED)
+def test_the_bar_tells_a_few_losses_by_name(select, words, capsys):
+    found = shown_by_the_bar(select)
+    assert f"{words.format(*found)}skipped=0]" in capsys.readouterr().err
+
+
+def test_the_bar_tells_the_mean_of_more_losses(capsys):
+    found = shown_by_the_bar(lambda w: {"a": w, "b": w[0]})
+    assert f", loss={sum(found) / 6:.4g}, skipped=0]" in capsys.readouterr().err
+
+
+def shown_by_the_bar(select):
+    """The losses that a bar is given, in the order of their names."""
+    how, history = {"losses": lambda p, x: select(p - x), "aggregator": total(), "optimizer": sgd(0.1)}, []
+    start = train_state(torch.arange(1.0, 6.0), torch.zeros(5), **how)
+    fit(partial(step, **how), start, [torch.full((5,), 0.25)], on_step=history.append, progress=True)
+    return [x for leaf in tree_leaves(history[-1].losses) for x in leaf.reshape(-1).tolist()]
 
 
 def test_the_bar_tells_the_size_of_residuals_whose_mean_says_nothing(capsys):
