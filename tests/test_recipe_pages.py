@@ -228,6 +228,17 @@ def test_the_schedule_is_that_of_torch(shown):
         original.step()
 
 
+def test_steps_are_counted_where_the_page_of_the_current_rate_says(shown):
+    page = (GUIDES / "recipes_optimizers.md").read_text(encoding="utf-8")
+    section = page.partition("## The current rate")[2].partition("\n## ")[0]
+    by_group, measured = re.findall(r"`(state\.optimizer\[.*?)`", section)
+    batch = shown["x"], shown["kind"], shown["price"]
+    for words, method in ((by_group, shown["grouped"]), (measured, shown["watched"])):
+        how = method | {"losses": shown["losses"]}
+        state, _ = jd.step(jd.train_state(shown["params"], *batch, **how), *batch, **how)
+        assert int(eval(words, {"state": state})) == 1
+
+
 def test_the_rate_falls_where_nothing_gets_better(shown):
     (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "def validation" in code]
     values = iter([3.0, 2.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0])
