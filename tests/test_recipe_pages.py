@@ -281,6 +281,22 @@ def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
     torch.testing.assert_close(state.optimizer[1], rows.mean(0).norm(), rtol=1e-5, atol=0)
 
 
+def test_parts_that_are_accumulated_draw_with_keys_of_their_own(shown):
+    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "def noisy" in code]
+    part = shown["parts"][0]
+    session = shown | {"parts": [part] * 3}
+    exec(compile(block, "recipes", "exec"), session)
+    key, expected = jd.random.key(0), []
+    for _ in range(3):
+        losses, key = session["noisy"](session["state"].params, key, *part)
+        expected.append(losses["price"])
+    torch.testing.assert_close([found["price"] for found in session["values"]], expected, rtol=0, atol=0)
+    assert torch.equal(session["buffers"], key)
+    assert len(session["jacobians"]) == len(session["flags"]) == len(set(map(float, expected))) == 3
+    held = jd.objectives.at_buffers(session["noisy"], jd.random.key(0))
+    assert len({float(held(session["state"].params, *part)["price"]) for _ in range(3)}) == 1
+
+
 def test_masks_and_statistics_go_on_together(shown):
     block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
     torch.testing.assert_close(
