@@ -311,6 +311,15 @@ def test_masks_and_statistics_go_on_together(shown):
     assert float((others["fit"] - losses["fit"]).detach().abs()) > 1e-4, "another mask"
 
 
+def test_parameters_and_statistics_go_back_into_the_module_without_the_key(shown):
+    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
+    section = page.partition("## Dropout by a key, with BatchNorm")[2].partition("\n## ")[0]
+    (load,) = re.findall(r"`(block\.load_state_dict\(.*?\))`", section)
+    block, together = copy.deepcopy(shown["block"]), shown["together"]
+    eval(load, {"block": block, "together": together})
+    torch.testing.assert_close(dict(block.state_dict()), together.params | together.buffers["statistics"])
+
+
 def test_the_best_state_is_kept_and_the_patience_ends(shown):
     (block,) = [code for code in blocks(GUIDES / "recipes.md") if "patience" in code]
     values = iter([1.0, 0.9, 0.5, 0.7, 0.6, 0.6, 0.8, 0.9, 0.1])
