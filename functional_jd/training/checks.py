@@ -1,7 +1,6 @@
 """What `train_state` checks: that there is something to learn, and something to learn it from."""
 
 import warnings
-from inspect import Signature, signature
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
-from functional_jd.objectives import Multitask, Sharded
+from functional_jd.objectives import Sharded
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import is_scaled
@@ -25,6 +24,7 @@ from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.training.first_values import warn_of_residuals
+from functional_jd.training.signatures import blame_batch
 
 # Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
 _ROUNDING = 1e-6
@@ -110,8 +110,7 @@ def check_learning(
         _warn_of_lost_averages(where, journal, buffers)
         _warn_of_lost_numbers(where, journal)
     except Exception as error:
-        if len(plan.args) == 1 + len(batch):
-            _blame_missing_buffers(where, losses, batch, error)
+        blame_batch(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
     finally:
         journal.undo(again=True)
@@ -233,32 +232,6 @@ def _warn_of_lost_numbers(where: str, journal: StateJournal) -> None:
                 stacklevel=user_level(),
             )
             return
-
-
-def _blame_missing_buffers(where: str, losses: LossFunction, batch: tuple[Any, ...], error: Exception) -> None:
-    """Say that no buffers were given, if that is why the losses could not be called."""
-    part = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
-    try:
-        expected = signature(part)
-    except (TypeError, ValueError):  # no function, or one written in C
-        return
-    cure = "If these are buffers, pass buffers=dict(module.named_buffers()), and return (losses, buffers)."
-    if not _takes(expected, 1 + len(batch)) and _takes(expected, 2 + len(batch)):
-        second = list(expected.parameters)[1]
-        raise TypeError(
-            f"{where}: expected losses of params and of the {len(batch)} arguments of the batch, found ones that take "
-            f"another, {second!r}, after params. {cure}"
-        ) from error
-    if list(expected.parameters)[1:2] == ["buffers"]:
-        error.add_note(f"{where}: the losses take 'buffers' after params, and received the first of the batch. {cure}")
-
-
-def _takes(expected: Signature, count: int) -> bool:
-    try:
-        expected.bind(*range(count))
-    except TypeError:
-        return False
-    return True
 
 
 def _warn_of_outputs(where: str, values: Losses) -> None:

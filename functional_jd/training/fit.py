@@ -47,7 +47,8 @@ def fit(
 
     Raises:
         ImportError: `progress` without tqdm.
-        TypeError: `step` is not callable, `batches` is not iterable, or `on_step` takes neither one nor two arguments.
+        TypeError: `step` is not callable, or not with what a batch holds; `batches` is not iterable; `on_step` takes
+            neither one nor two arguments.
         ValueError: `patience` is not a positive integer.
         TrainingStalled: too many steps in a row were skipped.
 

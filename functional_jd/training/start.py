@@ -65,8 +65,8 @@ def train_state(
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not return what the buffers
-            and `has_aux` ask for.
+        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not take this batch, or do
+            not return what the buffers and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
             (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
             it as aux, or name it in `constant`); `multitask` losses of which none reaches the trunk; noise that

@@ -18,6 +18,7 @@ from functional_jd.torch_compat.torch_internals import under_functional_transfor
 from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
+from functional_jd.training.signatures import blame_batch
 from functional_jd.training.skip_derivatives import closed, opened
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
 
@@ -54,10 +55,10 @@ def step(
         `(TrainState, StepInfo(losses, weights, finite, moved, gramian, aux))`.
 
     Raises:
-        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not return what `has_aux` and
-            the buffers ask for; an engine that is unknown, or does not give the rule what it needs; a state of another
-            rule, optimizer, number of objectives or model; noise that protects nobody (`noised`). Never because of
-            values.
+        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not take this batch, or
+            do not return what `has_aux` and the buffers ask for; an engine that is unknown, or does not give the rule
+            what it needs; a state of another rule, optimizer, number of objectives or model; noise that protects nobody
+            (`noised`). Never because of values.
 
     Laws:
         Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
@@ -103,8 +104,12 @@ def step(
         token, plan, used = _opened(plan, state)
     if optimizer.search is not None:
         optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
-    # Nobody else holds the direction.
-    return _finished(plan, state, optimizer, directed(plan, chosen, used.aggregator), token, used)
+    try:
+        # Nobody else holds the direction.
+        return _finished(plan, state, optimizer, directed(plan, chosen, used.aggregator), token, used)
+    except TypeError as error:
+        blame_batch("step", losses, len(plan.args) > 1 + len(batch), batch, error)
+        raise
 
 
 def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.training.blame import bad_derivatives
+from functional_jd.training.signatures import blame_step
 from functional_jd.training.skips import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
 
@@ -32,7 +33,7 @@ def steps(
         assigns to its own variable.
 
     Raises:
-        TypeError: `step` is not callable, or `batches` is not iterable.
+        TypeError: `step` is not callable, or not with what a batch holds; `batches` is not iterable.
         ValueError: `patience` is not a positive integer.
         TrainingStalled: too many steps in a row were skipped.
 
@@ -69,7 +70,11 @@ def iterate(
 def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
     for batch in batches:
         scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
-        state, info = step(state, *given)
+        try:
+            state, info = step(state, *given)
+        except TypeError as error:
+            blame_step(watch.where, step, given, error)
+            raise
         yield state, info
         # Afterwards, so that the last step is seen too.
         watch.follow(scale, state, info, partial(bad_derivatives, step, state, given, info))
