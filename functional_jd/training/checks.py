@@ -19,6 +19,7 @@ from functional_jd.objectives import Sharded
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import is_scaled
+from functional_jd.random.keyed_function import noting_keys
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
@@ -104,11 +105,14 @@ def check_learning(
     """
     draws, where = random_state(), plan.where
     points, params = _as_points(plan)
+    drawn: list[Tensor] = []
     try:
-        values, buffers = _evaluated(plan, params, journal)
+        with noting_keys(drawn.append):
+            values, buffers = _evaluated(plan, params, journal)
         _refuse_written(plan, points, journal)
         _warn_of_lost_averages(where, journal, buffers)
         _warn_of_lost_numbers(where, journal)
+        _warn_of_still_keys(plan, drawn, buffers)
     except Exception as error:
         blame_batch(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
@@ -232,6 +236,25 @@ def _warn_of_lost_numbers(where: str, journal: StateJournal) -> None:
                 stacklevel=user_level(),
             )
             return
+
+
+def _warn_of_still_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
+    """Warn of keys among the buffers that `keyed` drew with, and that come back as they were. Of losses of single
+    examples, the step itself moves the keys.
+    """
+    if not drawn or plan.kind.rows_are_examples or not tree_leaves(buffers):
+        return
+    returned = dict(zip(tree_names(buffers), tree_leaves(buffers), strict=True))
+    for name, key in zip(tree_names(plan.args[1]), tree_leaves(plan.args[1]), strict=True):
+        after = returned.get(name)
+        if any(key is x for x in drawn) and isinstance(after, Tensor) and torch.equal(key, after):
+            warnings.warn(
+                f"{plan.where}: the losses draw with the key {name!r} of the buffers, and return it as it was: every "
+                "step draws the same numbers. Draw with one key of now, key = functional_jd.random.split(key), and "
+                "return the other.",
+                UserWarning,
+                stacklevel=user_level(),
+            )
 
 
 def _warn_of_outputs(where: str, values: Losses) -> None:

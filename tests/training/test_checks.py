@@ -133,6 +133,66 @@ def test_numbers_that_stay_are_not_told(kind):
     begin(lambda p, x, y: error(functional_call(net, p, x), y), dict(net.named_parameters()))
 
 
+drop = fj.random.keyed(lambda p, x: nn.functional.dropout(x * p["w"], 0.5))
+WEIGHTS = {"w": torch.ones(3)}
+KEY = fj.random.key(0)
+
+
+def still(p, buffers, x, y):
+    return drop(buffers["key"], p, x).square().mean(0), buffers
+
+
+def split_off(p, buffers, x, y):
+    now, key = fj.random.split(buffers["key"])
+    return drop(now, p, x).square().mean(0), {"key": key}
+
+
+STILL = {
+    "as it was": (WEIGHTS, {"key": KEY}, still),
+    "autocast": (WEIGHTS, {"key": KEY}, fj.autocast(still, torch.bfloat16)),
+    "a copy": (WEIGHTS, {"key": KEY}, lambda p, b, x, y: (still(p, b, x, y)[0], {"key": b["key"].clone()})),
+    "alone": (WEIGHTS, KEY, lambda p, key, x, y: (still(p, {"key": key}, x, y)[0], key)),
+    "tasks": (
+        {"shared": WEIGHTS, "heads": torch.ones(())},
+        {"key": KEY, "n": torch.zeros(())},
+        fj.multitask(
+            lambda p, b, x, y: (drop(b["key"], p, x), b | {"n": b["n"] + 1}), lambda v, z, b, x, y: (v * z.mean(0), b)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "buffers", "losses"), STILL.values(), ids=STILL)
+def test_a_key_that_draws_and_does_not_move_is_told(params, buffers, losses):
+    with pytest.warns(UserWarning, match=r"^train_state: .* draw with the key '\w+' .*\.split\(key\)") as seen:
+        state = begin(losses, params, buffers=buffers)
+    assert (len(seen), seen[0].filename) == (1, __file__)
+    infos = [fj.step(state, X, Y, losses=losses, **METHOD)[1] for _ in range(2)]
+    assert torch.equal(infos[0].losses, infos[1].losses)
+
+
+MOVING = {
+    "split": ({"key": KEY}, split_off),
+    "no draw": ({"key": KEY}, lambda p, b, x, y: ((x * p["w"]).square().mean(0), b)),
+    "eval": ({"key": KEY}, lambda p, b, x, y: (fj.random.keyed(lambda: x * p["w"])(b["key"]).square().mean(0), b)),
+    "folded": (
+        {"key": KEY, "n": torch.tensor(0)},
+        lambda p, b, x, y: (still(p, {"key": fj.random.fold_in(b["key"], b["n"])}, x, y)[0], b | {"n": b["n"] + 1}),
+    ),
+    "examples": (
+        {"key": KEY},
+        fj.per_example(lambda p, b, x, y: (drop(b["key"], p, x).square().sum(), b)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("buffers", "losses"), MOVING.values(), ids=MOVING)
+def test_keys_that_move_or_do_not_draw_are_not_told(buffers, losses):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(losses, WEIGHTS, buffers=buffers)
+
+
 def test_buffers_that_were_not_given_are_named():
     net, params, buffers = network()
     tasks = fj.multitask(lambda p, state, x, y: fj.functional(net)(p, state, x), lambda v, z, state, x, y: (z, state))
