@@ -2,8 +2,9 @@
 
 Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there
 in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `docs/evidence.md`
-and its picture. A file that is removed is trained again. `--seconds S` stops after that time; `--quick` trains two
-problems shortly, in two draws, and stores nothing; `--page` writes the page from what is stored.
+and its picture. A file that is removed is trained again. `--seconds S` stops after that time; `--methods NAME ...`
+trains only these; `--quick` trains two problems shortly, in two draws, and stores nothing; `--page` writes the page
+from what is stored.
 """
 
 import sys
@@ -15,10 +16,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
 
 from problems import PROBLEMS
-from study_queue import cell_of, run, said
+from study_queue import cell_of, lacks_package, queue, run, said
 from study_training import draws_of
 
-QUICK = {"units": ("mean", "standardised", "nash_mtl", "random_search"), "fairness": ("mean", "upgrad", "advice")}
+QUICK = {
+    "units": ("mean", "standardised", "nash_mtl", "random_search"),
+    "fairness": ("mean", "upgrad", "peer_upgrad", "advice"),
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,17 +31,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("problems", nargs="*", help=f"some of {', '.join(PROBLEMS)}")
     parser.add_argument("--quick", action="store_true", help="two problems, few steps: stores nothing")
     parser.add_argument("--page", action="store_true", help="only write the page from what is stored")
+    parser.add_argument("--methods", nargs="+", default=[], help="only these, such as upgrad or peer_upgrad")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="train no longer than this")
     given = parser.parse_args(arguments)
     for name in given.problems:
         if name not in PROBLEMS:
             parser.error(f"expected some of {', '.join(PROBLEMS)}, found {name!r}")
+    known = {method for _, method in queue()}
+    for method in given.methods:
+        if method not in known:
+            parser.error(f"expected some of {', '.join(sorted(known))}, found {method!r}")
     torch.set_num_threads(1)  # networks this small gain nothing from more
     if given.quick:
         quick()
         return
     if not given.page:
-        run(given.problems, given.seconds)
+        run(given.problems, given.seconds, given.methods)
     from study_page import write_page
 
     write_page()
@@ -49,6 +58,8 @@ def quick() -> None:
         problem = PROBLEMS[name].build()
         draws = draws_of(problem, 2)
         for method in methods:
+            if lacks_package(method):
+                continue
             print(f"{name:14} {method:26} {said(cell_of(problem, method, draws, 80))}", flush=True)
 
 

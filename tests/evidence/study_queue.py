@@ -1,12 +1,13 @@
 """The cells of the study in the order in which they are trained: the most telling first, so that a part is of use."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from problems import PROBLEMS
 from study_advice import figures
 from study_cells import Cell, path_of, store, under_method
+from study_peers import NAMES, PREFIX, peer_cell
 from study_problem import Problem
 from study_rules import methods_for
 from study_search import SEARCHES
@@ -21,6 +22,7 @@ STAGES = (
     ("uw_standardised", "aligned_mtl", "imtl_g", "geometric_mean", "famo"),
     ("tpe", "grid"),
 )
+PACKAGES = {"tpe": "optuna"} | {PREFIX + rule: "torchjd" for rule in NAMES}  # that methods need
 
 
 def names_for(m: int, exchangeable: bool) -> list[str]:
@@ -30,7 +32,7 @@ def names_for(m: int, exchangeable: bool) -> list[str]:
 
 
 def queue() -> Iterator[tuple[str, str]]:
-    """Problem and method of every cell, stage by stage; what no stage names comes last."""
+    """Problem and method of every cell, stage by stage; then what no stage names; last the peer's rules, by rule."""
     names = {name: names_for(entry.m, entry.exchangeable) for name, entry in PROBLEMS.items()}
     middle = [name for name in PROBLEMS if name not in FIRST + SLOW]
     order = [name for name in (*FIRST, *middle, *SLOW) if name in PROBLEMS]
@@ -41,6 +43,7 @@ def queue() -> Iterator[tuple[str, str]]:
                 continue
             wanted = [x for x in names[name] if x not in staged] if stage is None else stage
             yield from ((name, method) for method in wanted if method in names[name])
+    yield from ((name, PREFIX + rule) for rule in NAMES for name in FIRST)
 
 
 def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
@@ -49,20 +52,28 @@ def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
         return figures(problem, draws, steps)
     if method in SEARCHES:
         return SEARCHES[method](problem, draws, steps)
+    if method.startswith(PREFIX):
+        return peer_cell(problem, method.removeprefix(PREFIX), draws, steps)
     return under_method(problem, methods_for(problem.m)[method], draws, steps)
 
 
-def run(only: list[str], seconds: float = float("inf")) -> None:
-    """Train what is not stored yet, of these problems or all, until so many seconds are over."""
+def lacks_package(method: str) -> bool:
+    """Whether the method needs a package that is not installed."""
+    return method in PACKAGES and find_spec(PACKAGES[method]) is None
+
+
+def run(only: list[str], seconds: float = float("inf"), methods: Sequence[str] = ()) -> None:
+    """Train what is not stored yet, of these problems and methods or all, until so many seconds are over."""
     begin, kept_problem = time.perf_counter(), ("", None, None)
-    todo = [(p, m) for p, m in queue() if (not only or p in only) and not path_of(p, m).exists()]
+    wanted = [(p, m) for p, m in queue() if (not only or p in only) and (not methods or m in methods)]
+    todo = [(p, m) for p, m in wanted if not path_of(p, m).exists()]
     for i, (name, method) in enumerate(todo):
         if time.perf_counter() - begin > seconds:
             print(f"stopped: {len(todo) - i} cells are left", flush=True)
             return
         if path_of(name, method).exists():
             continue  # another process has trained it meanwhile
-        if method == "tpe" and find_spec("optuna") is None:
+        if lacks_package(method):
             continue
         if kept_problem[0] != name:
             problem = PROBLEMS[name].build()

@@ -1,0 +1,145 @@
+"""The peer's rules in the trainings of the study: they are the peer's, with their state, and nothing else differs."""
+
+from types import SimpleNamespace
+
+import pytest
+import study_peers
+import study_queue
+import torch
+from problems import Entry
+from study_cells import load_all, path_of
+from study_peers import NAMES, OURS, Peer, distances, peer_cell, peer_of
+from study_rules import RULES, Method
+from study_training import draws_of, train
+from test_study import tiny
+
+import functional_jd as jd
+
+pytest.importorskip("torchjd")
+from torchjd import aggregation as peer
+from torchjd.linalg import QuadprogProjector
+
+DIRECT = {
+    "upgrad": lambda m: peer.UPGrad(),
+    "nash_mtl": lambda m: peer.NashMTL(m),
+    "cagrad": lambda m: peer.CAGrad(0.5),
+    "config": lambda m: peer.ConFIG(),
+    "imtl_g": lambda m: peer.IMTLG(),
+    "upgrad_cured": lambda m: peer.UPGrad(projector=QuadprogProjector(norm_eps=0.0, reg_eps=1e-14)),
+}
+# Not ours: cvxpy says so of what the peer asks for, and of what ECOS returns.
+of_the_peer = [
+    pytest.mark.filterwarnings("ignore:You are solving a parameterized problem that is not DPP"),
+    pytest.mark.filterwarnings("ignore:Solution may be inaccurate"),
+]
+pytestmark = of_the_peer
+
+
+def jacobians(m, spread, count=6, dtype=torch.float32):
+    """A sequence as in a training: the same rows, and some noise; the longest 10^spread times the shortest."""
+    g = torch.Generator().manual_seed(10 * m + spread)
+    lengths = torch.logspace(0, spread, m, dtype=dtype)[:, None]
+    base = torch.randn(m, 40, generator=g, dtype=dtype)
+    return [(base + 0.2 * i * torch.randn(m, 40, generator=g, dtype=dtype)) * lengths for i in range(count)]
+
+
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize(("m", "spread"), [(2, 0), (3, 1), (3, 3), (5, 2), (2, 12)])
+def test_directions_are_those_of_the_peer_called_directly(rule, m, spread):
+    """To the last bit, in a sequence, since `NashMTL` remembers; also where gradients vanish, or are alike."""
+    direct, ours = DIRECT[rule](m), Peer(rule, m, steps=40)
+    ours.begin(None)
+    sequence = jacobians(m, spread)
+    sequence[3:3] = [torch.zeros_like(sequence[0]), sequence[0][:1].repeat(m, 1), torch.eye(m, 40)]
+    for J in sequence:
+        try:
+            expected = direct(J)
+        except Exception:
+            expected = torch.full_like(J[0], torch.nan)
+        found = ours.directions(J[None])[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_names_are_those_of_the_peer():
+    for rule, name in NAMES.items():
+        assert type(peer_of(rule, 3)).__name__ == name.partition("(")[0]
+        assert repr(peer_of(rule, 3)) == repr(DIRECT[rule](3))
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkeypatch):
+    monkeypatch.setattr(
+        study_peers, "peer_of", lambda rule, m: lambda J: jd.aggregate(RULES[OURS[rule]](torch.zeros(2)), J).direction
+    )
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
+    given = draws, rates, torch.ones(2, 2, 2), 30
+    found = Peer(rule, 2, 30)
+    theirs = train(problem, Method(lambda key: found.aggregator()), *given)
+    ours = train(problem, Method(RULES[OURS[rule]]), *given)
+    torch.testing.assert_close(theirs.parts, ours.parts, rtol=1e-3, atol=1e-4)
+    assert torch.equal(theirs.skipped, ours.skipped)
+    assert torch.stack(found.apart[0]).max() < 1e-5
+
+
+def test_every_training_has_its_own_state():
+    """A training among four is the same alone, although `NashMTL` begins with the last solution."""
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    built = Peer("nash_mtl", 2, 20)
+    method = Method(lambda key: built.aggregator())
+    rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
+    four = train(problem, method, draws, rates, torch.ones(2, 2, 2), 20)
+    assert len({id(one) for one in built.own}) == 4
+    second = SimpleNamespace(**{**vars(draws), "numbers": (1,), "data": draws.data[1:]})
+    alone = train(problem, method, second, rates[1:, 1:], torch.ones(1, 1, 2), 20)
+    torch.testing.assert_close(alone.parts[:, 0, 0], four.parts[:, 1, 1], rtol=1e-3, atol=1e-4)
+    assert len(built.apart) == 2
+    assert torch.stack(built.apart[0]).shape == (20, 4)
+
+
+def test_steps_without_a_direction_are_skipped_and_counted(monkeypatch):
+    def refuses(J):
+        raise ArithmeticError("no")
+
+    monkeypatch.setattr(study_peers, "peer_of", lambda rule, m: refuses)
+    problem = tiny()
+    found = Peer("upgrad", 2, 4)
+    given = draws_of(problem, 1), torch.tensor([[0.01]]), torch.ones(1, 1, 2), 4
+    trained = train(problem, Method(lambda key: found.aggregator()), *given)
+    assert trained.skipped.item() == 1
+    assert found.errors == {"ArithmeticError": trained.steps}
+    # A Jacobian that is not finite is not the peer's fault.
+    assert found.directions(torch.full((1, 2, 3), torch.nan)).isnan().all()
+    assert found.errors == {"ArithmeticError": trained.steps}
+
+
+def test_distances_are_those_of_directions_of_length_one():
+    J = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    rows = J.expand(4, 2, 2)
+    found = torch.tensor([[3.0, 3.0], [5.0, 0.0], [-1.0, -1.0], [0.0, 0.0]])
+    expected = torch.tensor([0.0, (2 - 2**0.5) ** 0.5, 2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(distances("upgrad", rows, found), expected)
+
+
+def test_a_cell_says_how_far_the_chosen_trainings_were_apart():
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    cell = peer_cell(problem, "nash_mtl", draws, steps=20, rounds=1)
+    assert cell["passes"] == 2
+    assert cell["errors"] == {}
+    assert cell["machine"]["torchjd"].startswith("0.18")
+    mean, largest = torch.tensor(cell["apart"]["mean"]), torch.tensor(cell["apart"]["largest"])
+    assert mean.shape == largest.shape == (2,)
+    assert ((mean >= 0) & (mean <= largest) & (largest <= 2)).all()
+
+
+def test_only_some_methods_are_trained_on_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_queue, "path_of", lambda p, m: path_of(p, m, tmp_path))
+    monkeypatch.setattr(study_queue, "PROBLEMS", {"tiny": Entry(tiny, 2)})
+    monkeypatch.setattr(study_queue, "FIRST", ("tiny",))
+    study_queue.run([], methods=["peer_config", "mean"])
+    found = load_all(tmp_path)["tiny"]
+    assert found.keys() == {"mean", "peer_config"}
+    assert found["peer_config"]["apart"]["mean"] < [1e-5, 1e-5]
