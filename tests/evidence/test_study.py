@@ -7,42 +7,17 @@ import torch
 from problems import PROBLEMS, Entry
 from study_advice import FROZEN
 from study_cells import load, load_all, path_of, store, under_method
-from study_problem import Data, Problem, explained, network, splits, standardized
-from study_problem import apply as network_values
+from study_problem import Data, splits, standardized
 from study_rules import RULES, grid, methods_for, unit_sum
 from study_search import random_search
 from study_training import averaged, draws_of, stands_still, train
+from tiny_problem import FIRST_UNIT, tiny
 
 import functional_jd as jd
 from functional_jd.diagnostics.advise import Thresholds
 
-FIRST_UNIT = 1e-6
 MORE = ("twenty", "heat", "convolutions", "characters")
 WITHOUT_PACKAGES = [name for name, entry in PROBLEMS.items() if not entry.held_out or name in MORE]
-
-
-def tiny():
-    """Two columns of a line, the first in a unit of 1e-6; thirty points, other ones in every draw."""
-
-    def data(draw):
-        x = torch.rand(50, 1, generator=torch.Generator().manual_seed(draw))
-        return splits((x, torch.cat([x, 1 - x], dim=1)), draw)
-
-    units = torch.tensor([FIRST_UNIT, 1.0])
-    return Problem(
-        "tiny",
-        "A line.",
-        data,
-        lambda g: network(g, 1, 4, 2),
-        lambda params, x, y: units * (network_values(params, x) - y).square().mean(0),
-        lambda x, y: units * y.var(0),
-        lambda params, x, y: explained(network_values(params, x), y),
-        ("first", "second"),
-        m=2,
-        batch=8,
-        steps=30,
-        draws=2,
-    )
 
 
 def test_a_tiny_problem_from_end_to_end(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from study_cells import load_all, path_of
 from study_peers import NAMES, OURS, Peer, distances, peer_cell, peer_of
 from study_rules import RULES, Method
 from study_training import draws_of, train
-from test_study import tiny
+from tiny_problem import tiny
 
 import functional_jd as jd
 
