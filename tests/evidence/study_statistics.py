@@ -79,19 +79,25 @@ def critical_difference(methods: int, problems: int, level: float = 0.05) -> flo
 
 def signed_ranks(table: Tensor, reference: int) -> list[float]:
     """The chance, by Wilcoxon's test over problems, of each method against one of them; corrected after Holm."""
+    others = [i for i in range(table.shape[1]) if i != reference]
+    corrected = holm([signed_rank(table[:, i] - table[:, reference]) for i in others])
+    return [corrected[others.index(i)] if i in others else 1.0 for i in range(table.shape[1])]
+
+
+def signed_rank(found: Tensor) -> float:
+    """The chance, by Wilcoxon's test, of differences `[problems]` so far from 0."""
     from scipy.stats import wilcoxon
 
-    others = [i for i in range(table.shape[1]) if i != reference]
-    raw = dict.fromkeys(others, 1.0)
-    for i in others:
-        found = (table[:, i] - table[:, reference]).numpy()
-        if abs(found).max() > 0:
-            raw[i] = float(wilcoxon(found).pvalue)
-    corrected, worst = {reference: 1.0}, 0.0
-    for k, i in enumerate(sorted(others, key=lambda i: raw[i])):
-        worst = max(worst, min(1.0, raw[i] * (len(others) - k)))
+    return float(wilcoxon(found.numpy()).pvalue) if found.abs().max() > 0 else 1.0
+
+
+def holm(chances: list[float]) -> list[float]:
+    """Chances of several tests, corrected so that one of them being below 0.05 by luck has a chance of 0.05."""
+    corrected, worst = dict[int, float](), 0.0
+    for k, i in enumerate(sorted(range(len(chances)), key=lambda i: chances[i])):
+        worst = max(worst, min(1.0, chances[i] * (len(chances) - k)))
         corrected[i] = worst
-    return [corrected[i] for i in range(table.shape[1])]
+    return [corrected[i] for i in range(len(chances))]
 
 
 def complete(cells: dict[str, dict[str, Cell]], methods: list[str]) -> list[str]:

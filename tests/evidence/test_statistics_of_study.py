@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from study_statistics import critical_difference, difference, friedman, mean_ranks, scores, signed_ranks, spent
+from study_statistics import critical_difference, difference, friedman, holm, mean_ranks, scores, signed_ranks, spent
 
 
 def cell(validation, test, **more):
@@ -75,3 +75,10 @@ def test_signed_ranks_are_corrected_for_their_number():
     better = base + torch.linspace(0.01, 0.06, 6, dtype=torch.float64)
     table = torch.stack([base, better, base], dim=1)
     assert signed_ranks(table, 0) == pytest.approx([1.0, 2 * 2 / 64, 1.0])
+
+
+def test_holm_multiplies_by_the_tests_that_are_left():
+    """The example of Holm's procedure: 0.01, 0.02, 0.03, 0.04 of four tests, and chances never fall nor pass 1."""
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
