@@ -141,6 +141,24 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
     return shard
 
 
+def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:
+    """What `gathered` is adjoint to: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
+    for dim in range(mesh.ndim):
+        placement = like.placements[dim] if is_sharded(like) else None
+        if placement is None or not placement.is_shard():
+            gradient = over_dimension("sum", gradient, mesh, dim)
+            continue
+        along, first = placement.dim, gradient.movedim(placement.dim, 0)
+        before = [i for i in range(dim) if like.placements[i].is_shard(along)]
+        padding = -len(first) % mesh.size(dim)
+        if padding:
+            first = torch.cat([first, first.new_zeros(padding, *first.shape[1:])])
+        part = over_dimension("scatter", first.unflatten(0, (mesh.size(dim), -1)), mesh, dim)
+        length = shard_range(like.shape[along], mesh, [*before, dim])[1]
+        gradient = part[:length].movedim(0, along)
+    return gradient
+
+
 def gathered_leaf(leaf: Any) -> Tensor:
     """The whole of a leaf: all ranks that hold shards of it must ask at the same time."""
     return leaf.full_tensor() if is_sharded(leaf) else leaf

@@ -22,7 +22,8 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         mesh: a `torch.distributed.device_mesh.DeviceMesh`, of any number of dimensions.
         reshard: whether leaves are freed after each use, and gathered again by the next and by the backward pass.
             `False` gathers each once and keeps it, which saves traffic and costs memory; it is needed where the losses
-            use transforms of torch.func themselves.
+            use transforms of torch.func, `torch.vmap` or scripted functions on parameters, or ask autograd for
+            derivatives by them. `True` refuses these, a scripted function with an error of torch's own.
 
     Returns:
         A function `(params, *batch) -> losses`, for `step`, `train_state`, `jacobian_fn`, `gramian_fn` and
@@ -32,7 +33,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
     Raises:
         TypeError: `losses` is not callable, or `mesh` is no mesh.
         ValueError: when called, leaves on another mesh or with other placements; `per_example` losses; a transform or
-            torch.compile around the call; `mode="forward"`.
+            torch.compile around the call; `mode="forward"`; a parameter that no function gathers (see `reshard`).
 
     Laws:
         Equal to the losses of the whole batch, to rounding, and so are its rows. One rank's overflow skips the step on

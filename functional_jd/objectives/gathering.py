@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_jd.core.agreement import bits_of, check_alike
-from functional_jd.core.sharding import gathered, is_sharded, over_mesh
+from functional_jd.core.sharding import gathered, is_sharded, over_mesh, scattered
 from functional_jd.core.tree import tree_map
+from functional_jd.torch_compat.subclasses import without_memory
 from functional_jd.torch_compat.torch_internals import version
 
 Keep = Callable[[Tensor, Tensor, Any, str], None]
@@ -79,6 +81,9 @@ class GatheredWhereUsed(Tensor):
     So a leaf is whole for the time of one function, and in the backward pass its gradient is reduced and scattered as
     soon as it is known: autograd runs what was recorded last first, and a leaf that is gathered before all others would
     wait for all of them. What it tells of itself (shape, dtype, device) needs no gathering.
+
+    A `torch.autograd.Function` takes the leaf itself, and returns a gradient of the whole, which goes back to the
+    shard. What looks for memory that is not there, below Python, is refused.
     """
 
     shape_of: Tensor
@@ -88,8 +93,7 @@ class GatheredWhereUsed(Tensor):
     @staticmethod
     def of(shard: Tensor, like: Any, name: str, gathers: Gathers, keep: Keep) -> "GatheredWhereUsed":
         """The leaf `like` of this name, of which this rank holds the shard."""
-        shape_of = torch.empty(like.shape, dtype=shard.dtype, device="meta")
-        leaf = shape_of.as_subclass(GatheredWhereUsed)
+        leaf: GatheredWhereUsed = _Entered.apply(shard, like, name, gathers)  # pyright: ignore[reportAssignmentType]
         partly = is_sharded(like) and any(p.is_shard() for p in like.placements)
 
         def whole_leaf() -> Tensor:
@@ -98,7 +102,8 @@ class GatheredWhereUsed(Tensor):
                 keep(whole, shard.detach(), like, name)
             return whole
 
-        leaf.shape_of, leaf.shard, leaf.whole = shape_of, shard, whole_leaf
+        leaf.shape_of = torch.empty(like.shape, dtype=shard.dtype, device="meta")
+        leaf.shard, leaf.whole = shard, whole_leaf
         return leaf
 
     @classmethod
@@ -108,6 +113,8 @@ class GatheredWhereUsed(Tensor):
             return func(args[0].shape_of, *args[1:], **kwargs)
         if func in _OF_KIND:
             return func(args[0].shard, *args[1:], **kwargs)
+        if func in _DERIVATIVES:
+            raise not_gathered_here("one that asks autograd for a derivative by a parameter")
         opened: list[tuple[Tensor, int]] = []
 
         def whole_of(x: Any) -> Any:
@@ -127,7 +134,40 @@ class GatheredWhereUsed(Tensor):
             )
         return result
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd saves it: the argument of a Function, or of a checkpoint
+            leaf = args[0]
+            saved = without_memory(cls, leaf.shape_of.shape, leaf.shard)
+            saved.shape_of, saved.shard, saved.whole = leaf.shape_of, leaf.shard, leaf.whole
+            return saved
+        raise not_gathered_here(f"{func} in torch.vmap or in a scripted function")
 
+
+class _Entered(Function):
+    """A leaf without memory, in whose place every function gets the whole, made of this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, like: Any, name: str, gathers: Gathers) -> Tensor:
+        ctx.entered = like, name, gathers
+        return without_memory(GatheredWhereUsed, like.shape, shard)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        like, name, gathers = ctx.entered
+        gathers.announce(f"has a gradient of {name!r}", cotangents[0].device)
+        return scattered(cotangents[0], like, gathers.mesh), None, None, None
+
+
+def not_gathered_here(found: str) -> ValueError:
+    """The error of losses that need a leaf whole for longer than one function takes."""
+    return ValueError(
+        f"sharded: expected losses in which functions of torch take the parameters, found {found}: no function gathers "
+        "it there. Pass sharded(losses, mesh, reshard=False), which gathers each parameter once."
+    )
+
+
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _OF_SHAPE = {
     Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -165,6 +205,8 @@ def saved_shards(gathers: Gathers) -> Generator[Keep]:
         if x.layout != torch.strided or not x.numel() or x.untyped_storage().data_ptr() not in known:
             return None
         reference, before, source = known[x.untyped_storage().data_ptr()]
+        if x.dtype != source[0].dtype or x.is_neg() or x.is_conj():  # sizes and strides do not say all of such a view
+            return None
         # The memory of a leaf that is gone may be another tensor's now, and what was changed in place is no longer
         # what would be gathered.
         return None if reference.expired() or version(x) != before else source

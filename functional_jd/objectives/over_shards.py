@@ -22,7 +22,7 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Losses, Params, Tree
-from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Keep, saved_shards
+from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Keep, not_gathered_here, saved_shards
 from functional_jd.objectives.structured import ExampleSets, PerExample
 
 
@@ -151,10 +151,12 @@ def no_sharded_form(where: str, found: str, cure: str = "") -> ValueError:
 
 @contextmanager
 def _told_of_mixed_leaves(where: str) -> Generator[None]:
-    """Say how what a closure captures gets to the losses whole."""
+    """Say how what a closure captures, or a transform takes, gets to the losses whole."""
     try:
         yield
     except RuntimeError as error:
+        if "support saved tensor hooks" in str(error) or "storage of TensorWrapper" in str(error):
+            raise not_gathered_here("a transform of torch.func") from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ValueError(

@@ -1,9 +1,15 @@
-"""What layers and models do with sharded parameters: checkpoints that take them, and bases that are not trained."""
+"""What layers and models do with sharded parameters: checkpoints, functions of one's own and transforms that take them,
+and bases that are not trained.
+"""
+
+import re
 
 import pytest
 import torch
 from shard_models import EXAMPLES, close, mesh, mine, placed
 from shard_training import trained
+from torch.autograd import Function
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
@@ -64,3 +70,80 @@ def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
     captured = distributed.sharded(lambda p, x: losses(p, sharded_base, x), mesh())
     with pytest.raises(ValueError, match=r"train_state: expected sharded.* take every DTensor as an argument"):
         fj.train_state(placed(params), mine(x), losses=captured, **how)
+
+
+class Rounded(Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return (4 * w).round() / 4
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+class Product(Function):
+    """`x w`, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        x, w = ctx.saved_tensors
+        return cotangent @ w.mT, x.mT @ cotangent
+
+
+def spread(p, x):
+    """Views whose sizes and strides do not say all: complex ones, and those with a sign or a conjugate to come."""
+    w = torch.view_as_complex(p["w"].reshape(3, 3, 2))
+    h = (x[:, :3] + 0j) @ w @ w.mH
+    return (h * w.conj().imag.sum(0) * w.imag[1]).real.square().mean(0)
+
+
+def check_functions_and_views_of_a_parameter_give_its_rows():
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 6, generator=draw).double(), "b": torch.randn(6, generator=draw).double()}
+    x = torch.randn(EXAMPLES, 3, generator=draw).double()
+    for losses in (
+        lambda p, x: (x @ Rounded.apply(p["w"]) + p["b"]).square().mean(0)[:3],
+        lambda p, x: (Product.apply(x, p["w"]) * p["b"]).square().mean(0)[:3],
+        lambda p, x: (Product.apply(x, p["w"]) @ Rounded.apply(p["w"]).mT).square().mean(0) + p["w"].square().mean(1),
+        spread,
+    ):
+        for mode in ("loop", "vmap"):
+            expected, values = fj.jacobian_fn(losses, mode="loop")(params, x)
+            for reshard in (True, False):
+                own = distributed.sharded(losses, mesh(), reshard)
+                found, means = fj.jacobian_fn(own, mode=mode)(placed(params, [Shard(0)]), mine(x))
+                close((found, means), (expected, values), 1e-9)
+
+
+def check_what_no_function_gathers_is_refused_in_one_sentence():
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 6, generator=draw), "b": torch.randn(6, generator=draw)}
+    x = torch.randn(EXAMPLES, 3, generator=draw)
+
+    def penalty(p, x):
+        value = (x @ p["w"] + p["b"]).square().mean()
+        (slope,) = torch.autograd.grad(value, [p["w"]], create_graph=True, allow_unused=True, materialize_grads=True)
+        return torch.stack([value, slope[0, 0]])
+
+    slopes = torch.func.grad(lambda w, x: (x @ w).tanh().mean())
+    for losses, words in (
+        (lambda p, x: torch.vmap(lambda w: (x @ w).square().mean(), in_dims=1)(p["w"]) + p["b"], "torch.vmap"),
+        (penalty, "a derivative by a parameter"),
+        (lambda p, x: slopes(p["w"], x).sum(1) + p["b"][:3], "a transform of torch.func"),
+    ):
+        how = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+        with pytest.raises(ValueError, match=rf"sharded: .*{re.escape(words)}.*reshard=False"):
+            fj.train_state(placed(params), mine(x), losses=distributed.sharded(losses, mesh()), **how)
+        kept = distributed.sharded(losses, mesh(), reshard=False)
+        state = fj.train_state(placed(params), mine(x), losses=kept, **how)
+        after, info = fj.step(state, mine(x), losses=kept, **how)
+        assert info.moved
+        assert not torch.equal(after.params["w"].full_tensor(), params["w"])
