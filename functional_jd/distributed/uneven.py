@@ -42,6 +42,8 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
     device = leaves[0].device
     # A copy of a number from the host would wait for the device.
     own = examples.to(device) if isinstance(examples, Tensor) else torch.full((), examples, device=device)
+    # A total has more digits than what it is the sum of: 2 counts of 40,000 are none of float16.
+    own = at_least_float32(own) if own.is_floating_point() else own.long()
     total, ranks = _summed(own, group)
 
     def weighted(value: Tensor) -> Tensor:

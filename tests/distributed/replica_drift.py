@@ -74,6 +74,17 @@ def check_unequal_batches_count_by_their_examples():
         close([info.losses for info in infos], [info.losses for info in expected_infos], rtol=bound, atol=bound)
 
 
+def check_counts_of_narrow_dtypes_are_added_up_in_wide_ones():
+    one, last = torch.tensor(2.0), rank() == replicas() - 1
+    counts = {torch.float16: 40_000, torch.bfloat16: 1000, torch.uint8: 200, torch.int16: 30_000, torch.bool: 1}
+    for dtype, count in counts.items():
+        found = distributed.weighted_by_examples(one, torch.tensor(count, dtype=dtype))
+        close(found, one, rtol=1e-6, atol=0)
+    own = torch.tensor(1000.0 if last else 3.0, dtype=torch.bfloat16)
+    total = 3 * (replicas() - 1) + 1000
+    close(distributed.weighted_by_examples(one, own), one * replicas() * own.float() / total, rtol=1e-6, atol=0)
+
+
 def check_weights_of_batches_compose_with_transforms():
     own, total = 1 + rank(), replicas() * (replicas() + 1) / 2
     f = partial(distributed.weighted_by_examples, examples=own)
