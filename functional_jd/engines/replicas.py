@@ -10,10 +10,11 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.agreement import bits_of
 from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
-from functional_jd.core.rows import of_distinct
-from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_map
+from functional_jd.core.rows import at_least_float32, of_distinct
+from functional_jd.core.tree import all_finite, described_leaves, floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree, Weights
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import choose_replica_engine
@@ -31,6 +32,7 @@ from functional_jd.engines.group import (
 from functional_jd.engines.jacobian import rows_of_plan
 from functional_jd.engines.observed import unscaled
 from functional_jd.engines.plan import Engine, Plan
+from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -129,8 +131,9 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas; in `step`, `per_example` losses that are more on one replica than on another
-            (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not
+            dtypes between the replicas; in `step`, as many losses with other names (off the CPU: the step is skipped),
+            and `per_example` losses that are more on one replica than on another (on a CPU: to ask another device would
+            be to wait for it); in `step` and `train_state`, one that does not
             give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
             process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
@@ -263,7 +266,27 @@ def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
     """
     buffers, aux = mine.carried
     pool = lambda x: mean_over_group(x, group) if x.is_floating_point() else collective("first", x, group)
-    return mine._replace(losses=_pooled_rows(plan, mine.losses, group), carried=(tree_map(pool, buffers), aux))
+    pooled = _pooled_rows if plan.kind.rows_are_examples else _mean_losses
+    return mine._replace(losses=pooled(plan, mine.losses, group), carried=(tree_map(pool, buffers), aux))
+
+
+def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
+    """The mean of losses that have the same names on all replicas, as a digest tells that travels with them."""
+    if under_transform() or torch.compiler.is_compiling():
+        return mean_over_group(values, group)
+    described, last = described_leaves(values), tree_leaves(values)[-1]
+    bits = bits_of(" ".join(described), last.device).to(at_least_float32(last).dtype)
+    means, shared = mean_over_group((values, bits), group)
+    alike = ((shared - shared.round()).abs() < 0.25 / known_group(group)[1]).all()
+    if not alike.is_cpu:  # without waiting for the device: the step is skipped
+        return tree_map(lambda mean: torch.where(alike, mean, torch.nan), means)
+    if not alike:
+        raise ValueError(
+            f"{plan.where}: expected losses with the same names, shapes and dtypes on all ranks, found different ones; "
+            f"on this rank: {', '.join(described[:5])}. Return all losses everywhere: of a task that a batch does not "
+            "have, 0.0 * features.sum()."
+        )
+    return means
 
 
 def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:

@@ -52,11 +52,11 @@ class Gathers:
             parts = {"the same leaves, used in the same order, and the same losses": doing}
             check_alike(self.where, parts, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
 
-    def mean(self, values: list[Tensor]) -> list[Tensor]:
-        """The means over the ranks of losses, which a digest of the names goes with."""
+    def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
+        """The means over the ranks of losses, which a digest of the names goes with, their own too."""
         sizes = [value.numel() for value in values]
         joined = torch.cat([value.reshape(-1) for value in values])
-        bits = bits_of(" ".join(self.names), joined.device)
+        bits = bits_of(" ".join([*self.names, *described]), joined.device)
         found = over_mesh("mean", torch.cat([joined, bits.to(joined.dtype)]), mesh=self.mesh)
         found, shared = found[: len(joined)], found[len(joined) :].detach()
         alike = ((shared - shared.round()).abs() < 0.25 / self.mesh.size()).all()
@@ -64,8 +64,8 @@ class Gathers:
             found = torch.where(alike, found, torch.nan)
         elif not alike:
             raise ValueError(
-                f"{self.where}: expected the same leaves, used in the same order, on all ranks, found different ones; "
-                f"on this rank: {', '.join(self.names)}. {_CURE}"
+                f"{self.where}: expected the same leaves, used in the same order, and the same losses on all ranks, "
+                f"found different ones; on this rank: {', '.join(self.names)}; {', '.join(described)}. {_CURE}"
             )
         return [
             part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)

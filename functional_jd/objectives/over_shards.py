@@ -132,9 +132,9 @@ class Sharded(Declared):
             return tree_unflatten(structure, [_whole(x, gathers.where) if is_sharded(x) else x for x in leaves])
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if places:
-            if gathers.starting:
-                gathers.announce(described_leaves(values), leaves[places[0]].device)
-            means = gathers.mean([at_least_float32(leaves[k]) for k in places])
+            described = described_leaves(values)
+            gathers.announce(described, leaves[places[0]].device)
+            means = gathers.mean([at_least_float32(leaves[k]) for k in places], described)
             for k, mean in zip(places, means, strict=True):
                 leaves[k] = mean
         gathers.names.clear()

@@ -57,6 +57,28 @@ def check_more_rows_on_one_replica_are_refused_on_all():
             step(state, *unequal, **how)
 
 
+def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
+    """Tasks that each batch has or has not: as many on all replicas, and others."""
+    params, batch = problem()
+    held = ["cost"]
+    losses = lambda p, *batch: dict(zip(("all", held[0]), plain(p, *batch).values(), strict=True))
+    for rule, engine in ((fj.upgrad(), "auto"), (fj.upgrad(), "columns"), (fj.mean(), "auto")):
+        held[0] = "cost"
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+        how["engine"] = distributed.replicated(engine)
+        state = fj.train_state(params, *mine(batch), **how)
+        held[0] = "time"
+        assert fj.step(state, *mine(batch), **how)[1].moved, "others than at the start, but the same everywhere"
+        held[0] = "time" if rank() else "cost"
+        with pytest.raises(
+            ValueError, match=r"step: expected losses with the same names, .* on this rank: all .*(time|cost)"
+        ):
+            fj.step(state, *mine(batch), **how)
+        found = fj.weights_fn(losses, rule, group=torch.distributed.group.WORLD)
+        with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
+            found(params, *mine(batch), state=state.aggregator)
+
+
 def check_unequal_batches_count_by_their_examples():
     params, batch = problem()
     parts = [3] * (replicas() - 1) + [EXAMPLES - 3 * (replicas() - 1)]

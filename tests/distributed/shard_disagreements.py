@@ -70,6 +70,21 @@ def check_a_warm_step_that_mixes_leaves_is_refused_on_all_ranks():
         fj.step(state, x, losses=distributed.sharded(mixed, mesh()), **how)
 
 
+def check_losses_of_other_names_in_a_later_step_are_refused_on_all_ranks():
+    own, x = equal_leaves()
+    held = ["cost"]
+    losses = lambda p, x: dict(zip(("all", held[0]), used("a", "b")(p, x)[:2], strict=True))
+    how = {"losses": distributed.sharded(losses, mesh()), "optimizer": fj.sgd(0.1)}
+    for rule in (fj.upgrad(), fj.mean()):
+        held[0] = "cost"
+        state = fj.train_state({name: own[name] for name in "ab"}, x, aggregator=rule, **how)
+        held[0] = "time"
+        assert fj.step(state, x, aggregator=rule, **how)[1].moved
+        held[0] = "time" if rank() else "cost"
+        with pytest.raises(ValueError, match=r"step: expected the same leaves, .* and the same losses .*(time|cost)"):
+            fj.step(state, x, aggregator=rule, **how)
+
+
 def check_other_starts_of_shards_are_refused_on_all_ranks():
     params, losses, batch = mlp()
     own, last = placed(params), rank() == ranks() - 1
