@@ -19,7 +19,7 @@ from replica_problems import (
     step,
     trained,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
 from functional_jd import distributed
@@ -44,6 +44,25 @@ def check_a_drifted_replica_is_named_on_all():
         distributed.check_replicas(torch.ones(1 + rank()))
     with pytest.raises(ValueError, match="check_replicas: expected a call outside of transforms"):
         torch.vmap(lambda x: distributed.check_replicas(x))(torch.ones(2))
+
+
+def check_what_the_first_replica_gives_has_tangents_and_no_gradients():
+    params, batch = problem()
+    how = {"losses": plain, "aggregator": fj.mean(), "optimizer": fj.sgd(0.1)}
+
+    def after(rate):
+        state = begin(tree_map(lambda p: p * rate, params), *mine(batch), **how)
+        return sum((leaf**2).sum() for leaf in tree_leaves(step(state, *mine(batch), **how)[0].params))
+
+    def expected(rate):
+        state = fj.train_state(tree_map(lambda p: p * rate, params), *batch, **how)
+        return sum((leaf**2).sum() for leaf in tree_leaves(fj.step(state, *batch, **how)[0].params))
+
+    one = torch.ones((), dtype=torch.float64)
+    close(*(torch.func.jvp(f, (one,), (one,))[1] for f in (after, expected)), rtol=1e-7, atol=1e-9)
+    for call in (after, lambda rate: distributed.replicate(rate)):
+        with pytest.raises(RuntimeError, match="expected no derivative in reverse mode by what all ranks take over"):
+            torch.func.grad(call)(one)
 
 
 def check_more_rows_on_one_replica_are_refused_on_all():
