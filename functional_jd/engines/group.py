@@ -1,5 +1,6 @@
 """Collective operations as differentiable functions with vmap rules."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -110,7 +111,7 @@ def check_dense(where: str, tree: Tree) -> None:
             refuse(where, "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
 
 
-def check_alike(where: str, tree: Tree, group: Group, what: str, rule: Any = None) -> None:
+def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping[str, Any] = {}) -> None:
     """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
     digest. Collectives of different sizes would end the process.
 
@@ -119,13 +120,13 @@ def check_alike(where: str, tree: Tree, group: Group, what: str, rule: Any = Non
         tree: the pytree.
         group: the replicas.
         what: what the pytree is called.
-        rule: what else must be alike, if anything: a rule, but for its keys, as the first replica's state counts.
+        method: by name, what else must be alike: a rule and an optimizer, but for keys, as the first replica's state
+            counts.
     """
     leaves = tree_leaves(tree)
     if under_transform() or not leaves:
         return
     parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
-    if rule is not None:
-        parts["the same rule"] = [description(rule, keys=False)]
+    parts |= {f"the same {name}": [description(record, keys=False)] for name, record in method.items()}
     least = partial(collective, "least", group=group)
     agreement.check_alike(where, parts, least, leaves[0].device, "Build them alike everywhere.")

@@ -27,6 +27,7 @@ class Plan(NamedTuple):
         options: how to differentiate; its scale is None where nothing is scaled.
         guarded: whether a step is skipped for what is not finite, so that the rule need not see it.
         next_buffers: the buffers of the next step, from those that the losses returned.
+        optimizer: where training starts, the optimizer, which all ranks must have alike.
     """
 
     where: str
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     options: Options
     guarded: bool
     next_buffers: Callable[[Tree], Tree]
+    optimizer: Any = None
 
 
 @displayed_as(outline)

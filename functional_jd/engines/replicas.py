@@ -131,9 +131,9 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas; in `step`, as many losses with other names (off the CPU: the step is skipped),
-            and `per_example` losses that are more on one replica than on another (on a CPU: to ask another device would
-            be to wait for it); in `step` and `train_state`, one that does not
+            dtypes between the replicas, and rules or optimizers that differ; in `step`, as many losses with other names
+            (off the CPU: the step is skipped), and `per_example` losses that are more on one replica than on another
+            (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not
             give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
             process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
@@ -257,7 +257,8 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
     starting = plan.options.starting
     if examples or starting:
-        check_alike(plan.where, values, group, "losses", plan.rule if starting else None)
+        method = {"rule": plan.rule} | ({} if plan.optimizer is None else {"optimizer": plan.optimizer})
+        check_alike(plan.where, values, group, "losses", method if starting else {})
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:

@@ -36,6 +36,7 @@ def prepare(
     engine: str | Engine = "auto",
     guarded: bool = True,
     starting: bool = False,
+    optimizer: Any = None,
 ) -> tuple[Plan, Engine]:
     """What is to be done, and the engine that does it: the arguments are those of `step`, and fields of `Plan`.
 
@@ -55,7 +56,7 @@ def prepare(
     sharded = any_sharded(leaves)
     whole = of_shards(carrying.losses) if sharded else carrying.losses
     kind = own_kind if whole is carrying.losses else kind_of(whole)
-    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers)
+    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers, optimizer)
     if isinstance(engine, str) and engine == "auto":
         return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine

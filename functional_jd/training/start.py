@@ -138,6 +138,7 @@ def train_state(
         has_aux=has_aux,
         engine=engine,
         starting=True,
+        optimizer=optimizer,
     )
     check = partial(check_learning, optimizer=optimizer, losses=losses, batch=batch, constant=constant)
     rule_state = _started(plan, chosen, check)

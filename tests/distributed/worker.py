@@ -312,6 +312,13 @@ def check_replicas_that_differ_are_told_when_training_starts():
             other = fj.constant([2.0, 1.0])
         with pytest.raises(ValueError, match="train_state: expected the same rule on all ranks, found different ones"):
             begin(params, *mine(batch), **how | {"aggregator": other if last else one})
+    for one, other in (
+        (fj.sgd(1e-2), fj.sgd(1e-3)),
+        (fj.adamw(1e-2), fj.adamw(1e-2, weight_decay=0.1)),
+        (fj.from_torch(torch.optim.Adam, lr=1e-2), fj.from_torch(torch.optim.AdamW, lr=1e-2)),
+    ):
+        with pytest.raises(ValueError, match="train_state: expected the same optimizer on all ranks, found different"):
+            begin(params, *mine(batch), **how | {"optimizer": other if last else one})
     named = lambda p, *batch: dict(zip(("b", "a") if last else ("b", "c"), plain(p, *batch).values(), strict=True))
     with pytest.raises(
         ValueError, match=r"expected losses with the same names.*on this rank: [ab] float64 \[\], [bc] "
