@@ -13,7 +13,7 @@ from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import check_flag, check_type
 from functional_jd.core.checksum import checksums
 from functional_jd.core.record_display import children
-from functional_jd.core.sharding import gathered_leaf, laid_out_as
+from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
 from functional_jd.core.tree import tree_flatten, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
 
@@ -50,7 +50,8 @@ def to_checkpoint(
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: two leaves have the same name.
+        ValueError: two leaves have the same name; without `whole`, `DTensor`s with placements other than `Shard` and
+            `Replicate`, as those of tensor parallelism below `fully_shard` are.
 
     Laws:
         Pure. `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit. Checksums of sharded tensors
@@ -63,6 +64,8 @@ def to_checkpoint(
     _check_given("to_checkpoint", aggregator, optimizer)
     check_flag("to_checkpoint", "whole", whole)
     named = _named("to_checkpoint", state)
+    if not whole:
+        _check_layouts("to_checkpoint", named, "Redistribute it, or pass whole=True, which gathers.")
     entries = {
         name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
         for name, leaf in zip(named.names, named.leaves, strict=True)
@@ -100,7 +103,8 @@ def from_checkpoint(
         TypeError: `checkpoint` is not a dict of tensors, or a leaf of `like` is not a tensor.
         ValueError: the checkpoint has no version, or one that this version of the package does not know; records are of
             another class; names are missing or unknown; a shape or dtype differs; a tensor is not what was written,
-            as its checksum tells (checkpoints of older versions have none); another rule or optimizer.
+            as its checksum tells (checkpoints of older versions have none); another rule or optimizer; `DTensor`s in
+            `like` with placements other than `Shard` and `Replicate`.
 
     Laws:
         Pure. Names decide, never positions: fields and keys in another order stay what they are.
@@ -112,6 +116,7 @@ def from_checkpoint(
     _check_given("from_checkpoint", aggregator, optimizer)
     records = _written_records(checkpoint)
     named = _named("from_checkpoint", like)
+    _check_layouts("from_checkpoint", named, "Redistribute that of `like`.")
     _check_records(records, named.records)
     added = {name for name in named.names if name not in checkpoint and _is_added(name, records, named.records)}
     _check_names(set(named.names) - added, set(checkpoint) - _OWN)
@@ -188,6 +193,13 @@ def _named(where: str, tree: Any) -> _Named:
     if twice:
         raise ValueError(f"{where}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
     return _Named(leaves, structure, names, records)
+
+
+def _check_layouts(where: str, named: _Named, cure: str) -> None:
+    """Refuse shards of which ranks do not hold what their places in the mesh say, as checksums need it."""
+    for name, leaf in zip(named.names, named.leaves, strict=True):
+        if problem := layout_error(leaf):
+            raise ValueError(f"{where}: {problem} in {name!r}. {cure}")
 
 
 def _written_records(checkpoint: Any) -> dict[str, list[str]]:

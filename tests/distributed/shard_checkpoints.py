@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shard_models import close, mesh, mine, mlp, placed, rank, same, same_everywhere
+from shard_models import MESHES, close, mesh, mine, mlp, placed, rank, same, same_everywhere
 from shard_training import STEPS, trained
 from torch.distributed.checkpoint import load, save
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -72,3 +72,22 @@ def check_whole_checkpoints_become_shards_and_back():
         damaged["params.w"].to_local()[0, 0] += 1
     with pytest.raises(ValueError, match=r"from_checkpoint: expected tensors as .*found others in 'params\.w'"):
         fj.from_checkpoint(damaged, like=fresh)
+
+
+def check_shards_in_other_places_are_refused_and_gathered():
+    """Tensor parallelism below `fully_shard`: the ranks of the first dimension hold every second part."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    square = MESHES["square"]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8))
+    params = {name: p.detach().clone() for name, p in net.named_parameters()}
+    parallelize_module(net, square["model"], {"0": ColwiseParallel()})
+    own = dict(fully_shard(net, mesh=square["data"]).named_parameters())
+    with pytest.raises(ValueError, match=r"to_checkpoint: .*placements Shard and Replicate, found .* in '0\.bias'"):
+        fj.to_checkpoint(own)
+    entries = fj.to_checkpoint(own, whole=True)
+    close(fj.from_checkpoint(entries, like=params), params, 0)
+    with pytest.raises(ValueError, match=r"from_checkpoint: .*placements Shard and Replicate"):
+        fj.from_checkpoint(entries, like=own)

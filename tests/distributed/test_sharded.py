@@ -20,6 +20,7 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 PATIENCE = 3000 if THOROUGH else 900
 ONLY_ON_FOUR = [
     "a_mesh_of_two_dimensions",
+    "shards_in_other_places_are_refused_and_gathered",
     "checkpoints_of_another_number_of_ranks_go_on_with_the_same_losses",
 ]
 """What needs a second dimension of the mesh, or what two ranks wrote."""
