@@ -145,6 +145,11 @@ class ModuleTree:
         buffers |= {key: tensors[name] for tensors, name, key, is_buffer in self.scripted if is_buffer}
         return None, buffers
 
+    def replaced(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The modules' own parameters, by name, that are not those which were given."""
+        own = {key: module_tensors(part.module)[0][name] for part in self.parts for name, key in part.params}
+        return {key: x for key, x in own.items() if x is not given[key]}
+
 
 class Filled(RunsAgain):
     """A context in which the modules of a tree hold something else. Whatever runs again in a backward pass finds what

@@ -22,6 +22,7 @@ from functional_jd.precision.scale_state import is_scaled
 from functional_jd.random.keyed_function import noting_keys
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
+from functional_jd.torch_compat.own_parameters import noting_own_parameters
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.training.first_values import warn_of_residuals
@@ -108,7 +109,7 @@ def check_learning(
     drawn: list[Tensor] = []
     try:
         with noting_keys(drawn.append):
-            values, buffers = _evaluated(plan, params, journal)
+            values, buffers, own = _evaluated(plan, params, journal)
         _refuse_written(plan, points, journal)
         _warn_of_lost_averages(where, journal, buffers)
         _warn_of_lost_numbers(where, journal)
@@ -127,24 +128,27 @@ def check_learning(
     refuse_8_bits(where, "losses", values)
     if _refuse_unreached(where, values, points, constant):
         _report_unlearned(plan, unlearned, params)
-    _refuse_own(plan, values, points)
+    _refuse_own(plan, values, points, own)
     warn_of_residuals(plan, optimizer, values)
     _warn_of_float16(plan, values)
 
 
 def check_reached(plan: Plan) -> None:
-    """Refuse losses none of which reaches the parameters, and warn of those that do not: their weights say nothing.
+    """Refuse losses none of which reaches the parameters, or whose modules use others, and warn of those that reach
+    none: their weights say nothing.
 
     The losses are evaluated once, as if they had not been.
     """
     journal, draws = StateJournal(), random_state()
     points, params = _as_points(plan)
     try:
-        values, _ = _evaluated(plan, params, journal)
+        values, _, own = _evaluated(plan, params, journal)
     finally:
         journal.undo()
         set_random_state(draws)
     _warn_of_float16(plan, values)
+    if own:
+        raise _uses_others(plan.where, own[0])
     reached = _which_reach(plan.where, values, points)
     unreached = [repr(name) for name, yes in zip(objective_names(values), reached, strict=True) if not yes]
     if unreached:
@@ -164,13 +168,15 @@ def _as_points(plan: Plan) -> tuple[list[Tensor], Params]:
     return points, tree_unflatten(structure, points)
 
 
-def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losses, Tree]:
-    """The losses, or those of some examples, and the buffers that they return."""
+def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losses, Tree, list[str]]:
+    """The losses, or those of some examples, the buffers that they return, and the names of parameters of modules that
+    these used beside those that they were given.
+    """
     kind = plan.kind
     options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
-    with torch.enable_grad(), noting_assignments(journal.note_attribute):
+    with torch.enable_grad(), noting_assignments(journal.note_attribute), noting_own_parameters() as own:
         _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, (params, *plan.args[1:])), options)
-    return values, buffers
+    return values, buffers, own
 
 
 def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
@@ -187,20 +193,29 @@ def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> 
             )
 
 
-def _refuse_own(plan: Plan, values: Losses, points: list[Tensor]) -> None:
-    """Refuse losses that compute with the very tensors that the parameters start from, beside the parameters."""
+def _refuse_own(plan: Plan, values: Losses, points: list[Tensor], own: list[str]) -> None:
+    """Refuse losses that compute with the very tensors that the parameters start from, beside the parameters, and
+    modules that use parameters of their own, beside those that they are given.
+    """
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
     found: dict[int, Any] = {id(x): x for node in nodes if type(x := getattr(node, "variable", None)) in _PLAIN}
     reached = {id(x) for x in points} & found.keys()
     others = {x.data_ptr(): x for key, x in found.items() if key not in reached and x.numel()}
+    names: list[str] = []
     for name, point in zip(tree_names(plan.args[0]), points, strict=True):
         other = others.get(point.data_ptr()) if id(point) in reached else None
         if other is not None and other.shape == point.shape:
-            raise ValueError(
-                f"{plan.where}: expected losses that use the parameters that they receive, found that they also use "
-                f"the tensor that {name!r} starts from, which never moves: a module, or a function that it calls, "
-                "keeps it elsewhere than in its parameters. Let it look it up whenever it runs, or detach it."
-            )
+            names.append(name)
+    if names := [*names, *own]:
+        raise _uses_others(plan.where, names[0])
+
+
+def _uses_others(where: str, name: str) -> ValueError:
+    return ValueError(
+        f"{where}: expected losses that use the parameters that they receive, found that they also use the tensor that "
+        f"{name!r} starts from, which never moves: a module, or a function that it calls, keeps it elsewhere than in "
+        "its parameters. Let it look it up whenever it runs, or detach it."
+    )
 
 
 _PLAIN = (Tensor, Parameter)

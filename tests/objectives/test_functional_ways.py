@@ -569,6 +569,49 @@ def test_train_state_refuses_it_for_every_engine_and_puts_the_values_back(make, 
         assert torch.equal(p, values[key])
 
 
+class KeepsInOwnList(Base):
+    def prepare(self):
+        self.held = OwnList([self.first.weight])
+
+    def way(self, x):
+        return x @ self.held[0].T
+
+
+@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+@pytest.mark.parametrize("make", [KeepsItself, KeepsInOwnList])
+def test_a_parameter_that_a_module_keeps_elsewhere_is_refused_whatever_training_starts_from(make, kind):
+    module = made(make)
+    apply, params = fj.functional(module), moved(module)[0]  # copies
+    two = lambda params, x: torch.stack([(y := apply(params, {}, x)[0]).square().mean(), y.sin().mean()])
+    losses = {
+        "plain": two,
+        "per_example": fj.per_example(lambda params, x: two(params, x[None]).sum()),
+        "multitask": fj.multitask(
+            lambda shared, x: apply(shared, {}, x)[0], lambda heads, y, x: [heads * y.sum(), y.square().sum()]
+        ),
+    }[kind]
+    params = {"shared": params, "heads": torch.tensor(2.0)} if kind == "multitask" else params
+    words = r"expected losses that use the parameters that they receive, .* 'first\.weight' starts from"
+    with pytest.raises(ValueError, match="^train_state: " + words):
+        fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1))
+    if kind == "plain":
+        with pytest.raises(ValueError, match="^weights_fn: " + words):
+            fj.weights_fn(losses, fj.upgrad())(params, X)
+
+
+def test_the_own_parameters_of_a_module_may_be_constants_beside_it():
+    module = made(Base)
+    own, apply = dict(module.named_parameters()), fj.functional(module)
+    near = lambda params: sum((p - own[name]).square().sum() for name, p in params.items())
+    losses = lambda params, x: torch.stack([apply(params, {}, x)[0].square().mean(), near(params)])
+    method = {"losses": losses, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
+    assert fj.step(fj.train_state(moved(module)[0], X, **method), X, **method)[1].moved
+    trained, constant = fj.objectives.partition(own, lambda name, p: name.startswith("last"))
+    losses = lambda params, x: apply(fj.objectives.merge(params, constant), {}, x)[0].square().mean(0)
+    method |= {"losses": losses}
+    assert fj.step(fj.train_state(trained, X, **method), X, **method)[1].moved
+
+
 def test_an_embedding_without_a_largest_norm_is_not_taken_for_one_that_writes():
     module = made(lambda: nn.Embedding(5, 3))
     apply, params = fj.functional(module), dict(module.named_parameters())
