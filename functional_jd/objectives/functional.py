@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from functional_jd.core.tree import tree_leaves
 from functional_jd.torch_compat.module_tree import Filled, ModuleTree
+from functional_jd.torch_compat.moved_buffers import note_moved_buffers
 from functional_jd.torch_compat.own_parameters import are_noted, note_own_parameters
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
 from functional_jd.torch_compat.traced_modules import run_traced
@@ -99,7 +100,9 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
                 "it a buffer, which comes back as a result."
             )
         # What runs again in a backward pass changes its buffers once more.
-        return output, {name: x.detach().clone() if runs_again else x.detach() for name, x in moved.items()}
+        returned = {name: x.detach().clone() if runs_again else x.detach() for name, x in moved.items()}
+        note_moved_buffers(buffers, returned)
+        return output, returned
 
     return apply
 

@@ -1,7 +1,7 @@
 """What `train_state` checks: that there is something to learn, and something to learn it from."""
 
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from functional_jd.precision.scale_state import is_scaled
 from functional_jd.random.keyed_function import noting_keys
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
+from functional_jd.torch_compat.moved_buffers import noting_moved_buffers
 from functional_jd.torch_compat.own_parameters import noting_own_parameters
 from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.training.first_values import warn_of_residuals
+from functional_jd.training.lost_state import warn_of_lost_state
 from functional_jd.training.signatures import blame_batch
 
 # Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
@@ -108,12 +110,10 @@ def check_learning(
     points, params = _as_points(plan)
     drawn: list[Tensor] = []
     try:
-        with noting_keys(drawn.append):
+        with noting_keys(drawn.append), noting_moved_buffers() as moved:
             values, buffers, own = _evaluated(plan, params, journal)
         _refuse_written(plan, points, journal)
-        _warn_of_lost_averages(where, journal, buffers)
-        _warn_of_lost_numbers(where, journal)
-        _warn_of_still_keys(plan, drawn, buffers)
+        warn_of_lost_state(plan, journal, moved, drawn, buffers)
     except Exception as error:
         blame_batch(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
@@ -219,57 +219,6 @@ def _uses_others(where: str, name: str) -> ValueError:
 
 
 _PLAIN = (Tensor, Parameter)
-
-
-def _warn_of_lost_averages(where: str, journal: StateJournal, buffers: Tree) -> None:
-    """Warn of statistics that normalization moved, and that do not come back among the buffers."""
-    returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    moved = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
-    memory = {y.untyped_storage().data_ptr() for y in returned if type(y) in _PLAIN}  # also of a row of a buffer
-    lost = [x for x in moved if type(x) not in _PLAIN or x.untyped_storage().data_ptr() not in memory]
-    if not all(any(x.shape == y.shape and torch.equal(x, y) for y in returned) for x in lost):
-        warnings.warn(
-            f"{where}: normalization in training mode moves its running statistics, and the losses do not return them: "
-            "they are lost, or changed behind the step. Take output, buffers = functional(module)(params, buffers, "
-            "...), return (losses, buffers), and pass buffers=dict(module.named_buffers()); or call module.eval().",
-            UserWarning,
-            stacklevel=user_level(),
-        )
-
-
-def _warn_of_lost_numbers(where: str, journal: StateJournal) -> None:
-    """Warn of numbers of modules that a call moves, and that `functional` puts back: counters, temperatures."""
-    for module, name, home, old in journal.numbers:
-        new = home.get(name)
-        if home is not vars(module) and type(new) in (int, float) and new != old:
-            warnings.warn(
-                f"{where}: expected a forward that leaves the numbers of its module, found that "
-                f"{type(module).__name__} moves {name!r} from {old:g} to {new:g}. functional puts it back, so every "
-                f"step starts from {old:g}. Where losses depend on it, let steps carry it as a buffer: "
-                f"self.register_buffer({name!r}, torch.tensor({old!r})).",
-                UserWarning,
-                stacklevel=user_level(),
-            )
-            return
-
-
-def _warn_of_still_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
-    """Warn of keys among the buffers that `keyed` drew with, and that come back as they were. Of losses of single
-    examples, the step itself moves the keys.
-    """
-    if not drawn or plan.kind.rows_are_examples or not tree_leaves(buffers):
-        return
-    returned = dict(zip(tree_names(buffers), tree_leaves(buffers), strict=True))
-    for name, key in zip(tree_names(plan.args[1]), tree_leaves(plan.args[1]), strict=True):
-        after = returned.get(name)
-        if any(key is x for x in drawn) and isinstance(after, Tensor) and torch.equal(key, after):
-            warnings.warn(
-                f"{plan.where}: the losses draw with the key {name!r} of the buffers, and return it as it was: every "
-                "step draws the same numbers. Draw with one key of now, key = functional_jd.random.split(key), and "
-                "return the other.",
-                UserWarning,
-                stacklevel=user_level(),
-            )
 
 
 def _warn_of_outputs(where: str, values: Losses) -> None:

@@ -73,11 +73,12 @@ def train_state(
             protects nobody (`noised`). The graph of the losses decides, never values.
 
     Warns:
-        UserWarning: losses that are not finite; running statistics of normalization that move and are not returned as
-            buffers; a key in the buffers that `keyed` draws with and that is returned as it was; single losses and
-            something larger in one tuple; parameters that no loss reaches; gradients that pass through float16 without
-            a scale; `levenberg_marquardt` and `natural_gradient` with losses that are squares, or with Adam; examples
-            of both signs, as residuals have, under `mean`, `upgrad` and their like.
+        UserWarning: losses that are not finite; running statistics of normalization, and other buffers of modules, that
+            move and are not returned as buffers; numbers of modules that `functional` puts back; a key in the buffers
+            that `keyed` draws with and that is returned as it was; single losses and something larger in one tuple;
+            parameters that no loss reaches; gradients that pass through float16 without a scale; `levenberg_marquardt`
+            and `natural_gradient` with losses that are squares, or with Adam; examples of both signs, as residuals
+            have, under `mean`, `upgrad` and their like.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by

@@ -341,3 +341,50 @@ def test_other_errors_of_losses_are_their_own():
     with pytest.raises(TypeError, match=r"missing 2 required positional arguments") as failed:
         begin(lambda p, x, y, z, u: 1, {"w": torch.ones(3)})
     assert not getattr(failed.value, "__notes__", [])
+
+
+class Codes(nn.Module):
+    """A codebook of moving averages, in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(3, 2)
+        self.register_buffer("codes", torch.linspace(-1, 1, 8).reshape(4, 2))
+
+    def forward(self, x):
+        z = self.encode(x)
+        code = torch.cdist(z, self.codes).argmin(1)
+        if self.training:
+            hits = nn.functional.one_hot(code, 4).to(z.dtype)
+            self.codes = torch.where(
+                hits.sum(0)[:, None] > 0, 0.9 * self.codes + 0.1 * hits.mT @ z.detach(), self.codes
+            )
+        return z + (self.codes[code] - z).detach()
+
+
+def spectral():
+    net = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
+    with torch.no_grad():
+        net.parametrizations.weight.original.add_(torch.eye(2, 3))  # its vectors are of another weight now
+    return net
+
+
+@pytest.mark.parametrize("make", [Codes, spectral])
+def test_buffers_of_any_module_that_are_lost_are_told(make):
+    net = make()
+    apply, params, buffers = fj.functional(net), dict(net.named_parameters()), dict(net.named_buffers())
+    dropped = lambda p, x, y: error(apply(p, buffers, x)[0], y)
+    with pytest.warns(UserWarning, match=r"train_state: a module moves its buffer '.*it is lost, .* buffers=dict\("):
+        begin(dropped, params)
+    stale = lambda p, b, x, y: (dropped(p, x, y), b)
+    with pytest.warns(UserWarning, match=r"train_state: a module moves its buffer"):
+        begin(stale, params, buffers=buffers)
+
+    def carried(p, b, x, y):
+        z, b = apply(p, b, x)
+        z, b = apply(p, b, x + z.mean())  # those of the first call enter the second
+        return error(z, y), b
+
+    begin(carried, params, buffers=buffers)
+    net.eval()
+    begin(dropped, params)

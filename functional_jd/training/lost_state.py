@@ -1,0 +1,95 @@
+"""What losses move and no step carries on: statistics, other buffers, numbers of modules, keys."""
+
+import warnings
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from functional_jd.core.tree import tree_leaves, tree_names
+from functional_jd.core.types import Tree
+from functional_jd.engines.plan import Plan
+from functional_jd.torch_compat.slow_path import StateJournal, user_level
+
+
+def warn_of_lost_state(
+    plan: Plan, journal: StateJournal, moved: dict[str, Tensor], drawn: list[Tensor], buffers: Tree
+) -> None:
+    """Warn of what an evaluation of the losses has moved and does not come back among its buffers.
+
+    Args:
+        plan: how training starts.
+        journal: what the evaluation changed.
+        moved: by name, the buffers that modules returned with new values.
+        drawn: the keys that `keyed` drew with.
+        buffers: those that the losses returned.
+    """
+    _warn_of_buffers(plan.where, journal, moved, buffers)
+    _warn_of_numbers(plan.where, journal)
+    _warn_of_keys(plan, drawn, buffers)
+
+
+def _warn_of_buffers(where: str, journal: StateJournal, moved: dict[str, Tensor], buffers: Tree) -> None:
+    """Warn of statistics that normalization moved, and of other buffers that a module returned with new values."""
+    returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    memory = {y.untyped_storage().data_ptr() for y in returned if type(y) in _PLAIN}
+
+    def comes_back(x: Tensor) -> bool:
+        in_a_row = type(x) in _PLAIN and x.untyped_storage().data_ptr() in memory  # of a buffer that is returned
+        return in_a_row or any(x.shape == y.shape and torch.equal(x, y) for y in returned)
+
+    averages = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
+    if not all(map(comes_back, averages)):
+        found = (
+            "normalization in training mode moves its running statistics, and the losses do not return them: they are"
+        )
+    elif lost := [name for name, x in moved.items() if not comes_back(x)]:
+        found = f"a module moves its buffer {lost[0]!r}, and the losses do not return it: it is"
+    else:
+        return
+    warnings.warn(
+        f"{where}: {found} lost, or changed behind the step. Take output, buffers = functional(module)(params, "
+        "buffers, ...), return (losses, buffers), and pass buffers=dict(module.named_buffers()); or call "
+        "module.eval().",
+        UserWarning,
+        stacklevel=user_level(),
+    )
+
+
+def _warn_of_numbers(where: str, journal: StateJournal) -> None:
+    """Warn of numbers of modules that a call moves, and that `functional` puts back: counters, temperatures."""
+    for module, name, home, old in journal.numbers:
+        new = home.get(name)
+        if home is not vars(module) and type(new) in (int, float) and new != old:
+            warnings.warn(
+                f"{where}: expected a forward that leaves the numbers of its module, found that "
+                f"{type(module).__name__} moves {name!r} from {old:g} to {new:g}. functional puts it back, so every "
+                f"step starts from {old:g}. Where losses depend on it, let steps carry it as a buffer: "
+                f"self.register_buffer({name!r}, torch.tensor({old!r})).",
+                UserWarning,
+                stacklevel=user_level(),
+            )
+            return
+
+
+def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
+    """Warn of keys among the buffers that `keyed` drew with, and that come back as they were. Of losses of single
+    examples, the step itself moves the keys.
+    """
+    if not drawn or plan.kind.rows_are_examples or not tree_leaves(buffers):
+        return
+    returned = dict(zip(tree_names(buffers), tree_leaves(buffers), strict=True))
+    for name, key in zip(tree_names(plan.args[1]), tree_leaves(plan.args[1]), strict=True):
+        after = returned.get(name)
+        if any(key is x for x in drawn) and isinstance(after, Tensor) and torch.equal(key, after):
+            warnings.warn(
+                f"{plan.where}: the losses draw with the key {name!r} of the buffers, and return it as it was: every "
+                "step draws the same numbers. Draw with one key of now, key = functional_jd.random.split(key), and "
+                "return the other.",
+                UserWarning,
+                stacklevel=user_level(),
+            )
+
+
+_PLAIN = (Tensor, Parameter)
