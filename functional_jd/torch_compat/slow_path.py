@@ -1,5 +1,6 @@
 """Fallbacks: where a transform raises, undo what was changed in place, do the same in a slower way, and warn."""
 
+import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -216,6 +217,20 @@ def set_random_state(states: Any) -> None:
     torch.set_rng_state(states[0])
     for index, state in enumerate(states[1:]):
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state, index)
+
+
+def random_state_outside_torch() -> Callable[[], None]:
+    """A function that puts the generators of Python's `random` and of `numpy.random` back to what they are now."""
+    own: Any = random.getstate()
+    numpy = sys.modules.get("numpy.random")
+    other = None if numpy is None else numpy.get_state()
+
+    def put_back_both() -> None:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.set_state(other)
+
+    return put_back_both
 
 
 def _reason(error: BaseException) -> str:

@@ -24,7 +24,13 @@ from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.moved_buffers import noting_moved_buffers
 from functional_jd.torch_compat.own_parameters import noting_own_parameters
-from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state, user_level
+from functional_jd.torch_compat.slow_path import (
+    StateJournal,
+    random_state,
+    random_state_outside_torch,
+    set_random_state,
+    user_level,
+)
 from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.training.first_values import warn_of_residuals
 from functional_jd.training.lost_state import warn_of_lost_state
@@ -139,13 +145,14 @@ def check_reached(plan: Plan) -> None:
 
     The losses are evaluated once, as if they had not been.
     """
-    journal, draws = StateJournal(), random_state()
+    journal, draws, put_back = StateJournal(), random_state(), random_state_outside_torch()
     points, params = _as_points(plan)
     try:
         values, _, own = _evaluated(plan, params, journal)
     finally:
         journal.undo()
         set_random_state(draws)
+        put_back()
     _warn_of_float16(plan, values)
     if own:
         raise _uses_others(plan.where, own[0])

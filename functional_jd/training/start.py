@@ -19,7 +19,12 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives import Sharded
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.slow_path import StateJournal, random_state, set_random_state
+from functional_jd.torch_compat.slow_path import (
+    StateJournal,
+    random_state,
+    random_state_outside_torch,
+    set_random_state,
+)
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
 from functional_jd.training.driver import started
@@ -81,10 +86,10 @@ def train_state(
             have, under `mean`, `upgrad` and their like.
 
     Laws:
-        Pure. The losses are evaluated twice, without a trace: generators, tensors that they change in place or by
-        `.data =`, and attributes of modules are put back to what they were. Under a transform they are evaluated once,
-        and not checked, and generators alone are put back; under torch.compile nothing is. Under vmap, every element of
-        the state has memory of its own.
+        Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that
+        they change in place or by `.data =`, and attributes of modules are put back to what they were. Under a
+        transform they are evaluated once, and not checked, and generators alone are put back; under torch.compile
+        nothing is. Under vmap, every element of the state has memory of its own.
 
     Example:
         >>> net = nn.Linear(3, 2)
@@ -153,14 +158,16 @@ def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
     """The rule's initial state, from losses that leave no trace."""
     if torch.compiler.is_compiling():
         return started(plan, engine)[0]
-    journal, draws = StateJournal(), random_state()
+    journal, draws, put_back = StateJournal(), random_state(), random_state_outside_torch()
     try:
         if not under_transform():
             check(plan, journal)
+            put_back()
         state, values = started(plan, engine)
     finally:
         journal.undo()  # the second evaluation changed what the first one did
         set_random_state(draws)
+        put_back()
     if not under_transform():
         warn_of_values(plan, values)
     return state

@@ -1,8 +1,10 @@
 """How training starts: what `train_state` refuses, by the graph of the losses, and what it leaves as it was."""
 
 import collections
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -283,6 +285,25 @@ def test_a_start_leaves_no_trace_whatever_the_rule_and_the_engine(kind):
             assert not changed, (name, engine)
     assert started >= set(RULES) - {"modo", "sdmgrad"}
     assert kind is not plain or torch.equal(*teacher.drawn[:2])  # of both evaluations
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+def test_the_generators_of_python_and_numpy_stand_where_they_stood(engine):
+    seen = []
+
+    def mixed(p, x):
+        seen.append((random.random(), np.random.beta(0.4, 0.4)))
+        return seen[-1][1] * student(p, x).square().mean(0) + (1 - seen[-1][1]) * student(p, x.flip(0)).square().mean(0)
+
+    params = {"trunk": torch.ones(3, 2), "head": torch.ones(2)}
+    before = random.getstate(), np.random.get_state()[1:3]
+    begin(mixed, params, X, engine=engine)
+    after = random.getstate(), np.random.get_state()[1:3]
+    assert before[0] == after[0]
+    assert before[1][1] == after[1][1]
+    assert np.array_equal(before[1][0], after[1][0])
+    fj.weights_fn(mixed, fj.upgrad())(params, X)
+    assert len(set(seen)) == 1  # each was evaluated with the same numbers
 
 
 def test_under_vmap_nothing_is_checked():
