@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
+from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.vmap_levels import differentiates, innermost, zero_of_members
 
 
@@ -23,18 +24,24 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     """Open a step: a token, for `closed`, and the inputs of the step, with the same values.
 
     The token is None, and the inputs are what they were, where no derivatives in reverse mode are asked for by a
-    transform or a tensor, where inputs are sharded, and under torch.compile, which traces no function with a `jvp`.
+    transform or a tensor, where inputs are sharded, and in a transform that torch.compile traces: there it
+    differentiates what a function does, and leaves out its `backward`.
     """
-    if torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling()
+    if traced and under_functional_transform():
         return None, tree
     leaves, structure = tree_flatten(tree)
     places = [index for index, x in enumerate(leaves) if _is_real(x)]
     inputs = [leaves[index] for index in places]
     if any_sharded(inputs):
         return None, tree
-    if not (differentiates() or (torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs))):
+    needed = any((x if traced else innermost(x)).requires_grad for x in inputs) and torch.is_grad_enabled()
+    if not (needed or (not traced and differentiates())):
         return None, tree
-    token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
+    if traced:
+        token, *copies = _TracedOpen.apply(torch.zeros((), device=inputs[0].device), *inputs)  # pyright: ignore
+    else:
+        token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
     for index, copy in zip(places, copies, strict=True):
         leaves[index] = copy
     return token, tree_unflatten(structure, leaves)
@@ -50,9 +57,12 @@ def closed(token: Tensor | None, moved: Tensor, tree: Tree, *, reported: bool = 
     places = [index for index, x in enumerate(leaves) if _is_real(x)]
     if not places:
         return tree
-    function = _Report if reported else _Close
+    if torch.compiler.is_compiling():
+        function: Any = _TracedReport if reported else _TracedClose
+    else:
+        function = _Report if reported else _Close
     results = function.apply(token, moved, *(leaves[index] for index in places))
-    for index, result in zip(places, results, strict=True):  # pyright: ignore
+    for index, result in zip(places, results, strict=True):
         leaves[index] = result
     return tree_unflatten(structure, leaves)
 
@@ -126,3 +136,46 @@ class _Report(_Close):
     def jvp(ctx: Any, *grad_inputs: Any) -> Any:
         (token, moved), (of_tangents, _, *tangents) = ctx.saved_tensors, grad_inputs
         return _Report.apply(token + of_tangents, moved, *tangents)
+
+
+class _TracedOpen(Function):
+    """`_Open` for torch.compile, which traces no function with a `jvp`."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Any, *inputs: Any) -> Any:  # noqa: ARG004  # pyright: ignore
+        return zero.clone(), *(x.clone() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004
+        flag, *cotangents = grad_outputs
+        return None, *(torch.where(flag.to(g.device) != 0, g, 0) for g in cotangents)
+
+
+class _TracedClose(Function):
+    """`_Close` for torch.compile."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Any, moved: Any, *results: Any) -> Any:  # pyright: ignore
+        ctx.save_for_backward(token, moved)
+        return tuple(x.clone() for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        token, moved = ctx.saved_tensors
+        return moved.to(token), None, *grad_outputs
+
+
+class _TracedReport(Function):
+    """`_Report` for torch.compile."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Any, moved: Any, *results: Any) -> Any:  # pyright: ignore
+        ctx.save_for_backward(token, moved)
+        return tuple(x.clone() for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        token, moved = ctx.saved_tensors
+        for g in grad_outputs:
+            moved = moved | (g != 0).any().to(moved.device)
+        return moved.to(token), None, *grad_outputs

@@ -68,10 +68,10 @@ def step(
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
         the device, unless the rule does: its docstring says so.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
-        under torch.compile, those in reverse mode are NaN. What it reports has derivatives of its own; those of a sum
-        of these and the later state are NaN: take `torch.where(info.moved, loss, 0)`. In forward mode the tangents of
-        float16 rows carry the scale: second derivatives above 65504 / scale make them infinite, and derivatives NaN.
-        Start with a smaller scale, such as 2**10, or take reverse mode.
+        `torch.func.grad` inside what torch.compile traces makes them NaN. What it reports has derivatives of its own;
+        those of a sum of these and the later state are NaN: take `torch.where(info.moved, loss, 0)`. In forward mode
+        the tangents of float16 rows carry the scale: second derivatives above 65504 / scale make them infinite, and
+        derivatives NaN. Start with a smaller scale, such as 2**10, or take reverse mode.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])

@@ -171,3 +171,26 @@ def test_what_steps_report_is_differentiated_beside_their_states_where_they_move
     expected = derivative(lambda w: f(w, GOOD))(W)
     found = derivative(lambda w: f(w, [BAD, GOOD[0], BAD, GOOD[1]]))(W)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # as torch's compiler does
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which it reads
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rule", [jd.mgda, jd.mean])
+def test_autograd_of_a_compiled_training_goes_past_the_skipped_steps(rule, backend):
+    method = {"losses": losses, "aggregator": rule(), "optimizer": jd.sgd(0.1, momentum=0.9)}
+    start = jd.train_state(W, GOOD[0], **method)
+    once = torch.compile(lambda state, x: jd.step(state, x, **method), backend=backend, fullgraph=True)
+
+    def slope(step, batches):
+        w, total = W.clone().requires_grad_(), 0
+        state = start._replace(params=w)
+        for x in batches:
+            state, info = step(state, x)
+            total = total + torch.where(info.moved, info.losses.sum(), 0)
+        return torch.autograd.grad(state.params.pow(3).sum() + total, w)[0]
+
+    torch.compiler.reset()
+    expected = slope(lambda state, x: jd.step(state, x, **method), GOOD)
+    found = slope(once, [BAD, GOOD[0], BAD, GOOD[1]])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
