@@ -15,6 +15,7 @@ from study_statistics import (
     REFERENCE,
     SHARES,
     Difference,
+    at_the_end,
     complete,
     critical_difference,
     difference,
@@ -27,6 +28,7 @@ from study_statistics import (
     spent,
     table_of,
 )
+from study_training import PATIENCE, RISE
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
@@ -276,15 +278,16 @@ def honesty(cells: Cells) -> list[str]:
     trained = [cells[p][m] for p, m in stored if m != "advice"]
     edge = sum(cell["inside"] is False for cell in trained)
     of = sum(cell["inside"] is not None for cell in trained)
-    moving = sum(not all(cell["stopped"]) for cell in trained)
+    rises = [rise for cell in trained for at_largest, rise in [at_the_end(cell, PATIENCE)] if at_largest]
     versions = [
         f"{package} {' and '.join(sorted({cell['machine'][package] for cell in trained}))}"
         for package in ("torch", "functional_jd")
     ]
     return [
         f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
-        f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} methods. {moving} of "
-        f"{len(trained)} were still rising at the largest number of steps. "
+        f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} methods. {len(rises)} "
+        f"of {len(trained)} went on to the largest number of steps with their best rate, and "
+        f"{sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in the last third of it. "
         f"Measured with {', '.join(versions)}; one thread, on a machine with two cores that was not idle."
     ]
 

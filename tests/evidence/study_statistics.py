@@ -54,6 +54,16 @@ def spent(cell: Cell) -> tuple[float, float]:
     return trainings * cell["passes"], trainings * cell["time"]
 
 
+def at_the_end(cell: Cell, patience: float) -> tuple[bool, float]:
+    """Of the run with the best configuration: whether it went on to the largest number of steps, and by how much the
+    best validation score, mean over draws, rose in this share of its steps at its end.
+    """
+    curves = [torch.tensor(curve, dtype=torch.float64) for curve in cell["curve"]]  # [e, c]
+    i = max(range(len(curves)), key=lambda i: float(curves[i].max()))
+    best = curves[i].amax(1).cummax(0).values
+    return not cell["stopped"][i], float(best[-1] - best[len(best) - 1 - int(len(best) * patience)])
+
+
 def mean_ranks(table: Tensor) -> Tensor:
     """Of scores `[problems, methods]`, the mean rank of each method; 1 is best, ties share."""
     from scipy.stats import rankdata

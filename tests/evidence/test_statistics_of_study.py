@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from study_statistics import critical_difference, difference, friedman, holm, mean_ranks, scores, signed_ranks, spent
+from study_statistics import (
+    at_the_end,
+    critical_difference,
+    difference,
+    friedman,
+    holm,
+    mean_ranks,
+    scores,
+    signed_ranks,
+    spent,
+)
 
 
 def cell(validation, test, **more):
@@ -54,6 +64,16 @@ def test_intervals_of_splits_of_the_same_rows_are_wider():
     apart, same = (difference(ours, torch.zeros_like(ours), shared) for shared in (False, True))
     assert (same.high - same.mean) / (apart.high - apart.mean) == pytest.approx((1 + 10 / 3) ** 0.5)
     assert same.mean == apart.mean
+
+
+def test_the_end_is_that_of_the_run_with_the_best_rate():
+    """A run with another rate may have gone on; a fall does not undo a rise."""
+    rose, fell = [[0.1], [0.2], [0.3], [0.4], [0.6], [0.5]], [[0.3], [0.2], [0.1]]
+    made = cell([], [], curve=[rose, fell], stopped=[True, False])
+    went_on, rise = at_the_end(made, 1 / 3)
+    assert not went_on
+    assert rise == pytest.approx(0.6 - 0.4)
+    assert at_the_end(made | {"stopped": [False, True]}, 1 / 3)[0]
 
 
 def test_the_critical_difference_is_that_of_demsar():
