@@ -54,6 +54,14 @@ def spent(cell: Cell) -> tuple[float, float]:
     return trainings * cell["passes"], trainings * cell["time"]
 
 
+def joined(first: Cell, then: Cell, trials: int) -> Cell:
+    """The configurations of two cells as those of one search: all of the first, and so many of the other that there are
+    `trials` in all.
+    """
+    more = max(0, trials - len(first["configurations"]))
+    return {key: first[key] + then[key][:more] for key in ("configurations", "validation", "test")}
+
+
 def at_the_end(cell: Cell, patience: float) -> tuple[bool, float]:
     """Of the run with the best configuration: whether it went on to the largest number of steps, and by how much the
     best validation score, mean over draws, rose in this share of its steps at its end.

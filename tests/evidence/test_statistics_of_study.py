@@ -8,6 +8,7 @@ from study_statistics import (
     difference,
     friedman,
     holm,
+    joined,
     mean_ranks,
     scores,
     signed_ranks,
@@ -64,6 +65,14 @@ def test_intervals_of_splits_of_the_same_rows_are_wider():
     apart, same = (difference(ours, torch.zeros_like(ours), shared) for shared in (False, True))
     assert (same.high - same.mean) / (apart.high - apart.mean) == pytest.approx((1 + 10 / 3) ** 0.5)
     assert same.mean == apart.mean
+
+
+def test_a_joined_search_has_so_many_trials():
+    """The validation scores of both cells choose together."""
+    first = cell([[[0.5] * 3]], [[[1.0] * 3]])
+    then = cell([[[0.4] * 3], [[0.6] * 3], [[0.9] * 3]], [[[2.0] * 3], [[3.0] * 3], [[4.0] * 3]])
+    assert [scores(joined(first, then, trials)).item() for trials in (1, 2, 3, 4)] == [1, 1, 3, 4]
+    assert scores(joined(then, first, 2)).item() == 4
 
 
 def test_the_end_is_that_of_the_run_with_the_best_rate():
