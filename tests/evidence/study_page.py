@@ -197,8 +197,8 @@ def ranks(cells: Cells) -> list[str]:
 
 
 def advice(cells: Cells, names: list[str]) -> list[str]:
-    """What `advise` says in every draw, and the score of the rule that it names."""
-    rows = []
+    """What `advise` says in every draw, and the score of the rule that it names; the mean over held-out problems."""
+    rows, held_out = [], []
     for name in names:
         found = cells[name]
         said = found["advice"]["rule"] if "advice" in found else [""]
@@ -206,15 +206,24 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
             continue
         got = mean(float(scores(found[rule])[i]) for i, rule in enumerate(said))
         named = ", ".join(f"`{rule}` {said.count(rule)}" for rule in dict.fromkeys(said))
-        always = [f"{scores(found[rule]).mean():.3f}" if rule in found else "-" for rule in ALWAYS]
-        rows.append([name, named, f"{got:.3f}", *always])
+        always = [float(scores(found[rule]).mean()) if rule in found else None for rule in ALWAYS]
+        searched = "random_search" in found and "nash_mtl" in found
+        random = float(scores(found["random_search"], trials=trials_of(found)).mean()) if searched else None
+        figures = [got, *always, random]
+        rows.append([name, named, *("-" if x is None else f"{x:.3f}" for x in figures)])
+        if PROBLEMS[name].held_out and None not in figures:
+            held_out.append(figures)
+    if held_out:
+        means = [f"{mean(column):.4f}" for column in zip(*held_out, strict=True)]
+        rows.append(["mean of held-out problems", f"{len(held_out)} problems", *means])
+    titles = [*(f"always {spelled(rule)}" for rule in ALWAYS), "*random_search* at the budget of `nash_mtl()`"]
     frozen = ", ".join(f"{key} {value}" for key, value in FROZEN.items())
     return [
         "### What `advise` says",
         "",
         f"Thresholds and rules as they were frozen: {frozen}. Held-out problems first; on the others it was made.",
         "",
-        *table(["", "named, in draws", "score", *(f"always {spelled(rule)}" for rule in ALWAYS)], rows),
+        *table(["", "named, in draws", "score", *titles], rows),
     ]
 
 
