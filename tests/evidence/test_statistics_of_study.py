@@ -59,6 +59,18 @@ def test_ten_draws_cover_nine_times_in_ten():
     assert 0.85 < covered / 300 < 0.94
 
 
+def test_three_draws_cover_three_in_four():
+    """What the page says of the larger problems: the interval reaches from the smallest difference to the largest."""
+    g = torch.Generator().manual_seed(0)
+    zeros, covered = torch.zeros(3, dtype=torch.float64), 0
+    for _ in range(300):
+        ours = torch.randn(3, generator=g, dtype=torch.float64)
+        found = difference(ours, zeros, shared=False, resamples=2000)
+        assert (found.low, found.high) == pytest.approx((float(ours.min()), float(ours.max())))
+        covered += found.word == "none seen"
+    assert 0.68 < covered / 300 < 0.82
+
+
 def test_intervals_of_splits_of_the_same_rows_are_wider():
     """The corrected variance of Nadeau and Bengio: 1/n + n_test / n_train, here 1/10 + 1/3, in place of 1/10."""
     ours = torch.linspace(-1, 1, 10, dtype=torch.float64)
