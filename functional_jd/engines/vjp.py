@@ -11,6 +11,7 @@ from torch.overrides import has_torch_function
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import scalars_of_stack
+from functional_jd.torch_compat.graphs import refuse_control_flow
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import (
     any_autocast,
@@ -62,6 +63,8 @@ def vjp(
         example: whether a `torch.vmap` over examples may have been entered since `differentiable` was asked.
         where: the function in whose name backward passes inside the backward pass are refused; None lets them pass.
     """
+    if torch.compiler.is_compiling():
+        refuse_control_flow(where or "functional_jd")
     if (differentiable or example) and under_transform():
         return _by_func(f, inputs, differentiable)
     return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where)

@@ -19,6 +19,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
+from functional_jd.torch_compat.graphs import refuse_control_flow
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.training.state import TrainState, check_state
 
@@ -45,6 +46,8 @@ def prepare(
     """
     if torch.compiler.is_exporting():
         refuse_export(where)
+    if torch.compiler.is_compiling():
+        refuse_control_flow(where)
     own_kind, view = kind_of(losses), as_view(rule.view)
     place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
     carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))

@@ -117,6 +117,24 @@ def test_control_flow_takes_a_step_that_make_fx_traced():
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_control_flow_is_told_to_take_what_make_fx_returns(name):
+    leaves, stepped = start(name)
+    flows = {
+        "scan": lambda: scan(lambda carried, x: (list(stepped(x, *carried)), x.sum()), leaves, X),
+        "cond": lambda: cond(torch.tensor(True), stepped, lambda x, *old: [y.clone() for y in old], (X[0], *leaves)),
+        "while_loop": lambda: while_loop(
+            lambda k, *_: k < 3, lambda k, *old: (k + 1, *stepped(X[0], *old)), (torch.tensor(0), *leaves)
+        ),
+    }
+    for flow, call in flows.items():
+        torch.compiler.reset()
+        with pytest.raises(
+            Exception, match=rf"step: expected a call outside of .* found one in {flow}, .*make_fx\(f\)"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_many_steps_are_one_graph_of_one_step(name):
     leaves, stepped = start(name)
     traced = make_fx(stepped)(X[0], *leaves)
@@ -141,6 +159,13 @@ def exported(f, args):
     torch.export.save(torch.export.export(f, args, strict=False), file)
     file.seek(0)
     return torch.export.load(file).module()
+
+
+def test_a_jacobian_in_control_flow_is_told_so_too():
+    rows = lambda b: jd.jacobian_fn(losses)(PARAMS | {"b": b}, X[0])[0]["b"]
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"jacobian_fn: expected a call outside of .* found one in cond, "):
+        cond(torch.tensor(True), rows, lambda b: b.expand(2, 2).clone(), (PARAMS["b"],))
 
 
 def test_what_torch_export_would_get_wrong_is_refused_and_make_fx_is_the_cure():
