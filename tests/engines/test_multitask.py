@@ -97,6 +97,37 @@ def test_an_overflow_in_heads_or_trunk_skips_a_step_without_rows(where, engine, 
         assert torch.equal(after.params["shared"]["w"], PARAMS["shared"]["w"]) != moves
 
 
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda, fj.clipped], ids=["upgrad", "mgda", "clipped"])
+def test_inner_products_tell_of_heads_that_overflow_with_one_scale(rule, engine):
+    """The rows of the trunk are finite, and so are their products; of the heads, only their sum is known."""
+    rule = rule(1.0) if rule is fj.clipped else rule()
+    how = {"losses": losses(1e30), "aggregator": rule, "optimizer": fj.sgd(0.1), "engine": engine}
+    state = fj.train_state(PARAMS, X, scale=fj.scale_state(1e9), **how)
+    after, info = fj.step(state, X, **how)
+    assert not info.moved
+    assert not info.finite
+    assert after.scale.scale == 5e8
+    for name, p in PARAMS["heads"].items():
+        assert torch.equal(after.params["heads"][name], p)
+
+
+@pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian"])
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.mgda])
+def test_heads_whose_sum_overflows_skip_a_step_with_a_scale_each(rule, engine):
+    """Each row is finite, and so are the products of those of the trunk."""
+    tasks = fj.multitask(
+        lambda s, x: x @ s["w"],
+        lambda own, h, x: {"a": own["both"] * 2e38 + h.sum(), "b": own["both"] * 3e38 + h.sum()},
+    )
+    how = {"losses": tasks, "aggregator": rule(), "optimizer": fj.sgd(1e-38), "engine": engine}
+    params = PARAMS | {"heads": {"both": torch.tensor(0.0)}}
+    state = fj.train_state(params, X, scale=fj.scale_state(1.0, shape=(2,)), **how)
+    after, info = fj.step(state, X, **how)
+    assert not info.moved
+    assert after.params["heads"]["both"] == 0
+
+
 def test_compiled_heads_are_unscaled_too():
     rows, heads = by_hand(1.0)
     torch.compiler.reset()
