@@ -17,7 +17,7 @@ from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import any_sharded, described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Direction, Tree
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; `None` is all processes."""
@@ -124,7 +124,7 @@ def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping
             counts.
     """
     leaves = tree_leaves(tree)
-    if under_transform() or not leaves:
+    if under_transform() or not leaves or not is_concrete(leaves[0]):  # `compiled` writes down shapes, not values
         return
     parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
     parts |= {f"the same {name}": [description(record, keys=False)] for name, record in method.items()}

@@ -32,7 +32,7 @@ from functional_jd.engines.group import (
 from functional_jd.engines.jacobian import rows_of_plan
 from functional_jd.engines.observed import unscaled
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -273,9 +273,10 @@ def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
 
 def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
     """The mean of losses that have the same names on all replicas, as a digest tells that travels with them."""
-    if under_transform() or torch.compiler.is_compiling():
+    last = tree_leaves(values)[-1]
+    if under_transform() or not is_concrete(last):
         return mean_over_group(values, group)
-    described, last = described_leaves(values), tree_leaves(values)[-1]
+    described = described_leaves(values)
     bits = bits_of(" ".join(described), last.device).to(at_least_float32(last).dtype)
     means, shared = mean_over_group((values, bits), group)
     alike = ((shared - shared.round()).abs() < 0.25 / known_group(group)[1]).all()

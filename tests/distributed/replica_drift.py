@@ -19,10 +19,11 @@ from replica_problems import (
     step,
     trained,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import functional_jd as fj
 from functional_jd import distributed
+from functional_jd.torch_compat.graphs import written
 
 
 def check_a_drifted_replica_is_named_on_all():
@@ -96,6 +97,26 @@ def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
         found = fj.weights_fn(losses, rule, group=torch.distributed.group.WORLD)
         with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
             found(params, *mine(batch), state=state.aggregator)
+
+
+def check_the_digest_of_names_leaves_no_trace_in_a_graph():
+    params, batch = problem()
+    for rule in (fj.mean(), fj.upgrad()):
+        how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2), "engine": distributed.replicated()}
+        state = fj.train_state(params, *mine(batch), **how)
+        inputs, structure = tree_flatten((state, *mine(batch)))
+        take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))  # noqa: B023
+        close(written(take, inputs)(*inputs), take(*inputs), rtol=1e-9, atol=1e-12)
+
+
+def check_a_step_of_examples_in_a_graph_is_that_of_an_eager_one():
+    params, batch = problem()
+    how = {"losses": PER_EXAMPLE, "aggregator": fj.clipped(1.0), "optimizer": fj.sgd(1e-2)}
+    how["engine"] = distributed.replicated()
+    state = fj.train_state(params, *mine(batch), **how)
+    inputs, structure = tree_flatten((state, *mine(batch)))
+    take = lambda *leaves: tree_leaves(fj.step(*tree_unflatten(leaves, structure), **how))
+    close(written(take, inputs)(*inputs), take(*inputs), rtol=1e-9, atol=1e-12)
 
 
 def check_unequal_batches_count_by_their_examples():

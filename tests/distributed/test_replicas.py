@@ -22,6 +22,8 @@ CHECKS = [
 ]
 SLOW = {
     "the_step_compiles_in_a_full_graph",
+    "the_digest_of_names_leaves_no_trace_in_a_graph",
+    "a_step_of_examples_in_a_graph_is_that_of_an_eager_one",
     "a_step_of_a_step_can_be_differentiated",
     "more_rows_on_one_replica_are_refused_on_all",
     "weights_of_batches_compose_with_transforms",
