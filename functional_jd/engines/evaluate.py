@@ -134,7 +134,9 @@ def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
     if [tuple(y.shape) for y in outputs] != [shape]:
         raise ValueError(
             "per_example: the loss of one example must be one scalar, found "
-            f"{[list(y.shape)[len(shape) :] for y in outputs]}. Reduce it, for instance with .mean()."
+            f"{[list(y.shape)[len(shape) :] for y in outputs]}. For several residuals per point, give each a name of "
+            "its own, or take a plain function: .mean() is for losses, as the signs of residuals cancel. Of shape [1], "
+            "return loss[0]."
         )
 
 

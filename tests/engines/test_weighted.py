@@ -441,7 +441,7 @@ MISTAKES = {
     "no scalar": (
         lambda: weighted_fn(per_example(lambda w, x: w * x))(W, torch.ones(2, 3)),
         ValueError,
-        r"must be one scalar, found \[\[3\]\].*Reduce it",
+        r"must be one scalar, found \[\[3\]\].*a name of its own.*\.mean\(\) is for losses.*loss\[0\]",
     ),
     "shared": (
         lambda: weighted_fn(multitask(lambda s: s, lambda h, z: z))({"trunk": W}),
