@@ -1,5 +1,6 @@
 """Losses by name on sets of examples of different sizes: every engine against loops over all examples of all sets."""
 
+import functools
 from functools import partial
 
 import pytest
@@ -146,3 +147,78 @@ def test_mistakes_are_named_with_their_cure():
         fj.train_state(PARAMS, points, targets, buffers={"count": torch.zeros(())}, **how)
     with pytest.raises(ValueError, match=r"replicated\(\) orders rows by replica.*found losses by name"):
         fj.step(fj.train_state(PARAMS, points, targets, **how), points, targets, engine=replicated(), **how)
+
+
+def wide(p, x, y, z=0.0):
+    return value(p, x) - y - z
+
+
+ARGUMENTS = {
+    "a kind forgotten": (
+        {"edge": at_edge, "inside": residual},
+        lambda points, targets: ({"inside": points["inside"]}, targets),
+        r"the loss 'edge' is in argument 1 of the batch, and takes 2 after params\. Give its name",
+    ),
+    "an argument forgotten": (
+        {"edge": at_edge, "inside": residual},
+        lambda points, _: (points,),
+        r"the loss 'edge' is in argument 0 of the batch, and takes 2 after params.*in fit.*one tuple",
+    ),
+    "too many": (
+        {"edge": at_edge, "inside": residual},
+        lambda points, _: (points, points),
+        r"the loss 'inside' is in arguments 0 and 1 of the batch, and takes 1 after params",
+    ),
+    "a default": (
+        {"edge": wide, "inside": residual},
+        lambda points, _: (points,),
+        r"the loss 'edge' is in argument 0 of the batch, and takes 2 to 3 after params",
+    ),
+    "any number": (
+        {"edge": lambda p, x, y, *more: at_edge(p, x, y), "inside": residual},
+        lambda points, _: (points,),
+        r"the loss 'edge' is in argument 0 of the batch, and takes at least 2 after params",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_loss_with_other_arguments_than_it_takes_is_named(case):
+    parts, given, message = case
+    how = {"losses": fj.per_example(parts), "aggregator": fj.natural_gradient(), "optimizer": fj.sgd(0.1)}
+    for losses in (how["losses"], fj.autocast(how["losses"])):
+        with pytest.raises(TypeError, match=f"per_example: {message}"):
+            losses(PARAMS, *given(*batch()))
+    with pytest.raises(TypeError, match=f"per_example: {message}"):
+        fj.train_state(PARAMS, *given(*batch()), **how)
+    state = fj.train_state(PARAMS, *batch(), **how)
+    with pytest.raises(TypeError, match=message):
+        fj.fit(partial(fj.step, **how), state, [given(*batch())])
+
+
+def test_losses_that_take_any_arguments_are_called_with_those_of_the_batch():
+    @functools.wraps(residual)
+    def weighed(p, x, weight):
+        return weight * residual(p, x)
+
+    points, targets = batch()
+    losses = fj.per_example({"edge": lambda *given: at_edge(*given), "inside": weighed})
+    found = losses(PARAMS, points, targets | {"inside": torch.full((4,), 2.0)})
+    expected = SETS(PARAMS, points, targets)
+    torch.testing.assert_close(found, {"edge": expected["edge"], "inside": 2 * expected["inside"]})
+    optional = fj.per_example({"edge": wide, "inside": residual})
+    torch.testing.assert_close(optional(PARAMS, points, targets), expected)
+    how = {"losses": losses, "aggregator": fj.natural_gradient(), "optimizer": fj.sgd(0.1)}
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as failure:
+        fj.train_state(PARAMS, points, {"inside": torch.ones(4)}, **how)
+    assert any("the loss 'edge' receives one example" in note for note in failure.value.__notes__)
+
+
+def test_other_numbers_of_examples_and_none_are_told_by_name():
+    points, targets = batch()
+    with pytest.raises(ValueError, match=r"arguments of the loss 'edge' must have the same number.*found \[2, 3\]"):
+        SETS(PARAMS, points, {"edge": targets["edge"][:2]})
+    with pytest.raises(ValueError, match=r"arguments of the loss 'inside'.*at least one, found \[0\].*leave out"):
+        SETS.counts(({**points, "inside": points["inside"][:0]}, targets))
+    with pytest.raises(ValueError, match=r"along dimension 0 for the loss 'edge', found shape \[\]"):
+        SETS.counts((points, {"edge": torch.tensor(1.0)}))

@@ -204,7 +204,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
     empty = None if losses.without_examples is None else without_examples
     if not extras.takes_buffers:
         alone = lambda params, *example: with_carried(losses.loss(params, *example), extras)
-        return CarryingLosses(PerExample(alone, losses.in_dims, empty), batch, next_as_found(extras))
+        return CarryingLosses(PerExample(alone, losses.in_dims, empty, losses.name), batch, next_as_found(extras))
     leaves, structure = tree_flatten(extras.buffers)
     names, m = tree_names(extras.buffers), losses.count(batch)
     # As many as there are examples on all ranks: each draws by its place in the whole batch.
