@@ -160,12 +160,15 @@ def test_one_example_of_many_that_is_not_finite_is_said():
 
 @pytest.mark.parametrize(
     ("rule", "adds"),
-    [(fj.mean(), True), (fj.upgrad(), True), (fj.natural_gradient(), False), (fj.clipped(1.0), False)],
-    ids=["mean", "upgrad", "natural_gradient", "clipped"],
+    [
+        *((rule, True) for rule in (fj.mean(), fj.upgrad(), fj.config(), fj.mgda(), fj.cagrad(0.5), fj.nash_mtl())),
+        *((rule, False) for rule in (fj.natural_gradient(), fj.levenberg_marquardt(), fj.clipped(1.0))),
+    ],
+    ids=["mean", "upgrad", "config", "mgda", "cagrad", "nash_mtl", "natural_gradient", "levenberg", "clipped"],
 )
 @pytest.mark.parametrize("power", [1, 2], ids=["residuals", "squares"])
-def test_residuals_of_both_signs_are_said_where_a_rule_adds_them_up(rule, adds, power):
-    """Signed residuals cancel in a sum: plain descent would take them to minus infinity."""
+def test_residuals_of_both_signs_are_said_where_a_rule_lowers_them(rule, adds, power):
+    """Signed residuals cancel: descent would take them to minus infinity."""
     losses = fj.per_example(lambda p, x, y: (output(p, x).sum() - y) ** power)
     middle = output(PARAMS, X).sum(1).median()
     targets = torch.stack([middle - 1, middle + 1, middle - 1, middle + 1])
