@@ -50,16 +50,18 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         TypeError, ValueError: `damping` is not a number or a tensor `[]`, or not positive; when called, no losses.
 
     Laws:
-        The prediction is that of a step with learning rate 1 on the same residuals: take `sgd(1.0)`, and the whole
-        batch in every step. A step that fails is not taken back, but the next ones are shorter. The damping stays above
-        the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again, and below
+        The prediction is that of a step with learning rate 1 on the same residuals: take
+        `line_search(sgd(1.0), [1.0, 0.0])`, and the whole batch in every step. Rate 0 is the step that is taken back,
+        so that this is the classical method; with shorter rates in its place, a step that fails is shortened. With
+        `sgd(1.0)` alone it stays, the next ones are shorter, and a bad start may not be made good. The damping stays
+        above the rounding of the Gramian, `8 m eps` of its largest diagonal entry, so that it can grow again, and below
         `eps^-1/2` of it: where residuals are at rounding every step fails, and points may change after that.
 
     Source:
         Nielsen, Damping parameter in Marquardt's method, IMM-REP-1999-05, 1999, equation 2.5.
 
     Differs:
-        From Levenberg-Marquardt in solvers, which evaluate a step before they take it.
+        From Levenberg-Marquardt in solvers: a step is evaluated before it is taken only in a line search.
     """
     damping = hyper_parameter(damping, "levenberg_marquardt: damping", POSITIVE, "The default is 1e-3.")
 

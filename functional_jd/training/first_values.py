@@ -32,7 +32,7 @@ def warn_of_residuals(plan: Plan, optimizer: Optimizer, values: Losses) -> None:
     if any(_is_square(leaf.grad_fn) for leaf in tree_leaves(values)):
         found.append("losses that are squares: return the residuals themselves, one per example or point")
     if not _ADAM.isdisjoint(function_names(optimizer)):
-        found.append("Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates), or sgd(1.0)")
+        found.append("Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates)")
     if found:
         warnings.warn(
             f"{plan.where}: {rule} expects residuals and a rate of 1, found {'; and '.join(found)}.",

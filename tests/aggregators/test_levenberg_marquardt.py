@@ -46,10 +46,10 @@ def rosenbrock(p, i):
     return torch.where(i == 0, 10 * (p["x"][1] - p["x"][0] ** 2), 1 - p["x"][0])
 
 
-def trained(damping, n, x=(-1.2, 1.0), rule=None):
+def trained(damping, n, x=(-1.2, 1.0), rule=None, optimizer=None):
     params, index = {"x": torch.tensor(x, dtype=torch.float64)}, torch.arange(2)
     rule = fj.levenberg_marquardt(damping) if rule is None else rule
-    how = {"losses": fj.per_example(rosenbrock), "aggregator": rule, "optimizer": fj.sgd(1.0)}
+    how = {"losses": fj.per_example(rosenbrock), "aggregator": rule, "optimizer": optimizer or fj.sgd(1.0)}
     state, dampings = fj.train_state(params, index, **how), []
     for _ in range(n):
         state, _ = fj.step(state, index, **how)
@@ -84,6 +84,30 @@ def test_a_bad_start_recovers(damping):
         x, _ = trained(None, 100, rule=fj.natural_gradient(damping))
         J, r = torch.tensor([[24.0, 10.0], [-1.0, 0.0]]).double(), torch.tensor([-4.4, 2.2]).double()
         check_within(x, torch.tensor([-1.2, 1.0]).double(), 2 * 100 * (J.mT @ r).norm() / damping)
+
+
+def classical(x, damping, n):
+    """Parameters and dampings of Nielsen's method, which takes no step that makes the residuals larger."""
+    f = lambda x: np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
+    growth, dampings, failed = 2.0, [], 0
+    for _ in range(n):
+        dampings.append(damping)
+        r, J = f(x), np.array([[-20 * x[0], 10.0], [-1.0, 0.0]])
+        step = np.linalg.solve(J.T @ J + damping * np.eye(2), J.T @ r)
+        q = (r @ r - f(x - step) @ f(x - step)) / (r @ r - (r - J @ step) @ (r - J @ step))
+        if q > 0:
+            x, damping, growth = x - step, damping * max(1 / 3, 1 - (2 * min(q, 1) - 1) ** 3), 2.0
+        else:
+            damping, growth, failed = damping * growth, 2 * growth, failed + 1
+    return x, dampings, failed
+
+
+def test_with_the_rates_1_and_0_failed_steps_are_taken_back():
+    found, dampings = trained(1e-3, 12, optimizer=fj.line_search(fj.sgd(1.0), [1.0, 0.0]))
+    expected, others, failed = classical(np.array([-1.2, 1.0]), 1e-3, 12)
+    assert failed >= 3
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-9, atol=1e-9)
+    assert dampings == pytest.approx(others, rel=1e-9)
 
 
 def three_steps(J, r, damping):
@@ -164,7 +188,9 @@ def test_residuals_are_not_warned_of_but_adam_is(losses):
     searching = fj.line_search(fj.sgd(1.0), [1.0, 0.5])
     assert told(losses, fj.sgd(1.0)) == told(losses, searching) == ""
     for optimizer in (fj.adamw(), fj.from_torch(torch.optim.Adam, lr=0.1), fj.line_search(fj.adamw(), [1.0, 0.5])):
-        assert "found Adam, which undoes the length" in told(losses, optimizer)
+        assert "found Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates)." in told(
+            losses, optimizer
+        )
         assert "natural_gradient expects residuals" in told(losses, optimizer, fj.natural_gradient())
 
 
