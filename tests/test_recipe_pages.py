@@ -203,7 +203,7 @@ def test_heads_are_back_in_their_modules(shown):
 
 
 def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown):
-    for block in blocks(GUIDES / "physics.md", 0, 2):
+    for block in blocks(GUIDES / "physics.md", 0, 4):
         exec(compile(block, "physics", "exec"), shown)
     params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
     points, values = shown["points"], shown["values"]
@@ -333,7 +333,7 @@ def test_the_best_state_is_kept_and_the_patience_ends(shown):
 
 
 def test_weights_per_point_count_in_the_sum_of_squares(shown):
-    for block in blocks(GUIDES / "physics.md", 0, 3):
+    for block in blocks(GUIDES / "physics.md", 0, 5):
         exec(compile(block, "physics", "exec"), shown)
     params = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
     points, values = shown["points"], shown["values"]
@@ -372,3 +372,35 @@ def recorded(losses, rule, calls):
         return found
 
     return call
+
+
+@pytest.fixture(scope="module")
+def physicist():
+    """What the reader of the page on equations has."""
+    session = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for block in blocks(GUIDES / "physics.md"):
+            exec(compile(block, "physics", "exec"), session)
+    return session
+
+
+def test_a_system_has_the_same_residuals_by_names_and_as_vectors(physicist):
+    weights = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(2, 8)}
+    t = torch.linspace(0, 1, 60)[:, None]
+    by_name = physicist["system"](weights, {"u": t, "v": t})
+    vectors = physicist["vectors"](weights, t)["equations"]
+    assert vectors.shape == (60, 2)
+    torch.testing.assert_close(torch.stack([by_name["u"], by_name["v"]], 1), vectors)
+    u = lambda t: weights["v"] @ torch.tanh(weights["w"] @ t + weights["b"])
+    slope, value = torch.func.jacrev(u)(t[7])[:, 0], u(t[7])
+    torch.testing.assert_close(vectors[7], torch.stack([slope[0] - value[1], slope[1] + value[0]]))
+
+
+def test_residuals_in_the_plane_are_those_of_the_hessian(physicist):
+    weights = {"w": torch.randn(8, 2), "b": torch.randn(8), "v": torch.randn(1, 8)}
+    x, normal = torch.rand(2), torch.tensor([-1.0, 0.0])
+    field = lambda x: physicist["wave"](weights, x)
+    torch.testing.assert_close(physicist["laplacian"](weights, x), torch.func.hessian(field)(x).trace())
+    torch.testing.assert_close(physicist["flux"](weights, x, normal, 2.0), -torch.func.grad(field)(x)[0] - 2)
+    assert {name: len(r) for name, r in physicist["poisson"].items()} == {"inside": 32, "side": 8, "average": 1}
