@@ -44,7 +44,8 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         its size by the damping, which the direction does not see but for their rounding: where that is more than
         1e-10 of it, and no eigenvalue of the Gramian is near rounding but not zero, the weights are those of the rest,
         by the pseudo-inverse. Under a transform, compiled, and off the CPU, this is not looked at. There, and where
-        eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the damping.
+        eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the damping:
+        take a damping of a hundred times `m eps` of that eigenvalue or more.
         The heads of `multitask` losses follow the sum
         of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize with the
         device; Cholesky's decomposition does not.

@@ -107,8 +107,8 @@ def train_state(
     if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
-            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective; go on from a GradScaler with "
-            "precision.scale_state_from_dict(scaler.state_dict())."
+            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective; go on from a GradScaler "
+            "with precision.scale_state_from_dict(scaler.state_dict())."
         )
     leaves, _ = floating_leaves(params, "train_state")
     refuse_frozen("train_state", params)
