@@ -404,3 +404,12 @@ def test_residuals_in_the_plane_are_those_of_the_hessian(physicist):
     torch.testing.assert_close(physicist["laplacian"](weights, x), torch.func.hessian(field)(x).trace())
     torch.testing.assert_close(physicist["flux"](weights, x, normal, 2.0), -torch.func.grad(field)(x)[0] - 2)
     assert {name: len(r) for name, r in physicist["poisson"].items()} == {"inside": 32, "side": 8, "average": 1}
+
+
+def test_the_solution_and_the_coefficient_are_found(physicist):
+    x = torch.linspace(0, 1, 11)[:, None]
+    found = torch.vmap(lambda x: physicist["wave"](physicist["solving"].params, x))(x)
+    assert float((found - x[:, 0].sin()).detach().abs().max()) < 1e-3
+    assert float(sum(r.square().sum() for r in physicist["elsewhere"].values())) < 1e-5
+    assert float(physicist["finding"].params["k"]) == pytest.approx(4, abs=0.01)
+    assert physicist["info"].gramian is not None
