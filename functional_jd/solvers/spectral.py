@@ -8,7 +8,7 @@ from functional_jd.torch_compat.torch_internals import dispatch_modes, under_tra
 
 # Eigenvalues below this fraction of the largest, times m, are rounding.
 _CUT = 8 * torch.finfo(torch.float64).eps
-# Other eigenvalues are larger by this factor where the rank is clear.
+# The eigenvalues that are kept are larger than those dropped by this factor where the rank is clear.
 _GAP = 1e3
 # Traces of inverses, which bound the largest eigenvalue, up to which solving by Cholesky factors is as good as exact.
 _WELL_CONDITIONED = 1e6
@@ -52,13 +52,14 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_clear_rank(matrix: Tensor) -> bool:
-    """Whether some eigenvalues are at rounding level, and no others near it. Reads values.
+    """Whether some eigenvalues are at rounding level, and all others far above them. Reads values.
 
     Where eigenvalues fall through that level, those below it are not zero: to drop them is to solve another problem.
     """
     spectrum = torch.linalg.eigvalsh(matrix)
-    rounding = _CUT * len(spectrum) * spectrum[-1]
-    return bool((spectrum[0] <= rounding) & ((spectrum <= rounding) | (spectrum > _GAP * rounding)).all())
+    kept = spectrum > _CUT * len(spectrum) * spectrum[-1]
+    largest_dropped = torch.where(kept, 0, spectrum.abs()).amax()
+    return bool(~kept[0] & (torch.where(kept, spectrum, torch.inf).amin() > _GAP * largest_dropped))
 
 
 def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
