@@ -36,6 +36,7 @@ from functional_jd.testing.measures import (
     split_columns,
     structure_of,
     variants,
+    watched,
     with_first_entry,
     with_moderate_norms,
 )
@@ -43,7 +44,7 @@ from functional_jd.testing.measures import (
 
 @checked
 def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-    """The same arguments give the same bits in every call, and no argument is modified.
+    """The same arguments give the same bits in every call, and nothing that the rule is given is modified.
 
     The global random number generator of torch is not used: randomness comes from the key in the state. Exact.
 
@@ -51,7 +52,7 @@ def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses
     """
     arguments = tree_map(torch.clone, (jacobian, others, losses))
     rng_state = torch.get_rng_state()
-    first = aggregate(rule, jacobian, None, *others, losses=losses)
+    first = aggregate(watched(rule), jacobian, None, *others, losses=losses)
     state = tree_map(torch.clone, first.state)
     second = aggregate(rule, jacobian, first.state, *others, losses=losses)
     check_same(first.state, state, "the state that was passed has changed")

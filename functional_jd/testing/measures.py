@@ -101,6 +101,18 @@ def check_same(found: Tree, expected: Tree, message: str) -> None:
         assert ((x == y) | (x.isnan() & y.isnan())).all(), message
 
 
+def watched(rule: Aggregator) -> Aggregator:
+    """The rule, which must leave what it sees as it was."""
+
+    def update(view: Any, state: Any) -> Any:
+        before = tree_map(torch.clone, view)
+        found = rule.update(view, state)
+        check_same(view, before, "an argument has changed: the rule writes into what it sees")
+        return found
+
+    return rule._replace(update=update)
+
+
 def structure_of(tree: Tree) -> Any:
     """Return the structure of a pytree, and the shapes and dtypes of its leaves."""
     leaves, structure = tree_flatten(tree)

@@ -33,12 +33,22 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Doubled(TorchDispatchMode):
+    """The sum of what this rank sends and of what the other does, which torch's fake group leaves out."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        added = func.namespace == "_c10d_functional" and "all_reduce" in str(func) and args[1] == "sum"
+        return found.add_(found) if added else found
+
+
 @pytest.fixture
 def device():
     with simulated() as device:
         dist.init_process_group("cpu:fake,sim:fake", rank=0, world_size=2, store=FakeStore())
         try:
-            yield device
+            with Doubled():
+                yield device
         finally:
             dist.destroy_process_group()
 

@@ -125,6 +125,11 @@ def doubling():
     return remembering(lambda steps: 1 + Doubled.apply(steps))
 
 
+def doubled_in_place():
+    """Right weights, and another Gramian for whoever looks at it later."""
+    return stateless(gramian, lambda G: torch.ones_like(G.diagonal().mul_(2)))
+
+
 def hesitating():
     """Decides in Python when it starts."""
     init = lambda view: view.new_zeros(()) if view.sum() > 0 else view.new_ones(())
@@ -134,6 +139,7 @@ def hesitating():
 BROKEN = {
     "counts calls": (laws.pure, counting),
     "changes its input": (laws.pure, scribbling),
+    "changes what it sees": (laws.pure, doubled_in_place),
     "draws from torch": (laws.pure, chance),
     "state changes form": (laws.shaped, growing),
     "weights in half precision": (laws.shaped, half),
