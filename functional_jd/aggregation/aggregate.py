@@ -155,8 +155,8 @@ def weigh(
     """The weights and the next state of a rule with this view; `apart`: each with memory of its own, as for users. The
     caller switches autocast off.
 
-    A state of another rule, or for another number of objectives, is refused: if `update` raises, and in a step also if
-    the state does not keep its structure.
+    A state of another rule, or for another number of objectives, is refused: if `update` raises or drops it, and in a
+    step also if the state does not keep its structure.
     """
     received = view.receive(seen)
     if seen.scaling is None:  # else the driver has asked
@@ -170,8 +170,8 @@ def weigh(
     if state is None:
         found: Any = aggregator.update(received, aggregator.init(received))
         return refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
-    remembers = where != "aggregate" and not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
-    if remembers and (leaves := tree_leaves(state)):
+    remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
+    if where != "aggregate" and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
             if x.shape[:1] == (1,):  # which fits all sizes: `update` would not notice other objectives
                 _refuse_other_state(aggregator, received, state, where, None)
@@ -186,8 +186,8 @@ def weigh(
             raise
         _refuse_other_state(aggregator, received, state, where, error)
         raise
-    # A state that comes back as it was needs no comparison with itself.
-    if where != "aggregate" and new is not state and tree_difference(state, new):
+    # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
+    if new is not state and (tree_difference(state, new) if where != "aggregate" else remembers and new == ()):
         _refuse_other_state(aggregator, received, state, where, None)
     return weights, new
 

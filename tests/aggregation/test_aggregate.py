@@ -337,3 +337,12 @@ def test_a_memory_of_numbers_is_refused_where_training_starts():
         TypeError, match=r"train_state: the memory of a rule must be .* found 0 in 'count'. Let its init"
     ):
         fj.train_state(torch.ones(3), losses=losses, aggregator=rule, optimizer=fj.sgd(0.1))
+
+
+@pytest.mark.parametrize("rule", [fj.mean(), fj.upgrad()])
+def test_a_memory_that_a_rule_would_drop_is_refused(rule):
+    J = torch.eye(3, dtype=torch.float64)
+    memory = fj.aggregate(fj.pcd(), J).state
+    with pytest.raises(ValueError, match="aggregate: the state must be one of this rule"):
+        fj.aggregate(rule, J, memory)
+    assert fj.aggregate(rule, J, ()).state == ()
