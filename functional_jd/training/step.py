@@ -176,7 +176,7 @@ def _finished(
     except (TypeError, ValueError) as error:
         raise type(error)(
             "step: expected of the rule's update a memory like that of its init, with the same shapes and dtypes "
-            f"(views are float64: start from zeros_like of what is kept). {error}"
+            f"(views are float64, but rows, mostly float32: start from zeros_like(x, dtype=torch.float64)). {error}"
         ) from error
     buffers = state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers)
     new = TrainState(params, buffers, moments, memory, scale)
