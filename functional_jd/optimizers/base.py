@@ -82,10 +82,8 @@ def _check_number(where: str, name: str, value: Any) -> None:
             )
         raise TypeError(f"{where}: {name} must be a number{more}, found {type(value).__name__}. {cure}")
     if is_too_large(value) or not 0 <= value < float("inf"):  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(
-            f"{where}: {name} must be a finite number >= 0, found {described(value)}. A step goes against the "
-            "direction."
-        )
+        cure = "A step goes against the direction." if name == "lr" else f"Pass for instance {name}=1.0."
+        raise ValueError(f"{where}: {name} must be a finite number >= 0, found {described(value)}. {cure}")
 
 
 def on_shards(update: Callable[..., tuple[Params, Tree]], where: str, *given: Any) -> tuple[Params, Tree]:

@@ -55,10 +55,12 @@ def private(
         ValueError: a setting out of range; an optimizer that compares losses, or adds noise itself.
 
     Laws:
-        No example moves what the optimizer receives by more than `max_norm / batch_size`, but for the noise. A batch
-        without examples, as a Poisson sampler draws them, is a step of pure noise, whose losses are one 0; aux is then
-        `()`. Buffers get no noise: keep none that follow the examples. `info` holds losses and weights of
-        examples, without noise: it is not private. A step that is not finite is skipped, which depends on the examples.
+        No example moves what the optimizer receives by more than `max_norm / batch_size`, but for the noise, where
+        nothing that all examples share depends on the data, such as an argument by `in_dims=None`. A batch without
+        examples, as a Poisson sampler draws them, is a step of pure noise, whose losses are one 0; aux is then `()`.
+        Buffers get no noise: keep none that follow the examples, as they move the gradients of all others. `info` holds
+        losses and weights of examples, without noise: it is not private. A step that is not finite is skipped, which
+        depends on the examples.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.

@@ -290,6 +290,7 @@ TRAINING = {
         },
         dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},
         kinds({"loss"}),
+        ("train_state", "per_example"),
     ),
     "to_checkpoint": Call(
         jd.to_checkpoint,
