@@ -19,6 +19,7 @@ from functional_jd.torch_compat.checkpoints import in_reentrant_checkpoint
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.slow_path import random_state
 from functional_jd.torch_compat.torch_internals import (
+    as_batch,
     constant_while_tracing,
     function_name,
     functorch_depth,
@@ -27,7 +28,7 @@ from functional_jd.torch_compat.torch_internals import (
     traceable,
     untraced,
 )
-from functional_jd.torch_compat.vmap_levels import as_batch, vmaps_inside
+from functional_jd.torch_compat.vmap_levels import vmaps_inside
 
 # Keys are split off in advance, as one call of `split` takes longer than an index; more only where more are needed.
 _AHEAD = 32

@@ -80,12 +80,13 @@ def _operator(
 
 def may_be_differentiated(*inputs: Tensor) -> bool:
     """Whether derivatives of a function of the inputs may be asked for, now or later."""
+    inside = under_functorch()
     # torch.compile traces no list of transforms.
-    if under_functorch() and (torch.compiler.is_compiling() or differentiates()):
+    if (inside and (torch.compiler.is_compiling() or differentiates())) or transform_level()[1] >= 0:
         return True
-    if transform_level()[1] >= 0:
-        return True
-    return torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs)
+    if not torch.is_grad_enabled():
+        return False
+    return any((innermost(x) if inside else x).requires_grad for x in inputs)
 
 
 def per_problem(number: float | Tensor, vectors: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ is_batched_tensor: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
 unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
 batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
 """Whether the innermost `torch.vmap` hides a dimension of a tensor; the tensor below it, and which dimension it is."""
+_add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
 interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
@@ -295,6 +296,11 @@ def graph_attribute(func: Any, x: Tensor) -> Any:
 def functorch_depth() -> int:
     """The number of active transforms of torch.func."""
     return len(interpreters() or [])
+
+
+def as_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor whose first dimension is the one that the vmap at this level hides."""
+    return _add_batch_dim(x, 0, level)
 
 
 def show_to_compiled_modes(functions: Iterable[Any]) -> None:

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from functional_jd.torch_compat.private_names import private
-from functional_jd.torch_compat.torch_internals import constant_while_tracing, interpreters, is_wrapped, unwrapped
+from functional_jd.torch_compat.torch_internals import (
+    as_batch,
+    constant_while_tracing,
+    interpreters,
+    is_wrapped,
+    unwrapped,
+)
 
 _VMAPS = "random numbers and recurrent layers under torch.vmap"
 
 _unwrap_batched: Any = private("_C._functorch._unwrap_batched", "compiled Gramians")
-_add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
 _transforms: Any = private("_C._functorch.TransformType", _VMAPS, "Vmap")
 _vmap_interpreter: Any = private("_C._functorch.CVmapInterpreterPtr", _VMAPS)
 
@@ -35,11 +40,6 @@ def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
             vmap = _vmap_interpreter(interpreter)
             found.append((interpreter.level(), vmap.batchSize(), vmap.randomness().name.lower()))
     return found
-
-
-def as_batch(x: Tensor, level: int) -> Tensor:
-    """A tensor whose first dimension is the one that the vmap at this level hides."""
-    return _add_batch_dim(x, 0, level)
 
 
 def zero_of_members(device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_unflatten
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat.torch_internals import under_functional_transform
+from functional_jd.torch_compat.torch_internals import under_functional_transform, under_functorch
 from functional_jd.torch_compat.vmap_levels import differentiates, innermost, zero_of_members
 
 
@@ -35,8 +35,9 @@ def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
     inputs = [leaves[index] for index in places]
     if any_sharded(inputs):
         return None, tree
-    needed = any((x if traced else innermost(x)).requires_grad for x in inputs) and torch.is_grad_enabled()
-    if not (needed or (not traced and differentiates())):
+    inside = not traced and under_functorch()
+    needed = torch.is_grad_enabled() and any((innermost(x) if inside else x).requires_grad for x in inputs)
+    if not (needed or (inside and differentiates())):
         return None, tree
     if traced:
         token, *copies = _TracedOpen.apply(torch.zeros((), device=inputs[0].device), *inputs)  # pyright: ignore

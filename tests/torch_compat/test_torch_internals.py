@@ -501,7 +501,7 @@ def test_vmaps_and_their_randomness_are_known():
 
 def test_a_dimension_becomes_that_of_a_vmap():
     keys = torch.arange(3.0)
-    added = torch.vmap(lambda x: x + vmap_levels.as_batch(keys, internals.functorch_depth()))(torch.ones(3))
+    added = torch.vmap(lambda x: x + internals.as_batch(keys, internals.functorch_depth()))(torch.ones(3))
     assert torch.equal(added, keys + 1)
 
 

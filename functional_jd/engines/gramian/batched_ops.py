@@ -11,8 +11,13 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.torch_compat.torch_internals import examples_first, is_batched, torch_function_disabled, without_view
-from functional_jd.torch_compat.vmap_levels import as_batch
+from functional_jd.torch_compat.torch_internals import (
+    as_batch,
+    examples_first,
+    is_batched,
+    torch_function_disabled,
+    without_view,
+)
 
 F = nn.functional
 

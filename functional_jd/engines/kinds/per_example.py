@@ -41,8 +41,7 @@ from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffe
 from functional_jd.precision.autocast import autocast_as_now
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
-from functional_jd.torch_compat.torch_internals import transform_level
-from functional_jd.torch_compat.vmap_levels import as_batch
+from functional_jd.torch_compat.torch_internals import as_batch, transform_level
 
 
 def jacobian(losses: PerExample, args: Args, options: Options) -> FoundJacobian:
