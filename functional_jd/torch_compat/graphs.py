@@ -114,9 +114,22 @@ def function_modes() -> list[Any]:
 
 
 def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The operators of a graph that draw numbers from a generator."""
+    """The operators of a graph that draw numbers from a generator; attention without dropout draws none."""
     seeded = torch.Tag.nondeterministic_seeded
-    return (node for node in graph.graph.nodes if seeded in getattr(node.target, "tags", ()))
+    return (
+        node
+        for node in graph.graph.nodes
+        if seeded in getattr(node.target, "tags", ()) and _argument(node, "dropout_p") != 0
+    )
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of an operator by its name, or its default; None where it has none of this name."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for index, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def _written_to(node: fx.Node) -> Iterator[Any]:

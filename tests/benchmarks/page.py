@@ -28,12 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what the bench wrote with --json; later files count more")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--tables", nargs="+", choices=tuple(TABLES), default=tuple(TABLES))
     options = parser.parse_args(arguments)
     found = [json.loads(file.read_text()) for file in options.files]
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
     text = options.page.read_text()
-    for name, made in (("steps", _steps), ("plain", _plain), ("goals", _goals)):
-        text = with_table(text, name, made(eager, compiled))
+    for name in options.tables:
+        text = with_table(text, name, TABLES[name](eager, compiled))
     options.page.write_text(text)
 
 
@@ -54,8 +55,7 @@ def _rows(found: Iterable[Row], table: str) -> Rows:
 
 def _steps(eager: Rows, compiled: Rows) -> str:
     """The whole step to the peer's, in every precision and form."""
-    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal")
-    head = (*head, "operators", "compiled", "goal", "memory")
+    head = ("whole step", "ms", "float32", "bfloat16", "float16", "one tensor", "goal", "compiled", "goal", "memory")
     lines: list[Sequence[str]] = []
     for (name, size), row in _float32(eager):
         half = [_ratio(eager.get((name, f"{size} {kind}")), "ours/JD") for kind in ("bfloat16", "float16")]
@@ -63,9 +63,17 @@ def _steps(eager: Rows, compiled: Rows) -> str:
         memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
         ms = f"{row['seconds']['ours'] * 1e3:.1f}"
         floats = [_ratio(row, "ours/JD"), *half, _ratio(row, "stacked/JD"), _goal(row, "ours/JD")]
-        graphs = [_ratio(row, "operators/JD"), _ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
+        graphs = [_ratio(graph, "ours/JD"), _goal(graph, "ours/JD")]
         lines.append([case_name(name, size), ms, *floats, *graphs, f"{memory:.1f}" if memory else "-"])
     return table(head, lines)
+
+
+def _operators(eager: Rows, _: Rows) -> str:
+    """An eager step, and the same bits by the operators of its graph, without a compiler."""
+    pairs = {"eager to TorchJD": "ours/JD", "operators to TorchJD": "operators/JD"}
+    pairs |= {"eager to plain training": "ours/plain", "operators to plain training": "operators/plain"}
+    lines = [[case_name(*key)] + [_ratio(row, pair) for pair in pairs.values()] for key, row in _float32(eager)]
+    return table(["float32", *pairs], lines)
 
 
 def _plain(eager: Rows, compiled: Rows) -> str:
@@ -111,6 +119,9 @@ def _goal(row: Row | None, pair: str) -> str:
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     cells = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+TABLES = {"steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
 
 
 if __name__ == "__main__":

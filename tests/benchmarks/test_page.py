@@ -20,14 +20,15 @@ def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
     graph = row | {"table": "compiled", "ratios": {"ours/JD": [0.4, 0.45, 0.5], "ours/plain compiled": [1, 2, 3]}}
     graph |= {"compiled": {"ours": [20.4, 1], "plain compiled": [9.6, 1]}}
     (tmp_path / "bench.json").write_text(json.dumps({"races": [row, half, graph]}))
-    marks = [mark.format(name) for name in ("steps", "plain", "goals") for mark in (page.BEGIN, page.END)]
+    marks = [mark.format(name) for name in ("steps", "operators", "plain", "goals") for mark in (page.BEGIN, page.END)]
     text = tmp_path / "page.md"
     text.write_text("before\n" + "\nstale\n".join(marks) + "\nafter\n")
     for _ in range(2):  # what was written before is replaced
         page.main([str(tmp_path / "bench.json"), "--page", str(text)])
     lines = text.read_text().splitlines()
-    assert "| MLP, 2 tasks | 3.0 | 0.75 | 1.25 | - | - | 0.70 | 0.55 | 0.45 | 0.70 | 0.5 |" in lines
+    assert "| MLP, 2 tasks | 3.0 | 0.75 | 1.25 | - | - | 0.70 | 0.45 | 0.70 | 0.5 |" in lines
+    assert "| MLP, 2 tasks | 0.75 | 0.55 | 3.00 | - |" in lines
     assert "| MLP, 2 tasks | 3.00 | - | - | - | 1.50 | - |" in lines
     assert "Goals reached: 1 of 2 eager and 0 of 1 compiled." in lines
     assert (lines[0], lines[-1]) == ("before", "after")
-    assert sum(line.startswith("| MLP") for line in lines) == 2
+    assert sum(line.startswith("| MLP") for line in lines) == 3

@@ -1,5 +1,6 @@
 """Graphs of operators: what they change, draw and hold."""
 
+import pytest
 import torch
 
 from functional_jd.random import key, keyed
@@ -27,6 +28,14 @@ def test_draws_are_those_without_a_key():
     drawn = lambda f, *args: [str(node.target) for node in graphs.draws(graphs.written(f, args))]
     assert drawn(lambda x: [torch.rand_like(x) + x.normal_()], X) == ["aten.rand_like.default", "aten.normal_.default"]
     assert drawn(lambda k, x: [keyed(torch.rand_like)(k, x)], key(0), X) == []
+
+
+@pytest.mark.parametrize(("probability", "drawn"), [(0.0, 0), (0.1, 1)])
+def test_attention_draws_where_it_drops(probability, drawn):
+    q = torch.randn(1, 2, 5, 4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    graph = graphs.written(lambda q: [attend(q, q, q, dropout_p=probability)], [q])
+    assert min(1, len(list(graphs.draws(graph)))) == drawn
 
 
 def test_tensors_of_closures_become_inputs_and_numbers_stay():
