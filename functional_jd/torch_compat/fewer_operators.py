@@ -10,6 +10,9 @@ from torch.fx.node import map_arg
 
 from functional_jd.torch_compat.graphs import base_of, is_overload, written_bases
 
+_BETWEEN_RANKS = ("_c10d_functional.", "c10d.", "_dtensor.")
+"""Operators for which the other ranks wait, whether this one needs them or not."""
+
 _SMALL = 1024
 """A constant of more entries is made anew in each call: to read it takes as long, and it would be kept."""
 
@@ -19,7 +22,7 @@ def with_fewer_operators(graph: fx.GraphModule) -> Callable[..., Any]:
 
     Left out are operators that return their argument as it is, those that compute what another one has computed, those
     of constants, whose values are kept, and those of which nothing is used. What is changed in place is left alone,
-    and so is what is returned: it belongs to the caller.
+    and so are what is returned, which belongs to the caller, and what ranks send.
     """
     nodes = graph.graph
     apart = written_bases(graph) | {base_of(node) for node in nodes.output_node().all_input_nodes}
@@ -69,6 +72,8 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or node.is_impure():
         return False
     target: Any = node.target
+    if str(target).startswith(_BETWEEN_RANKS):
+        return False
     seeded = torch.Tag.nondeterministic_seeded
     return target is getitem or (is_overload(target) and not target._schema.is_mutable and seeded not in target.tags)
 

@@ -166,13 +166,8 @@ class _TracedClose(Function):
         return moved.to(token), None, *grad_outputs
 
 
-class _TracedReport(Function):
+class _TracedReport(_TracedClose):
     """`_Report` for torch.compile."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Any, moved: Any, *results: Any) -> Any:  # pyright: ignore
-        ctx.save_for_backward(token, moved)
-        return tuple(x.clone() for x in results)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functional_jd as jd
+from functional_jd.core.collectives import collective
 from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 
@@ -139,3 +142,17 @@ def test_the_search_of_a_rule_is_one_operator_without_refinement_under_vmap_alon
     derivative = torch.func.grad(lambda G: weights(G)[:, 0].sum())
     _, _, operators = operators_of(lambda G: [derivative(G)], gramians.contiguous())
     assert "functional_jd.complementarity_search.default" in operators
+
+
+def test_ranks_send_as_often_as_the_losses_say():
+    """Another rank may not have twins, and waits for both."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        name = dist.group.WORLD.group_name
+        twice = lambda x: [collective("sum", x, name, 2) + collective("sum", x, name, 2)]
+        unused = lambda x: [(collective("sum", x, name, 2), x.sin())[1]]
+        for f, times in ((twice, 2), (unused, 1)):
+            _, _, operators = operators_of(f, X)
+            assert operators.count("_c10d_functional.all_reduce.default") == times
+    finally:
+        dist.destroy_process_group()
