@@ -14,7 +14,7 @@ if _missing := [name for name in ("hypothesis", "pytest", "scipy") if find_spec(
 
 from functional_jd.testing.black_box import black_box
 from functional_jd.testing.conformance import Counterexample, Findings, laws_of, obeys
-from functional_jd.testing.derivatives import hyper_parameters_are_values
+from functional_jd.testing.derivatives import differentiable, hyper_parameters_are_values
 from functional_jd.testing.laws import (
     ALWAYS,
     BY_CLAIM,
@@ -49,6 +49,7 @@ __all__ = [
     "batched",
     "black_box",
     "compiled",
+    "differentiable",
     "finite",
     "gramians",
     "homogeneous",

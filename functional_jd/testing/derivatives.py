@@ -1,18 +1,25 @@
-"""The law of hyper-parameters: they are values like any other, and derivatives in them are those of differences."""
+"""The laws of derivatives, which are those of differences: in hyper-parameters, values like any other, and in J."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.core.arguments import check_function, check_mapping, check_number
+from functional_jd.core.rows import as_matrix, per_row
+from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Jacobian, Losses
-from functional_jd.testing.measures import TOLERANCE, check_case, flat, reach_of, variants
+from functional_jd.testing.measures import TOLERANCE, Case, check_case, checked, flat, reach_of, variants
 
 # The relative step of differences. Directions are known to 2^-26 of the reach only, which is divided by the step.
 _STEP = 2.0**-10
+
+_Found = tuple[Tensor, Tensor]
+"""The directions of three steps `[3, n]`, and the reach of each, `[3, 1]`."""
+
+_Directions = Callable[[float | Tensor], _Found]
 
 
 def hyper_parameters_are_values(
@@ -48,62 +55,118 @@ def hyper_parameters_are_values(
     check_case("hyper_parameters_are_values", jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 
-    def directions(name: str, value: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The directions of the steps `[3, n]`, and the reach of each, `[3, 1]`."""
-        rule, state, found, reaches = build(**{**hyper, name: value}), None, [], []
-        for rows, other_rows, numbers in cases:
-            result = aggregate(rule, rows, state, *other_rows, losses=None if numbers == () else numbers)
-            state = result.state
-            found.append(flat(result.direction))
-            reaches.append(reach_of(rows, result.weights).max())
-        return torch.stack(found), torch.stack(reaches).unsqueeze(1)
-
     for name, number in hyper.items():
-        _check_one(name, number, lambda value, name=name: directions(name, value))
+
+        def directions(value: float | Tensor, name: str = name) -> _Found:
+            return _three_steps(build(**{**hyper, name: value}), cases)
+
+        known = _neighbours(number, directions)
+        _check_slopes(f"{name}={number:.6g}", number, known, _of_third_order(known), directions)
 
 
-def _check_one(name: str, number: float, directions: Callable[[float | Tensor], tuple[Tensor, Tensor]]) -> None:
-    values, (first, middle, last), reach = _neighbours(number, directions)
+@checked
+def differentiable(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
+    """The direction has a derivative by the Jacobian, that of differences: `d/dt A(J + t V)`, of three steps.
+
+    Whoever learns through steps (hyper-parameters, starts, what losses depend on) differentiates the rule by J. At J
+    itself, where rows may be zero or tie, forward and reverse derivatives along one V are finite. Away from ties, where
+    every entry is moved by up to an eighth of the largest entry of its row, they are the differences from `t = -2^-13`
+    to `t = 2^-13`. The entries of V are of the size of the largest entry of their row.
+
+    To 2^-26 of the reach divided by t, to the change of slope from one side to the other, and to the change between
+    differences with t and with 2 t.
+
+    Source: the definition of a derivative.
+    """
+    cases = variants(jacobian, others, losses)
+
+    def along(start: float) -> _Directions:
+        def moved(leaf: Tensor, t: float | Tensor) -> Tensor:
+            places = torch.arange(1, leaf.numel() + 1, dtype=leaf.dtype, device=leaf.device).reshape(leaf.shape)
+            return leaf + per_row(as_matrix(leaf).abs().amax(1), leaf) * (start * places.sin() + t * places.cos())
+
+        return lambda t: _three_steps(
+            rule,
+            [
+                (*tree_map(lambda leaf: moved(leaf, t), (rows, other_rows)), values)
+                for rows, other_rows, values in cases
+            ],
+        )
+
+    for name, slope in _slopes(0.0, along(0.0)):
+        assert slope.isfinite().all(), f"J: {name} is not finite"
+    known = {t: along(1 / 8)(t) for t in (-_STEP / 8, 0.0, _STEP / 8)}
+    (first, _), _, (last, _) = known.values()
+    # A rule may have a unit of its own, as a temperature, so that its slope changes fast: ask how fast.
+    (left, _), (right, _) = (along(1 / 8)(t) for t in (-_STEP / 4, _STEP / 4))
+    _check_slopes("J", 0.0, known, ((right - left) / 4 - (last - first) / 2).abs(), along(1 / 8))
+
+
+def _three_steps(rule: Aggregator, cases: Sequence[Case]) -> _Found:
+    state, found, reaches = None, [], []
+    for rows, others, numbers in cases:
+        result = aggregate(rule, rows, state, *others, losses=None if numbers == () else numbers)
+        state = result.state
+        found.append(flat(result.direction))
+        reaches.append(reach_of(rows, result.weights).max())
+    return torch.stack(found), torch.stack(reaches).unsqueeze(1)
+
+
+def _check_slopes(
+    at: str, number: float, known: Mapping[float, _Found], third_order: Tensor, directions: _Directions
+) -> None:
+    """Compare derivatives at the number with the differences of what is known at three numbers at equal distances."""
+    values = list(known)
+    (first, middle, last), reaches = zip(*known.values(), strict=True)
+    reach = torch.stack(reaches).amax(0)
     scale = torch.where(reach > 0, reach, 1)
 
     def close(found: Tensor, expected: Tensor, message: str, allowed: Tensor | float = 0.0) -> None:
         error = ((found - expected).abs() / scale).amax(1, keepdim=True)
         worst = (error - allowed).amax()
-        assert worst <= 2 * TOLERANCE, f"{name}={number:.6g}: {message}: off by {error.max():.3g} of the reach"
+        assert worst <= 2 * TOLERANCE, f"{at}: {message}: off by {error.max():.3g} of the reach"
 
-    at = torch.tensor(values, dtype=torch.float64, device=reach.device)
-    close(directions(at[1])[0], middle, "a tensor gives other directions than the number")
-    swept = torch.vmap(lambda x: directions(x)[0])(at)
+    numbers = torch.tensor(values, dtype=torch.float64, device=reach.device)
+    close(directions(numbers[1])[0], middle, "a tensor gives other directions than the number")
+    swept = torch.vmap(lambda x: directions(x)[0])(numbers)
     for found, expected in zip(swept, (first, middle, last), strict=True):
         close(found, expected, "vmap over values differs from the loop")
 
-    x = torch.tensor(number, dtype=torch.float64, device=reach.device)
     step = values[2] - values[1]
     # Slopes times the step, so that they compare with directions.
     left, right = middle - first, last - middle
     at_end = values[1] != number
     expected = (left if number == values[0] else right) if at_end else (left + right) / 2
-    error = (right - left).abs() + 4 * _STEP**2 * expected.abs()  # of the second order, and of the third
+    error = (right - left).abs() + third_order  # the first is of the second order
     allowed = (error / scale).amax(1, keepdim=True)
+    for name, slope in _slopes(number, directions):
+        assert slope.isfinite().all(), f"{at}: {name} is not finite"
+        close(step * slope, expected, f"{name} differs from differences", allowed)
+
+
+def _slopes(number: float, directions: _Directions) -> Iterator[tuple[str, Tensor]]:
+    """The forward and the reverse derivative of the directions `[3, n]`, with their names."""
+    device = directions(number)[0].device
     for transform in (torch.func.jacfwd, torch.func.jacrev):
-        slope = transform(lambda value: directions(value)[0])(x)
-        assert slope.isfinite().all(), f"{name}={number:.6g}: {transform.__name__} is not finite"
-        close(step * slope, expected, f"{transform.__name__} differs from differences", allowed)
+        x = torch.tensor(number, dtype=torch.float64, device=device)
+        yield transform.__name__, transform(lambda value: directions(value)[0])(x)
 
 
-def _neighbours(
-    number: float, directions: Callable[[float | Tensor], tuple[Tensor, Tensor]]
-) -> tuple[list[float], list[Tensor], Tensor]:
-    """Three numbers at equal distances, the given one among them, their directions, and the largest reach."""
+def _of_third_order(known: Mapping[float, _Found]) -> Tensor:
+    """How far differences are from derivatives beside the change of slope, of a function whose scale is its number."""
+    (first, _), _, (last, _) = known.values()
+    return 2 * _STEP**2 * (last - first).abs()
+
+
+def _neighbours(number: float, directions: _Directions) -> dict[float, _Found]:
+    """What is found at three valid numbers at equal distances, the given one among them."""
     step = _STEP * (abs(number) or 1.0)
     for offset in (-1, 0, -2):
         values = [number + (offset + i) * step for i in range(3)]
         try:
-            found = [directions(value) for value in values]
+            return {value: directions(value) for value in values}
         except ValueError:
             continue
-        reach = torch.stack([reach for _, reach in found]).amax(0)
-        return values, [direction for direction, _ in found], reach
     raise ValueError(
         f"hyper_parameters_are_values: found no valid numbers beside {number}. Test numbers of which the neighbours at "
         "a distance of 2^-10 are valid, on one side at least."

@@ -421,7 +421,7 @@ PLOTTING = {
 LAWS = (
     *("batched", "finite", "homogeneous", "linear_under_row_scaling", "low_precision", "non_conflicting"),
     *("non_finite", "on_the_simplex", "permutation_equivariant", "pure", "shaped", "tree_equals_flat"),
-    *("strongly_stationary", "weakly_stationary"),
+    *("strongly_stationary", "weakly_stationary", "differentiable"),
 )
 TESTING = {
     **{

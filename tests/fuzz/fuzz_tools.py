@@ -209,6 +209,7 @@ LAWS = (
     "weakly_stationary",
     "strongly_stationary",
     "rotation_blind",
+    "differentiable",
 )
 
 TESTING = {

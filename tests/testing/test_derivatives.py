@@ -1,12 +1,14 @@
-"""The law of hyper-parameters holds for rules that obey it, and notices each way of breaking it."""
+"""The laws of derivatives hold for rules that obey them, and notice each way of breaking them."""
 
+import hypothesis
 import pytest
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
-from functional_jd.testing import hyper_parameters_are_values
+from functional_jd.testing import RULES, differentiable, hyper_parameters_are_values, laws_of
+from functional_jd.testing.table import jacobians_for, rule_of
 
 J = torch.tensor([[1.0, 2.0], [0.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
 
@@ -102,3 +104,44 @@ def test_a_tensor_that_gives_other_directions_is_noticed():
     build = lambda t: rule(torch.exp)(t if isinstance(t, float) else t + 1e-6)
     with pytest.raises(AssertionError, match=r"t=0.7: a tensor gives other directions than the number"):
         hyper_parameters_are_values(build, {"t": 0.7}, J)
+
+
+FEW = hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_the_package_have_derivatives_by_the_jacobian(name):
+    found = laws_of(rule_of(name), differentiable, jacobians=jacobians_for(name), settings=FEW)
+    assert found["differentiable"], found
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_a_rule_may_have_a_unit_of_its_own(temperature):
+    rule = stateless(gramian, lambda G: torch.softmax(-G.diagonal() / temperature, 0))
+    found = laws_of(rule, differentiable, settings=FEW)
+    assert found["differentiable"], found
+
+
+@pytest.mark.parametrize(
+    ("weigh", "message"),
+    [
+        (lambda G: G.detach().diagonal() / G.sum(), "jacfwd differs from differences"),
+        (lambda G: 1.01 * G.diagonal() - 0.01 * G.diagonal().detach(), "jacfwd differs from differences"),
+        (lambda G: WrongBackward.apply(G.diagonal()), "jacrev differs from differences"),
+        (lambda G: (G.diagonal() - G.diagonal()).sqrt(), "J: jacfwd is not finite"),
+        (lambda G: (G.diagonal() - 1).abs().sqrt(), "J: jacfwd is not finite"),  # where the second row has this length
+    ],
+    ids=["detached", "off by a percent", "backward", "infinite", "infinite at J"],
+)
+def test_a_wrong_derivative_by_the_jacobian_is_noticed(weigh, message):
+    with pytest.raises(AssertionError, match=message):
+        differentiable(stateless(gramian, weigh), J)
+
+
+def test_kinks_and_memory_are_differentiated():
+    differentiable(stateless(gramian, lambda G: (G.diagonal() - 1).relu()), J)  # the second row has a length of 1
+    keep = lambda G, memory: (G.diagonal() + memory, memory + G.diagonal())
+    differentiable(Aggregator(gramian, lambda G: torch.zeros_like(G[0]), keep), J)
+    lost = lambda G, memory: (G.diagonal() + memory, memory + G.diagonal().detach())
+    with pytest.raises(AssertionError, match="jacfwd differs from differences"):
+        differentiable(Aggregator(gramian, lambda G: torch.zeros_like(G[0]), lost), J)
