@@ -1,4 +1,4 @@
-"""Ops whose derivatives torch gets wrong under vmap, without an error, in a form in which it gets them right."""
+"""Ops that torch gets wrong under vmap, without an error, or that it refuses there, in a form that is right."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -118,11 +118,25 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
     return nn.functional.linear_cross_entropy(*args, options=options, **kwargs)
 
 
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """The one of `torch.nn.functional`, which reads the smallest and the largest class, as no vmap can."""
+    if num_classes >= 0 and under_transform():
+        one = tensor.new_ones(()).expand(*tensor.shape, 1)
+        return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), one)
+    try:
+        return nn.functional.one_hot(tensor, num_classes)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        raise RuntimeError("one_hot counts the classes of each example. Pass num_classes.") from error
+
+
 REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
     torch.select_scatter: select_scatter,
     Tensor.select_scatter: select_scatter,
     nn.functional.linear_cross_entropy: linear_cross_entropy,
+    nn.functional.one_hot: one_hot,
 }
 """By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
 another way.

@@ -151,3 +151,21 @@ def test_examples_of_cross_entropy_in_chunks_go_one_by_one():
     reach = rows.abs().sum(1)
     assert ((gramian - rows @ rows.T).abs() <= bound[:, None] * reach + reach[:, None] * bound).all()
     assert ((pullback(torch.ones(M))[0]["w"].flatten() - rows.sum(0)).abs() <= bound.sum()).all()
+
+
+def test_one_hot_of_examples_takes_no_slow_road():
+    x, y, params = draw(6, 3), torch.tensor([0, 3, 1, 1, 2, 0]), {"w": draw(3, 4, seed=1)}
+    log_softmax = lambda params, x: torch.log_softmax(x @ params["w"], -1)
+    by_hand = fj.per_example(lambda params, x, y: -(nn.functional.one_hot(y, 4) * log_softmax(params, x)).sum(-1))
+    plain = fj.per_example(lambda params, x, y: nn.functional.cross_entropy(x @ params["w"], y))
+    found, expected = (fj.jacobian_fn(losses)(params, x, y)[0]["w"] for losses in (by_hand, plain))
+    assert (found - expected).abs().max() <= 8 * EPS * x.abs().max()
+    torch.testing.assert_close(*(fj.gramian_fn(losses)(params, x, y)[0] for losses in (by_hand, plain)))
+    swept = torch.vmap(lambda y: fj.jacobian_fn(by_hand)(params, x, y)[0]["w"])(torch.stack([y, y.flip(0)]))
+    torch.testing.assert_close(swept[0], expected)
+    outside = fj.per_example(lambda params, x, y: -(nn.functional.one_hot(y, 3).sum() * log_softmax(params, x)).sum(-1))
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        fj.jacobian_fn(outside)(params, x, y)
+    counted = fj.per_example(lambda params, x, y: -(nn.functional.one_hot(y).sum() * log_softmax(params, x)).sum(-1))
+    with pytest.warns(fj.SlowPathWarning, match=r"one_hot counts the classes of each example\. Pass num_classes"):
+        fj.jacobian_fn(counted)(params, x, y)
