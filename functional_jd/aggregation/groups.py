@@ -46,7 +46,7 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
     if missing := [key for key in tree if key not in groups]:
         raise ValueError(
             f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
-            "Add one, mean() for instance."
+            "Add one, such as that of another group."
         )
     if unused := [key for key in groups if key not in tree]:
         raise ValueError(

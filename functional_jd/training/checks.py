@@ -45,7 +45,10 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
     tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     if tensors and not any(x.numel() for x in tensors):
         shapes = ", ".join(str(list(x.shape)) for x in tensors[:3])
-        raise ValueError(f"{where}: expected a batch with elements, found tensors of shape {shapes}. Is it empty?")
+        raise ValueError(
+            f"{where}: expected a batch with elements, found tensors of shape {shapes}. "
+            "Pass one example at least: any will do, where others follow."
+        )
 
 
 def refuse_8_bits(where: str, what: str, tree: Tree) -> None:

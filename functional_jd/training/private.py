@@ -1,5 +1,6 @@
 """Private training (DP-SGD): losses, rule and optimizer that fit one another."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,8 @@ def private(
         loss: `loss(params, *example) -> scalar` of one example, without the batch dimension; or `per_example` of it,
             for other `in_dims`.
         max_norm: the largest norm of an example's gradient; positive. A number or a tensor `[]`.
-        noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative. A number or a tensor
-            `[]`.
+        noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative, and a number of 0
+            warns. A number or a tensor `[]`.
         batch_size: the expected number of examples in a batch, sampling rate times examples in all; positive. A number
             or a tensor `[]`.
         optimizer: receives the noisy mean: `sgd`, `adamw`, ...
@@ -93,6 +94,11 @@ def private(
         found = "adds noise itself" if optimizer.search is None else "compares losses, which no noise covers"
         raise ValueError(
             f"private: expected an optimizer for the noisy mean, found one that {found}. Pass the optimizer inside it."
+        )
+    if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
+        warnings.warn(
+            "private: noise_multiplier 0 adds no noise, so that nothing is protected. A common value is 1.",
+            stacklevel=2,
         )
     return {
         "losses": PerExample(examples.loss, examples.in_dims, _nothing_lost),

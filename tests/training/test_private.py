@@ -144,3 +144,11 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=f"private: expected an optimizer for the noisy mean.*{words}"):
             fj.private(loss, **(given | {"optimizer": optimizer}))
+
+
+def test_no_noise_is_told():
+    with pytest.warns(
+        UserWarning, match=r"private: noise_multiplier 0 adds no noise, so that nothing is protected\. A"
+    ):
+        method(noise_multiplier=0)
+    method(noise_multiplier=torch.tensor(0.0))  # one of several, under vmap
