@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, cast
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import is_sharded
+from functional_jd.core.wide import widest
 
-_DEEPEST, _SHOWN = 12, 160
+_DEEPEST, _SHOWN, _LONGEST = 12, 160, 1000
+
+_FIRST, _BITS = 1000, 24
+"""So many values travel beside digests of so many bits: 8 kB take as long as 200 bytes."""
 
 
 def check_alike(
@@ -29,12 +33,17 @@ def check_alike(
         cure: what to do.
     """
     digests = [_digest(repr(part)) for part in parts.values()]
-    found = least(torch.tensor([*digests, *(-digest for digest in digests)], device=device)).tolist()
-    other = [name for k, name in enumerate(parts) if found[k] != -found[k + len(digests)]]
+    found = least(torch.tensor([[digest, -digest] for digest in digests], device=device)).tolist()
+    _refuse(where, {name: _shown(part) for name, part in parts.items()}, [x == -y for x, y in found], cure)
+
+
+def _refuse(where: str, shown: Mapping[str, str], alike: list[bool], cure: str) -> None:
+    """Refuse what is not alike on all ranks."""
+    other = {name: text for (name, text), same in zip(shown.items(), alike, strict=True) if not same}
     if other:
-        here = "; ".join(_shown(parts[name]) for name in other)
         raise ValueError(
-            f"{where}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: {here}. {cure}"
+            f"{where}: expected {' and '.join(other)} on all ranks, found different ones; on this rank: "
+            f"{'; '.join(other.values())}. {cure}"
         )
 
 
@@ -47,12 +56,57 @@ def _shown(part: Any) -> str:
     return ", ".join(str(item)[:_SHOWN] for item in items[:5]) + f" and {len(items) - 5} others" * (len(items) > 5)
 
 
-def bits_of(text: str, device: torch.device) -> Tensor:
-    """A digest as 24 zeros and ones, whose means over ranks are zeros and ones only where all ranks have the same.
+def means_if_alike(
+    where: str,
+    values: Sequence[Tensor],
+    parts: Mapping[str, str],
+    mean: Callable[[Tensor], Tensor],
+    ranks: int,
+    cure: str,
+) -> list[Tensor]:
+    """The means over the ranks of values, if some parts are alike on all: their digests travel with the values.
+
+    What is sent first has one size and one dtype, whatever the values are: with other numbers of them, ranks would not
+    come to be told. More than 1000 values take a second message. Nobody waits for an accelerator: there the means are
+    NaN, where ranks differ.
+
+    Args:
+        where: the function that the user called.
+        values: floating-point tensors, at least one.
+        parts: by what it is called, what must be alike, in words: one or two, as many on all ranks.
+        mean: the mean over the ranks of a tensor.
+        ranks: how many ranks there are.
+        cure: what to do.
+
+    Raises:
+        ValueError: parts that differ, on all ranks.
+    """
+    sizes = [value.numel() for value in values]
+    sent = [torch.cat([value.reshape(-1).to(values[0].device) for value in values])]
+    if sum(sizes) > _FIRST:
+        sent = [sent[0][:_FIRST], sent[0][_FIRST:]]
+    bits = _bits_of(parts.values(), sent[0].device).to(widest(sent[0].device))
+    found = mean(torch.cat([sent[0], bits.new_zeros(_FIRST - len(sent[0])), bits]))
+    shared = found[_FIRST:].detach().reshape(len(parts), _BITS)
+    alike = ((shared - shared.round()).abs() < 0.25 / ranks).all(1)
+    if alike.is_cpu:
+        _refuse(where, {name: text[:_LONGEST] for name, text in parts.items()}, alike.tolist(), cure)
+    if len(sent) > 1:
+        found = torch.cat([found[:_FIRST], mean(sent[1])])
+    if not alike.is_cpu:  # without waiting for the device: the step is skipped
+        found = torch.where(alike.all(), found, torch.nan)
+    *means, _ = found.split([*sizes, len(found) - sum(sizes)])
+    return [part.reshape(value.shape).to(value) for part, value in zip(means, values, strict=True)]
+
+
+def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
+    """Digests as zeros and ones, whose means over ranks are zeros and ones only where all ranks have the same.
 
     Made on the device, from a number: a copy of a list would wait for it.
     """
-    return (zlib.crc32(text.encode()) >> torch.arange(24, device=device)) & 1
+    digests = [zlib.crc32(text.encode()) % (1 << _BITS) for text in texts]
+    number = sum(digest << k * _BITS for k, digest in enumerate(digests))
+    return (number >> torch.arange(len(digests) * _BITS, device=device)) & 1
 
 
 def description(value: Any, keys: bool = True, depth: int = 0) -> Any:

@@ -10,11 +10,19 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.aggregation.views import gramian
-from functional_jd.core.agreement import bits_of
+from functional_jd.core.agreement import means_if_alike
 from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
-from functional_jd.core.rows import at_least_float32, of_distinct
-from functional_jd.core.tree import all_finite, described_leaves, floating_leaves, tree_leaves, tree_map
+from functional_jd.core.rows import of_distinct
+from functional_jd.core.tree import (
+    all_finite,
+    described_leaves,
+    floating_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from functional_jd.core.types import Jacobian, Losses, Tree, Weights
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import choose_replica_engine
@@ -131,10 +139,10 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas, and rules or optimizers that differ; in `step`, as many losses with other names
-            (off the CPU: the step is skipped), and `per_example` losses that are more on one replica than on another
-            (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not
-            give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
+            dtypes between the replicas, and rules or optimizers that differ; in `step`, losses with other names (off
+            the CPU: the step is skipped), or that are more on one replica than on another, also `per_example` ones (on
+            a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not give
+            the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
             process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
@@ -224,6 +232,7 @@ def _by_columns(plan: Plan, group: Group) -> Observation:
     mine, mine_finite = _own_rows(plan, group)
     rows, heads = split_heads(mine.rows)
     like = direction_of_rows(plan.args[0], heads)
+    seen = _pooled(plan, mine, group)  # first: shares of other numbers of rows have other sizes
     shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
 
     def pullback(weights: Weights) -> Pulled:
@@ -232,7 +241,7 @@ def _by_columns(plan: Plan, group: Group) -> Observation:
         return Pulled(whole, agree(mine_finite, group), all_finite(direction))
 
     products = sum_over_group(gramian(shard), group) if plan.view.products == "gramian" else None
-    return _pooled(plan, mine, group)._replace(products=products, rows=shard, pullback=pullback)
+    return seen._replace(products=products, rows=shard, pullback=pullback)
 
 
 _OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
@@ -276,19 +285,13 @@ def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
     last = tree_leaves(values)[-1]
     if under_transform() or not is_concrete(last):
         return mean_over_group(values, group)
-    described = described_leaves(values)
-    bits = bits_of(" ".join(described), last.device).to(at_least_float32(last).dtype)
-    means, shared = mean_over_group((values, bits), group)
-    alike = ((shared - shared.round()).abs() < 0.25 / known_group(group)[1]).all()
-    if not alike.is_cpu:  # without waiting for the device: the step is skipped
-        return tree_map(lambda mean: torch.where(alike, mean, torch.nan), means)
-    if not alike:
-        raise ValueError(
-            f"{plan.where}: expected losses with the same names, shapes and dtypes on all ranks, found different ones; "
-            f"on this rank: {', '.join(described[:5])}. Return all losses everywhere: of a task that a batch does not "
-            "have, 0.0 * features.sum()."
-        )
-    return means
+    leaves, structure = tree_flatten(values)
+    parts = {"losses with the same names, shapes and dtypes": ", ".join(described_leaves(values))}
+    mean = partial(mean_over_group, group=group)
+    return tree_unflatten(structure, means_if_alike(plan.where, leaves, parts, mean, known_group(group)[1], _CURE))
+
+
+_CURE = "Return all losses everywhere: of a task that a batch does not have, 0.0 * features.sum()."
 
 
 def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:

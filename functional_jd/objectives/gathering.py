@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_jd.core.agreement import bits_of, check_alike
+from functional_jd.core.agreement import check_alike, means_if_alike
 from functional_jd.core.sharding import gathered, is_sharded, over_mesh, scattered
 from functional_jd.core.tree import tree_map
 from functional_jd.torch_compat.subclasses import without_memory
@@ -49,29 +49,18 @@ class Gathers:
     def announce(self, doing: Any, device: Any) -> None:
         """Raise ValueError on all ranks, where training starts, unless all do the same."""
         if self.starting:
-            parts = {"the same leaves, used in the same order, and the same losses": doing}
+            parts = {_ALIKE: doing}
             check_alike(self.where, parts, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
 
     def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
         """The means over the ranks of losses, which a digest of the names goes with, their own too."""
-        sizes = [value.numel() for value in values]
-        joined = torch.cat([value.reshape(-1) for value in values])
-        bits = bits_of(" ".join([*self.names, *described]), joined.device)
-        found = over_mesh("mean", torch.cat([joined, bits.to(joined.dtype)]), mesh=self.mesh)
-        found, shared = found[: len(joined)], found[len(joined) :].detach()
-        alike = ((shared - shared.round()).abs() < 0.25 / self.mesh.size()).all()
-        if not alike.is_cpu:  # without waiting for the device: the step is skipped
-            found = torch.where(alike, found, torch.nan)
-        elif not alike:
-            raise ValueError(
-                f"{self.where}: expected the same leaves, used in the same order, and the same losses on all ranks, "
-                f"found different ones; on this rank: {', '.join(self.names)}; {', '.join(described)}. {_CURE}"
-            )
-        return [
-            part.reshape(value.shape).to(value.dtype) for part, value in zip(found.split(sizes), values, strict=True)
-        ]
+        used = f"{', '.join(self.names)}; {', '.join(described)}"
+        mean = partial(over_mesh, "mean", mesh=self.mesh)
+        some = values or [torch.zeros(0, device=self.mesh.device_type)]  # a rank without losses is told so, too
+        return means_if_alike(self.where, some, {_ALIKE: used}, mean, self.mesh.size(), _CURE)[: len(values)]
 
 
+_ALIKE = "the same leaves, used in the same order, and the same losses"
 _CURE = "Let all ranks compute their losses alike, whatever their batches hold."
 
 

@@ -131,9 +131,9 @@ class Sharded(Declared):
         if self.mesh is None:
             return tree_unflatten(structure, [_whole(x, gathers.where) if is_sharded(x) else x for x in leaves])
         places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-        if places:
+        if places or not leaves:
             described = described_leaves(values)
-            gathers.announce(described, leaves[places[0]].device)
+            gathers.announce(described, self.mesh.device_type)
             means = gathers.mean([at_least_float32(leaves[k]) for k in places], described)
             for k, mean in zip(places, means, strict=True):
                 leaves[k] = mean

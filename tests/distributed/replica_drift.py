@@ -99,6 +99,28 @@ def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
             found(params, *mine(batch), state=state.aggregator)
 
 
+def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
+    """What is sent for them has one size: messages of others would end the processes."""
+    params, batch = problem()
+    held = [2, torch.float64]
+
+    def losses(p, *batch):
+        found = torch.stack([*plain(p, *batch).values()]).repeat(600).to(held[1])
+        return [*found[: held[0]]] if held[0] < 5 else found[: held[0]]
+
+    for rule, engine in ((fj.upgrad(), "auto"), (fj.upgrad(), "columns"), (fj.mean(), "auto")):
+        held[:] = 2, torch.float64
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
+        how["engine"] = distributed.replicated(engine)
+        state = fj.train_state(params, *mine(batch), **how)
+        for one, other in ((3, 2), (1, 2), (2, 1200), (1001, 1200), (torch.float32, torch.float64)):
+            held[isinstance(one, torch.dtype)] = one if rank() else other
+            with pytest.raises(ValueError, match="step: expected losses with the same names, shapes and dtypes on all"):
+                fj.step(state, *mine(batch), **how)
+        held[:] = 3, torch.float64
+        assert fj.step(state, *mine(batch), **how)[1].moved
+
+
 def check_the_digest_of_names_leaves_no_trace_in_a_graph():
     params, batch = problem()
     for rule in (fj.mean(), fj.upgrad()):

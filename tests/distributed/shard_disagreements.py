@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks
+import torch.distributed as dist
+from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks, whole
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,13 @@ def equal_leaves():
     params = {name: torch.randn(6, 6, generator=draw) for name in "abc"} | {"d": torch.randn(3, 6, generator=draw)}
     own = {name: distribute_tensor(p, mesh(), [Shard(0)]) for name, p in params.items()}
     return own, mine(torch.randn(EXAMPLES, 6, generator=draw))
+
+
+def all_of(x):
+    """The whole batch, of which this is a rank's part."""
+    held = [None] * ranks()
+    dist.all_gather_object(held, x)
+    return torch.cat(held)
 
 
 def used(*names):
@@ -83,6 +91,40 @@ def check_losses_of_other_names_in_a_later_step_are_refused_on_all_ranks():
         held[0] = "time" if rank() else "cost"
         with pytest.raises(ValueError, match=r"step: expected the same leaves, .* and the same losses .*(time|cost)"):
             fj.step(state, x, aggregator=rule, **how)
+
+
+def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
+    """What is sent for them has one size: messages of others would end the processes."""
+    own, x = equal_leaves()
+    own, held = {name: own[name] for name in "ab"}, [3, torch.float32]
+    last = rank() == ranks() - 1
+
+    def losses(p, x):
+        found = used("a", "b")(p, x).to(held[1]).repeat(500)
+        return {"all": found[: held[0]]} if held[0] else {}
+
+    cases = [(4, 3), (2, 3), (1, 1200), (1200, 1001), (1000, 1001), (0, 3)]
+    for rule, reshard in ((fj.upgrad(), True), (fj.upgrad(), False), (fj.mean(), True), (fj.geometric_mean(), True)):
+        how = {"losses": distributed.sharded(losses, mesh(), reshard), "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        held[:] = 3, torch.float32
+        state = fj.train_state(own, x, **how)
+        kinds = [*cases, (torch.float64, torch.float32)]
+        for one, other in kinds:
+            held[isinstance(one, torch.dtype)] = one if last else other
+            words = r"step: expected the same leaves, .*, and the same losses on all ranks, found .*on this rank: a, b"
+            with pytest.raises(ValueError, match=words):
+                fj.step(state, x, **how)
+        held[:] = 2, torch.float32  # others than at the start, but the same everywhere
+        assert fj.step(state, x, **how)[1].moved
+
+
+def check_many_losses_take_a_second_message():
+    own, x = equal_leaves()
+    own = {name: own[name] for name in "ab"}
+    for m in (999, 1000, 1001, 1500):
+        losses = lambda p, x: used("a", "b")(p, x).repeat(500)[:m] * torch.arange(1, m + 1)  # noqa: B023
+        found, values = fj.jacobian_fn(distributed.sharded(losses, mesh()))(own, x)
+        close((found, values), fj.jacobian_fn(losses)(whole(own), all_of(x)), 1e-5)
 
 
 def check_other_starts_of_shards_are_refused_on_all_ranks():

@@ -1,0 +1,85 @@
+"""Digests that travel with means: what ranks send has one size, and what differs is told."""
+
+import pytest
+import torch
+from simulated import simulated
+
+from functional_jd.core.agreement import means_if_alike
+
+
+class Ranks:
+    """Ranks whose means are taken in one process: what the others send is recorded before."""
+
+    def __init__(self, *ranks):
+        self.sent = []
+        for values, parts in ranks:
+            messages = []
+            # As if all others sent the same.
+            means_if_alike("step", values, parts, lambda x, own=messages: own.append(x) or x, 2, "Do so.")
+            self.sent.append(messages)
+
+    def means(self, values, parts, cure="Do so."):
+        turns = iter(zip(*self.sent, strict=False))
+        mean = lambda own: torch.stack([x / len(self.sent) for x in next(turns)]).sum(0).to(own)
+        return means_if_alike("step", values, parts, mean, len(self.sent), cure)
+
+
+def values_of(m, dtype=torch.float32, device="cpu"):
+    return [torch.arange(1.0, m + 1, dtype=dtype, device=device)]
+
+
+def test_the_first_message_has_one_size_and_one_dtype():
+    found = {
+        (tuple(x.shape), x.dtype)
+        for m in (0, 1, 999, 1000, 1001, 5000)
+        for dtype in (torch.float32, torch.float64)
+        for x in Ranks((values_of(m, dtype), {"losses": f"{m} {dtype}"})).sent[0][:1]
+    }
+    assert found == {((1024,), torch.float64)}
+
+
+@pytest.mark.parametrize("m", [0, 1, 999, 1000, 1001, 5000])
+def test_means_have_the_shapes_and_dtypes_of_the_values(m):
+    parts = {"losses": str(m), "rule": "mean"}
+    one = [torch.tensor(2.0), *values_of(m, torch.float64), torch.full((2, 1), torch.nan)]
+    other = [torch.tensor(4.0), *(3 * x for x in one[1:])]
+    ranks = Ranks((one, parts), (other, parts))
+    assert len(ranks.sent[0]) == 1 + (m + 3 > 1000)
+    found = ranks.means(one, parts)
+    torch.testing.assert_close(found, [torch.tensor(3.0), 2 * one[1], one[2]], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6, 49])
+def test_every_rank_is_told_what_differs(ranks):
+    alike = {"losses": "a, b", "rule": "mean"}
+    for last, words in (
+        ({"losses": "a, c"}, "expected losses on all ranks, found different ones; on this rank: a, [bc]"),
+        ({"rule": "total"}, "expected rule on all ranks, found different ones; on this rank: (mean|total)"),
+        ({"losses": "c", "rule": "total"}, "expected losses and rule on .*: (a, b; mean|c; total)"),
+    ):
+        own = [(values_of(3), alike)] * (ranks - 1) + [(values_of(4), alike | last)]
+        seen = Ranks(*own)
+        for values, parts in (own[0], own[-1]):
+            with pytest.raises(ValueError, match=rf"^step: {words}\. Do so\.$"):
+                seen.means(values, parts)
+    same = Ranks(*[(values_of(3), alike)] * ranks)
+    torch.testing.assert_close(same.means(values_of(3), alike), values_of(3))
+
+
+def test_gradients_are_those_of_the_means():
+    x = torch.ones(1001, requires_grad=True)
+    (mean,) = means_if_alike("step", [x * 2], {"losses": "a"}, lambda x: (x + x.detach()) / 2, 2, "")
+    mean.sum().backward()
+    assert torch.equal(x.grad, torch.ones(1001))
+
+
+def test_nobody_waits_for_an_accelerator():
+    """Means are NaN where ranks differ, without an exchange between device and host."""
+    with simulated() as device:
+        values = values_of(3, device="sim")
+        for other, is_told in (("a", False), ("b", True)):
+            ranks = Ranks((values, {"losses": "a"}), (values, {"losses": other}))
+            device.reset()
+            (found,) = ranks.means(values, {"losses": "a"})
+            assert not device.synchronisations
+            assert device.get(found).isnan().all() == is_told
