@@ -109,21 +109,22 @@ def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
     return (number >> torch.arange(len(digests) * _BITS, device=device)) & 1
 
 
-def description(value: Any, keys: bool = True, depth: int = 0) -> Any:
+def description(value: Any, keys: bool = True, waiting: bool = True, depth: int = 0) -> Any:
     """What ranks that build a value alike have in common: names of functions, classes and modules, numbers, tensors.
 
     Args:
         value: a rule, an optimizer, or what such a record of functions is made of: the package's own functions by what
             they capture too, others by where they were written.
         keys: whether int64 tensors `[2]` count by their values.
+        waiting: whether those on an accelerator do, which waits for it.
         depth: how deep this value stands in another.
     """
     if depth > _DEEPEST or value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value if depth <= _DEEPEST else "..."
-    inner = partial(description, keys=keys, depth=depth + 1)
+    inner = partial(description, keys=keys, waiting=waiting, depth=depth + 1)
     if isinstance(value, Tensor):
         is_key = value.dtype == torch.int64 and value.shape == (2,)
-        plain = not is_sharded(value) and (keys or not is_key)
+        plain = not is_sharded(value) and (keys or not is_key) and (waiting or value.is_cpu)
         return [str(value.dtype), list(value.shape), int(checksums([value])[0]) if plain else ""]
     if isinstance(value, Mapping):
         return [[str(key), inner(item)] for key, item in cast("Mapping[Any, Any]", value).items()]

@@ -34,8 +34,8 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
         TypeError: `losses` is not callable, or `mesh` is no mesh.
         ValueError: when called, leaves on another mesh or with other placements; `per_example` losses; a transform or
             torch.compile around the call; `mode="forward"`; a parameter that no function gathers (see `reshard`); on
-            all ranks, losses that differ between them in names, numbers, shapes or dtypes, or use leaves of equal
-            shapes in another order (off the CPU, as many losses: the step is skipped).
+            all ranks, other rules, and losses that differ between them in names, numbers, shapes or dtypes, or use
+            leaves of equal shapes in another order (off the CPU, where collectives fit: the step is skipped).
 
     Laws:
         Equal to the losses of the whole batch, to rounding, and so are its rows. One rank's overflow skips the step on

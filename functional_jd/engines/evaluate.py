@@ -49,6 +49,7 @@ class Options(NamedTuple):
         groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
         on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
         starting: whether training starts: several ranks compare what they are about to do.
+        rule: the rule that is to weigh the losses, which ranks with shards must have alike; None if there is none.
         argnums: the argument that is differentiated, or several; other than 0 for plain losses only.
     """
 
@@ -64,6 +65,7 @@ class Options(NamedTuple):
     groups: Sequence[Group] | None = None
     on_shards: bool = False
     starting: bool = False
+    rule: Any = None
     argnums: int | Sequence[int] = 0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import combine
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.aggregation.views import gramian
-from functional_jd.core.agreement import means_if_alike
+from functional_jd.core.agreement import description, means_if_alike
 from functional_jd.core.arguments import check_option
 from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
 from functional_jd.core.rows import of_distinct
@@ -139,11 +139,11 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Raises:
         ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas, and rules or optimizers that differ; in `step`, losses with other names (off
-            the CPU: the step is skipped), or that are more on one replica than on another, also `per_example` ones (on
-            a CPU: to ask another device would be to wait for it); in `step` and `train_state`, one that does not give
-            the rule what it needs, `"columns"` with `per_example` losses, no process group, or a group that this
-            process is not in.
+            dtypes between the replicas, and rules or optimizers that differ; in `step`, losses with other names and
+            other rules (off the CPU: the step is skipped), or losses that are more on one replica than on another, also
+            `per_example` ones (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`,
+            one that does not give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a
+            group that this process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
     Laws:
@@ -260,14 +260,13 @@ def _own_rows(plan: Plan, group: Group) -> tuple[Observation, Tensor]:
 
 
 def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
-    """Refuse losses that differ between the replicas where training starts; later, rows of examples that are more on
-    one than on another, where asking does not wait for a device.
+    """Refuse losses and rules that differ between the replicas where training starts; later, those of examples, where
+    asking does not wait for a device.
     """
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
-    starting = plan.options.starting
-    if examples or starting:
+    if examples or plan.options.starting:
         method = {"rule": plan.rule} | ({} if plan.optimizer is None else {"optimizer": plan.optimizer})
-        check_alike(plan.where, values, group, "losses", method if starting else {})
+        check_alike(plan.where, values, group, "losses", method)
 
 
 def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
@@ -281,17 +280,23 @@ def _pooled(plan: Plan, mine: Observation, group: Group) -> Observation:
 
 
 def _mean_losses(plan: Plan, values: Losses, group: Group) -> Losses:
-    """The mean of losses that have the same names on all replicas, as a digest tells that travels with them."""
+    """The mean of losses that have the same names and rule on all replicas, as digests tell that travel with them."""
     last = tree_leaves(values)[-1]
     if under_transform() or not is_concrete(last):
         return mean_over_group(values, group)
     leaves, structure = tree_flatten(values)
-    parts = {"losses with the same names, shapes and dtypes": ", ".join(described_leaves(values))}
+    parts = {
+        "losses with the same names, shapes and dtypes": ", ".join(described_leaves(values)),
+        "the same rule": repr(description(plan.rule, keys=False, waiting=False)),
+    }
     mean = partial(mean_over_group, group=group)
     return tree_unflatten(structure, means_if_alike(plan.where, leaves, parts, mean, known_group(group)[1], _CURE))
 
 
-_CURE = "Return all losses everywhere: of a task that a batch does not have, 0.0 * features.sum()."
+_CURE = (
+    "Return all losses everywhere, of a task that a batch does not have 0.0 * features.sum(), and weigh them by the "
+    "same rule."
+)
 
 
 def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_jd.core.agreement import check_alike, means_if_alike
+from functional_jd.core.agreement import check_alike, description, means_if_alike
 from functional_jd.core.sharding import gathered, is_sharded, over_mesh, scattered
 from functional_jd.core.tree import tree_map
 from functional_jd.torch_compat.subclasses import without_memory
@@ -31,10 +31,11 @@ class Gathers:
         where: the function that the user called.
         mesh: over which leaves are gathered.
         starting: whether training starts.
+        rule: the rule that is to weigh the losses, which must be alike on all ranks; None if there is none.
     """
 
-    def __init__(self, where: str, mesh: Any, starting: bool):
-        self.where, self.mesh, self.starting = where, mesh, starting
+    def __init__(self, where: str, mesh: Any, starting: bool, rule: Any = None):
+        self.where, self.mesh, self.starting, self.rule = where, mesh, starting, rule
         self.names: list[str] = []
 
     def gathered(self, shard: Tensor, like: Any, name: str) -> Tensor:
@@ -49,19 +50,19 @@ class Gathers:
     def announce(self, doing: Any, device: Any) -> None:
         """Raise ValueError on all ranks, where training starts, unless all do the same."""
         if self.starting:
-            parts = {_ALIKE: doing}
-            check_alike(self.where, parts, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
+            check_alike(self.where, {_ALIKE: doing}, partial(over_mesh, "least", mesh=self.mesh), device, _CURE)
 
     def mean(self, values: list[Tensor], described: list[str]) -> list[Tensor]:
-        """The means over the ranks of losses, which a digest of the names goes with, their own too."""
+        """The means over the ranks of losses, with which digests of the names, their own too, and of the rule go."""
         used = f"{', '.join(self.names)}; {', '.join(described)}"
+        parts = {_ALIKE: used, "the same rule": repr(description(self.rule, keys=False, waiting=False))}
         mean = partial(over_mesh, "mean", mesh=self.mesh)
         some = values or [torch.zeros(0, device=self.mesh.device_type)]  # a rank without losses is told so, too
-        return means_if_alike(self.where, some, {_ALIKE: used}, mean, self.mesh.size(), _CURE)[: len(values)]
+        return means_if_alike(self.where, some, parts, mean, self.mesh.size(), _CURE)[: len(values)]
 
 
 _ALIKE = "the same leaves, used in the same order, and the same losses"
-_CURE = "Let all ranks compute their losses alike, whatever their batches hold."
+_CURE = "Let all ranks compute their losses alike, whatever their batches hold, and weigh them by the same rule."
 
 
 class GatheredWhereUsed(Tensor):

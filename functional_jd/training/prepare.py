@@ -54,7 +54,7 @@ def prepare(
     args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting)
+    options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting, rule=rule)
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = of_shards(carrying.losses) if sharded else carrying.losses

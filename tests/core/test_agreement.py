@@ -4,7 +4,8 @@ import pytest
 import torch
 from simulated import simulated
 
-from functional_jd.core.agreement import means_if_alike
+import functional_jd as fj
+from functional_jd.core.agreement import description, means_if_alike
 
 
 class Ranks:
@@ -83,3 +84,15 @@ def test_nobody_waits_for_an_accelerator():
             (found,) = ranks.means(values, {"losses": "a"})
             assert not device.synchronisations
             assert device.get(found).isnan().all() == is_told
+
+
+def test_a_description_waits_for_an_accelerator_only_if_it_may():
+    with simulated() as device:
+        rules = [fj.upgrad(device.put(torch.tensor([1.0, x]))) for x in (2.0, 3.0)]
+        device.reset()
+        assert description(rules[0], waiting=False) == description(rules[1], waiting=False)
+        assert not device.synchronisations
+        assert description(rules[0]) != description(rules[1])
+        assert device.synchronisations
+    rules = [fj.upgrad(torch.tensor([1.0, x])) for x in (2.0, 3.0)]
+    assert description(rules[0], waiting=False) != description(rules[1], waiting=False)

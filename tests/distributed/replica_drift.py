@@ -1,5 +1,6 @@
 """Replicas that have come to differ, and replicas with unequal parts of a batch."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -119,6 +120,17 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
                 fj.step(state, *mine(batch), **how)
         held[:] = 3, torch.float64
         assert fj.step(state, *mine(batch), **how)[1].moved
+
+
+def check_another_rule_in_a_later_step_is_refused_on_all():
+    params, batch = problem()
+    rules = (fj.upgrad(), fj.mean()), (fj.cagrad(0.4), fj.cagrad(0.5)), (fj.mean(), fj.total())
+    for (one, other), losses in itertools.product(rules, (plain, PER_EXAMPLE)):
+        how = {"losses": losses, "optimizer": fj.sgd(1e-2)}
+        state = begin(params, *mine(batch), aggregator=one, **how)
+        with pytest.raises(ValueError, match=r"^step: expected the same rule on all ranks, found different ones"):
+            step(state, *mine(batch), aggregator=other if rank() else one, **how)
+        assert step(state, *mine(batch), aggregator=one, **how)[1].moved
 
 
 def check_the_digest_of_names_leaves_no_trace_in_a_graph():

@@ -1,6 +1,7 @@
 """Ranks that do different things with shards: all of them are told so, and go on."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +117,33 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all_ranks():
                 fj.step(state, x, **how)
         held[:] = 2, torch.float32  # others than at the start, but the same everywhere
         assert fj.step(state, x, **how)[1].moved
+
+
+def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
+    own, x = equal_leaves()
+    own, last = {name: own[name] for name in "ab"}, rank() == ranks() - 1
+    preferences = [torch.tensor([1.0, 2.0, number]) for number in (3.0, 4.0)]
+    rules = [
+        (fj.upgrad, fj.mean),
+        (fj.upgrad, fj.mgda),
+        (fj.mean, fj.total),
+        (partial(fj.cagrad, 0.4), partial(fj.cagrad, 0.5)),
+        *(tuple(partial(rule, weights) for weights in preferences) for rule in (fj.upgrad, fj.constant)),
+    ]
+    for one, other in rules:
+        how = {"losses": distributed.sharded(used("a", "b"), mesh()), "optimizer": fj.sgd(0.1)}
+        state = fj.train_state(own, x, aggregator=one(), **how)
+        assert fj.step(state, x, aggregator=one(), **how)[1].moved, "the same, built anew"
+        rule = other() if last else one()
+        with pytest.raises(
+            ValueError, match=r"^step: expected the same rule on all ranks, found .* on this rank: \['Ag"
+        ):
+            fj.step(state, x, aggregator=rule, **how)
+        with pytest.raises(ValueError, match=r"^weights_fn: expected the same rule on all ranks"):
+            fj.weights_fn(how["losses"], rule)(own, x, state=state.aggregator)
+    key = fj.random.key(int(last))  # what is drawn with is in the state
+    state = fj.train_state(own, x, aggregator=fj.random_weights(fj.random.key(0)), **how)
+    assert fj.step(state, x, aggregator=fj.random_weights(key), **how)[1].moved
 
 
 def check_many_losses_take_a_second_message():

@@ -102,7 +102,7 @@ def _opened(inner: Kind, losses: Sharded, args: Args, options: Options) -> tuple
     for position in at:
         floating_leaves(args[position], options.where)
     reshard = losses.reshard and not options.differentiable
-    gathers = Gathers(options.where, losses.mesh, options.starting and losses.mesh is not None)
+    gathers = Gathers(options.where, losses.mesh, options.starting and losses.mesh is not None, options.rule)
     likes = [args[position] for position in at]
     over_shards = _form(inner, losses, options.where)
     found = losses.of_shards(over_shards, likes, gathers, has_aux=options.has_aux, reshard=reshard, at=at)
