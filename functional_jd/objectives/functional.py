@@ -1,6 +1,7 @@
 """Modules as pure functions of their parameters and buffers."""
 
 import gc
+import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -37,8 +38,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
         ValueError: names are missing or unknown; the module has other parts than when it was read; it has parameters
-            without a shape; its forward changes or replaces a parameter, gives a buffer its first value, or returns
-            what would compute later.
+            without a shape, or is one of `fully_shard`; its forward changes or replaces a parameter, gives a buffer its
+            first value, or returns what would compute later.
         RuntimeError: `functional` itself, not `apply`, is called inside a function that is compiled in a full graph.
 
     Laws:
@@ -79,6 +80,7 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
             f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module first "
             "runs. Call the module once before."
         )
+    _refuse_fully_sharded(module)
     tree = ModuleTree(module)
     param_names = [name for name, _ in module.named_parameters()]
     buffer_names = [name for name, _ in module.named_buffers()]
@@ -107,8 +109,23 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     return apply
 
 
+def _refuse_fully_sharded(module: nn.Module) -> None:
+    """Refuse a module whose hooks gather parameters of its own, whatever it is given."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it there are none, and it takes long to import
+    if fsdp is None:
+        return
+    for part in module.modules():
+        if isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+            raise ValueError(
+                f"functional: expected a module without the hooks of fully_shard, found {type(part).__name__}, which "
+                "gathers parameters of its own, not those that it is given. Call functional before fully_shard, with a "
+                "copy: apply = functional(copy.deepcopy(module))."
+            )
+
+
 def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, args: Any, kwargs: Any) -> Any:
     """The output, the name of a parameter that was replaced, the buffers, and whether something will run again."""
+    _refuse_fully_sharded(module)
     before = _marks(params.values())
     with Filled(tree, tree.holding(given)) as filled:
         output = module(*args, **kwargs)
