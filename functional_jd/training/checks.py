@@ -185,7 +185,8 @@ def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losse
     kind = plan.kind
     options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     with torch.enable_grad(), noting_assignments(journal.note_attribute), noting_own_parameters() as own:
-        _, (values, (buffers, _)) = evaluate_losses(*kind.sample(plan.losses, (params, *plan.args[1:])), options)
+        sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), plan.where)
+        _, (values, (buffers, _)) = evaluate_losses(sample, args, options)
     return values, buffers, own
 
 

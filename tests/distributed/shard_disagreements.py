@@ -42,6 +42,10 @@ def used(*names):
 def check_ranks_that_use_leaves_differently_are_told_so_when_training_starts():
     own, x = equal_leaves()
     last = rank() == ranks() - 1
+    with pytest.raises(
+        ValueError, match=r"^weights_fn: expected the same leaves, used in .*gathers '[ab]', number 1\. "
+    ):
+        fj.weights_fn(distributed.sharded(used(*("ab" if last else "ba")), mesh()), fj.upgrad())(own, x)
     unreached = lambda p, x: used("a", "b")(p, x) + (p["c"].detach() if last else p["c"]).sum()
     cases = [
         (used("a", "b") if last else used("b", "a"), r"gathers '[ab]', number 1\. "),

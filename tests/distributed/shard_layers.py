@@ -2,6 +2,7 @@
 and bases that are not trained.
 """
 
+import itertools
 import re
 
 import pytest
@@ -70,6 +71,9 @@ def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
     captured = distributed.sharded(lambda p, x: losses(p, sharded_base, x), mesh())
     with pytest.raises(ValueError, match=r"train_state: expected sharded.* take every DTensor as an argument"):
         fj.train_state(placed(params), mine(x), losses=captured, **how)
+    for group, state in itertools.product((None, False), (None, ())):
+        with pytest.raises(ValueError, match=r"^weights_fn: expected sharded.* take every DTensor as an argument"):
+            fj.weights_fn(captured, fj.upgrad(), group=group)(placed(params), mine(x), state=state)
 
 
 class Rounded(Function):

@@ -138,7 +138,7 @@ def _carrying(losses: ExampleSets, batch: Args, extras: Extras) -> CarryingLosse
     return CarryingLosses(ExampleSets(parts, join), batch, next_as_found(extras))
 
 
-def _sample(losses: ExampleSets, args: Args) -> tuple[Any, Args]:
+def _sample(losses: ExampleSets, args: Args, _where: str) -> tuple[Any, Args]:
     """The first example of each set."""
     params, *batch = args
     own = {name: losses.parts[name].examples(given)[0] for name, given in losses.batches(tuple(batch)).items()}

@@ -46,7 +46,8 @@ class Kind(NamedTuple):
         expected_m: `expected_m(losses, batch, others)`: the number m as far as shapes tell it, else an estimate; so
             many leaves have no rows.
         carrying: `carrying(losses, batch, extras)`: the losses, with or without buffers and aux, as `CarryingLosses`.
-        sample: `sample(losses, args) -> (losses, args)`: a plain function and its arguments, for a look at the graph.
+        sample: `sample(losses, args, where) -> (losses, args)`: a plain function and its arguments, for a look at the
+            graph by the function that the user called.
         over_shards: `over_shards(losses, chosen, enter)`: the losses as functions of shards, made of their functions of
             whole parameters by `enter(f, chosen)`; None: parameters may not be sharded.
         rows_are_examples: whether replicas add their rows to those of others, instead of taking the mean.
@@ -61,7 +62,7 @@ class Kind(NamedTuple):
     # Not known before the losses are evaluated: four are usual.
     expected_m: Callable[[Any, Args, int], int] = lambda _losses, _batch, _others: 4
     carrying: Callable[[Any, Args, Extras], CarryingLosses] = _carrying
-    sample: Callable[[Any, Args], tuple[Callable[..., Any], Args]] = lambda losses, args: (losses, args)
+    sample: Callable[[Any, Args, str], tuple[Callable[..., Any], Args]] = lambda losses, args, _where: (losses, args)
     over_shards: Callable[..., Any] | None = None
     rows_are_examples: bool = False
     several_sets: bool = False

@@ -229,7 +229,7 @@ def _carrying(losses: PerExample, batch: Args, extras: Extras) -> CarryingLosses
     return CarryingLosses(PerExample(loss, dims, empty), (own_keys, extras.buffers, *batch), next_buffers)
 
 
-def _sample(losses: PerExample, args: Args) -> tuple[Any, Args]:
+def _sample(losses: PerExample, args: Args, _where: str) -> tuple[Any, Args]:
     """The first example stands for all: they have one graph."""
     params, *batch = args
     return losses.of_one, (params, *losses.examples(tuple(batch))[0])

@@ -131,8 +131,8 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
     return CarryingLosses(Sharded(own.losses, losses.mesh, losses.reshard), own.args, next_buffers)
 
 
-def _sample(inner: Kind, losses: Sharded, args: Args) -> tuple[Any, Args]:
-    gathers = Gathers("train_state", losses.mesh, losses.mesh is not None)
-    over_shards = _form(inner, losses, "train_state")
+def _sample(inner: Kind, losses: Sharded, args: Args, where: str) -> tuple[Any, Args]:
+    gathers = Gathers(where, losses.mesh, losses.mesh is not None)
+    over_shards = _form(inner, losses, where)
     opened = losses.of_shards(over_shards, [args[0]], gathers, has_aux=True, reshard=losses.reshard)
     return opened, (shards_of(args[0]), *args[1:])
