@@ -120,7 +120,7 @@ def place_in(mesh: Any) -> int:
 
 
 def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
-    """The whole leaf from the shards of all ranks, differentiable and with a vmap rule.
+    """The whole leaf from the shards of all ranks, contiguous, differentiable and with a vmap rule.
 
     Its gradient is the sum over the ranks, scattered; also where the leaf is replicated, or no `DTensor`: then the sum
     is on every rank.
@@ -138,7 +138,7 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
         if len(first) < chunk:
             first = torch.cat([first, first.new_zeros(chunk - len(first), *first.shape[1:])])
         shard = over_dimension("gather", first, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
-    return shard
+    return shard.contiguous()  # as views and products of a whole leaf find it, whichever dimension is sharded
 
 
 def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from shard_models import EXAMPLES, close, mesh, mine, placed
 from shard_training import trained
 from torch.autograd import Function
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
 from functional_jd import distributed
+from functional_jd.core.sharding import gathered
 
 
 def check_checkpoints_take_parameters_as_arguments():
@@ -74,6 +75,29 @@ def check_a_frozen_base_that_is_sharded_is_gathered_where_it_is_an_argument():
     for group, state in itertools.product((None, False), (None, ())):
         with pytest.raises(ValueError, match=r"^weights_fn: expected sharded.* take every DTensor as an argument"):
             fj.weights_fn(captured, fj.upgrad(), group=group)(placed(params), mine(x), state=state)
+
+
+def check_gathered_leaves_have_the_bits_and_the_memory_of_whole_ones():
+    """Every rank has the same batch, so that the means are exact: any other order of sums would show."""
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(37, 53, generator=draw), "k": torch.randn(6, 5, 3, 3, generator=draw)}
+    x, image = torch.randn(11, 53, generator=draw), torch.randn(2, 5, 8, 8, generator=draw)
+
+    def losses(p, x, image):
+        by_view = p["k"].view(6, -1).square().sum(1)[:3]
+        outputs = torch.nn.functional.conv2d(image, p["k"]).mean((0, 2, 3))
+        return torch.cat([(x @ p["w"].mT).square().mean(0)[:30], by_view, outputs, p["w"].view(-1).softmax(0)[:2]])
+
+    expected = losses(params, x, image)
+    for dim, reshard in itertools.product((0, 1, -1), (True, False)):
+        own = {name: distribute_tensor(p, mesh(), [Shard(dim % p.ndim)]) for name, p in params.items()}
+        assert torch.equal(distributed.sharded(losses, mesh(), reshard)(own, x, image), expected)
+        _, found = fj.jacobian_fn(distributed.sharded(losses, mesh(), reshard))(own, x, image)
+        assert torch.equal(found, expected)
+        for name, leaf in own.items():
+            whole = gathered(leaf.to_local(), leaf, mesh())
+            assert whole.is_contiguous()
+            assert torch.equal(whole, params[name])
 
 
 class Rounded(Function):
