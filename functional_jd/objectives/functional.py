@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from functional_jd.core.tree import tree_leaves
 from functional_jd.torch_compat.module_tree import Filled, ModuleTree
 from functional_jd.torch_compat.moved_buffers import note_moved_buffers
-from functional_jd.torch_compat.own_parameters import are_noted, note_own_parameters
+from functional_jd.torch_compat.own_parameters import are_noted, note_parameters
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
 from functional_jd.torch_compat.traced_modules import run_traced
 
@@ -55,8 +55,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         module sets on itself stays. Conversions (`to`, `float`) and the rows that an embedding with `max_norm` shortens
         leave the parameters here. Threads that call one `apply` wait for one another; those that call several of one
         module, or the module itself meanwhile, must not share it. A forward that writes a parameter is refused once it
-        has: only `train_state`, which sees `.data.copy_` and its like too, puts the values back. Compiled, a write by
-        way of `.data` or `detach()` is not noticed, and changes the tensors that were given: call it once eagerly. A
+        has: only `train_state`, which alone sees `.data.copy_` and its like, of frozen parameters too, puts the values
+        back. Compiled, a write by way of `detach()` is not noticed either: call it once eagerly. A
         tensor that a function of the module keeps for itself is not replaced; `train_state` and `weights_fn` refuse it
         where a gradient reaches it. Hooks of tensors that call the module in the backward pass find its own parameters.
 
@@ -131,7 +131,7 @@ def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, ar
         output = module(*args, **kwargs)
         replaced, moved = tree.after(filled.contents, given)
     if are_noted():
-        note_own_parameters(tree_leaves(output), tree.replaced(given))
+        note_parameters(tree_leaves(output), tree.replaced(given), params)
     if before != (marks := _marks(params.values())):
         for name, old, new in zip(params, before, marks, strict=True):
             if old != new and name not in tree.recurrent:  # whose weights cuDNN moves together

@@ -23,7 +23,7 @@ from functional_jd.random.keyed_function import noting_keys
 from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.moved_buffers import noting_moved_buffers
-from functional_jd.torch_compat.own_parameters import noting_own_parameters
+from functional_jd.torch_compat.own_parameters import Noted, noting_parameters
 from functional_jd.torch_compat.slow_path import (
     StateJournal,
     random_state,
@@ -120,8 +120,8 @@ def check_learning(
     drawn: list[Tensor] = []
     try:
         with noting_keys(drawn.append), noting_moved_buffers() as moved:
-            values, buffers, own = _evaluated(plan, params, journal)
-        _refuse_written(plan, points, journal)
+            values, buffers, noted = _evaluated(plan, params, journal)
+        _refuse_written(plan, points, noted, journal)
         warn_of_lost_state(plan, journal, moved, drawn, buffers)
     except Exception as error:
         blame_batch(where, losses, len(plan.args) > 1 + len(batch), batch, error)
@@ -137,7 +137,7 @@ def check_learning(
     refuse_8_bits(where, "losses", values)
     if _refuse_unreached(where, values, points, constant):
         _report_unlearned(plan, unlearned, params)
-    _refuse_own(plan, values, points, own)
+    _refuse_own(plan, values, points, noted.own)
     warn_of_residuals(plan, optimizer, values)
     _warn_of_float16(plan, values)
 
@@ -151,14 +151,14 @@ def check_reached(plan: Plan) -> None:
     journal, draws, put_back = StateJournal(), random_state(), random_state_outside_torch()
     points, params = _as_points(plan)
     try:
-        values, _, own = _evaluated(plan, params, journal)
+        values, _, noted = _evaluated(plan, params, journal)
     finally:
         journal.undo()
         set_random_state(draws)
         put_back()
     _warn_of_float16(plan, values)
-    if own:
-        raise _uses_others(plan.where, own[0])
+    if noted.own:
+        raise _uses_others(plan.where, noted.own[0])
     reached = _which_reach(plan.where, values, points)
     unreached = [repr(name) for name, yes in zip(objective_names(values), reached, strict=True) if not yes]
     if unreached:
@@ -178,26 +178,24 @@ def _as_points(plan: Plan) -> tuple[list[Tensor], Params]:
     return points, tree_unflatten(structure, points)
 
 
-def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losses, Tree, list[str]]:
-    """The losses, or those of some examples, the buffers that they return, and the names of parameters of modules that
-    these used beside those that they were given.
-    """
+def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losses, Tree, Noted]:
+    """The losses, or those of some examples, the buffers that they return, and what is noted of modules in them."""
     kind = plan.kind
     options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
-    with torch.enable_grad(), noting_assignments(journal.note_attribute), noting_own_parameters() as own:
+    with torch.enable_grad(), noting_assignments(journal.note_attribute), noting_parameters() as noted:
         sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), plan.where)
         _, (values, (buffers, _)) = evaluate_losses(sample, args, options)
-    return values, buffers, own
+    return values, buffers, noted
 
 
-def _refuse_written(plan: Plan, points: list[Tensor], journal: StateJournal) -> None:
-    """Refuse losses that change parameters in place, also by `.data`: only an optimizer may."""
-    noted = [(x, old) for x, _, old in journal.before.values() if old is not None and type(x) in _PLAIN and x.numel()]
+def _refuse_written(plan: Plan, points: list[Tensor], noted: Noted, journal: StateJournal) -> None:
+    """Refuse losses that change parameters in place, also by `.data`: only an optimizer may, and frozen ones stay."""
+    changed = [(x, old) for x, _, old in journal.before.values() if old is not None and type(x) in _PLAIN and x.numel()]
     # An op that may change what it is given is noted where it does not, too.
-    written = [x for x, old in noted if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
+    written = [x for x, old in changed if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
     memory = {x.untyped_storage().data_ptr() for x in written}
-    for name, x in zip(tree_names(plan.args[0]), points, strict=True):
-        if memory and type(x) is Tensor and x.numel() and x.untyped_storage().data_ptr() in memory:
+    for name, x in [*zip(tree_names(plan.args[0]), points, strict=True), *noted.given]:
+        if memory and type(x) in _PLAIN and x.numel() and x.untyped_storage().data_ptr() in memory:
             raise ValueError(
                 f"{plan.where}: expected losses that leave the parameters, found that they change {name!r} in place. "
                 "Let them compute with another tensor, or carry it as a buffer."

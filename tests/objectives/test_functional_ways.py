@@ -569,6 +569,29 @@ def test_train_state_refuses_it_for_every_engine_and_puts_the_values_back(make, 
         assert torch.equal(p, values[key])
 
 
+@pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
+@pytest.mark.parametrize("make", [*REFUSED, ChangesData])
+def test_train_state_refuses_it_of_frozen_parameters_too(make, kind):
+    module = made(make)
+    module.first.requires_grad_(False)
+    own = dict(module.named_parameters())
+    trained, constant = fj.objectives.partition(own, lambda _, p: p.requires_grad)
+    values = {key: p.detach().clone() for key, p in own.items()}
+    forward = fj.functional(module)
+    apply = lambda params, x: forward(fj.objectives.merge(params, constant), {}, x)[0]
+    losses = {
+        "plain": lambda params, x: torch.stack([(y := apply(params, x)).square().mean(), y.sin().mean()]),
+        "per_example": fj.per_example(lambda params, x: apply(params, x[None]).square().mean()),
+        "multitask": fj.multitask(apply, lambda heads, y, x: [heads * y.sum(), y.square().sum()]),
+    }[kind]
+    params = {"shared": trained, "heads": torch.tensor(2.0)} if kind == "multitask" else trained
+    written = r"train_state: expected losses that leave the parameters, found that they change 'first\.weight' in place"
+    with pytest.raises(ValueError, match=({ChangesData: written} | REFUSED)[make]):
+        fj.train_state(params, X, losses=losses, aggregator=fj.upgrad(), optimizer=fj.sgd(0.1))
+    for key, p in own.items():
+        assert torch.equal(p, values[key])
+
+
 class KeepsInOwnList(Base):
     def prepare(self):
         self.held = OwnList([self.first.weight])
