@@ -37,18 +37,18 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         TypeError, ValueError: `damping` is not a number or a tensor `[]`, or negative; when called, no losses.
 
     Laws:
-        With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm. The
-        direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction too: none where
-        no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of the largest
-        diagonal entry, which is added to the damping. The part of the residuals that no step reduces gives weights of
-        its size by the damping, which the direction does not see but for their rounding: where that is more than
-        1e-10 of it, and no eigenvalue of the Gramian is near rounding but not zero, the weights are those of the rest,
-        by the pseudo-inverse. Under a transform, compiled, and off the CPU, this is not looked at. There, and where
-        eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the damping:
-        take a damping of a hundred times `m eps` of that eigenvalue or more.
-        The heads of `multitask` losses follow the sum
-        of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`, synchronize with the
-        device; Cholesky's decomposition does not.
+        With learning rate 1 and damping 0, one step solves linear least squares, by the solution of least norm, up to a
+        residual of about `eps cond(J)^2`; singular values of J below `sqrt(8 m eps)` of the largest, some 1e-7, count
+        as zero. The direction is the same for residuals `Q r`, Q orthogonal. A degenerate Gramian gives a direction
+        too: none where no residual depends on the parameters. Cholesky's decomposition needs a ridge of `8 m eps` of
+        the largest diagonal entry, which is added to the damping. The part of the residuals that no step reduces gives
+        weights of its size by the damping, which the direction does not see but for their rounding: where that is more
+        than 1e-10 of it, and no eigenvalue of the Gramian is near rounding but not zero, the weights are those of the
+        rest, by the pseudo-inverse. Under a transform, compiled, and off the CPU, this is not looked at. There, and
+        where eigenvalues fall through rounding, the direction is right to `m eps` of the largest eigenvalue by the
+        damping: take a damping of a hundred times `m eps` of that eigenvalue or more. The heads of `multitask` losses
+        follow the sum of their residuals: use a plain function. Eigenvalues, of the number 0 and of `relative`,
+        synchronize with the device; Cholesky's decomposition does not.
 
     Source:
         Müller & Zeinhofer, Achieving high accuracy with PINNs via energy natural gradient descent, ICML 2023, arXiv

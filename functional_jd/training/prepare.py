@@ -85,7 +85,8 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
         TypeError, ValueError: what is no state or no rule; a batch or parameters that do not fit the losses' structure.
 
     Laws:
-        Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike.
+        Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike. A step
+        that then meets what its engine cannot follow forms all rows, and warns.
 
     Example:
         >>> params, x = {"w": torch.ones(3)}, torch.ones(2, 3)

@@ -57,8 +57,8 @@ def step(
     Raises:
         TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not take this batch, or
             do not return what `has_aux` and the buffers ask for; an engine that is unknown, or does not give the rule
-            what it needs; a state of another rule, optimizer, number of objectives or model; noise that protects nobody
-            (`noised`). Never because of values.
+            what it needs; a state of another rule, optimizer or model, or with numbers for other
+            objectives; noise that protects nobody (`noised`). Never because of values.
 
     Laws:
         Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
