@@ -135,7 +135,8 @@ def _linked(code: str, room: str, own: str) -> str:
     path = next((path for path in (code, f"{room}.{code}") if path in PUBLIC), None)
     if code == own or path is None:
         return f"``{code}``"
-    kind = "class" if inspect.isclass(PUBLIC[path]) else "func"
+    found = PUBLIC[path]
+    kind = "class" if inspect.isclass(found) else "func" if callable(found) else "data"
     return f":{kind}:`{code} <functional_jd.{path}>`"
 
 

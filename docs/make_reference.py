@@ -1,8 +1,11 @@
 """Pages of the reference, one per section, with a page for each rule, written before the site is built."""
 
+import ast
 import inspect
+import sys
 from collections.abc import Container, Iterable
 from importlib import import_module
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ TASKS = {
         "fronts.non_dominated",
     ],
     "write a rule": ["stateless", "scalarized", "Aggregator"],
+    "say what a rule of yours looks at": ["views.gramian", "views.norms", "views.losses"],
     "test a rule": ["testing.laws_of", "testing.obeys"],
     "draw random numbers": ["random.key", "random.split", "random.keyed"],
     "know which engine a step takes, and why": ["chosen_engine"],
@@ -59,11 +63,11 @@ MODULES = ["random", "distributed", "fronts", "plotting", "testing"]
 
 def public_names() -> dict[str, Any]:
     """What the headings are for, by the shortest name that it has below the package: `step`, `precision.select`."""
-    found = {name: getattr(functional_jd, name) for name in functional_jd.__all__}
+    found = {name: getattr(functional_jd, name) for name in functional_jd.__all__ if name not in MODULES}
     for room in ROOMS:
         names = [name for name in members_of(room) if name not in functional_jd.__all__]
         found |= {f"{room}.{name}": getattr(import_module(f"functional_jd.{room}"), name) for name in names}
-    return {name: value for name, value in found.items() if inspect.isfunction(value) or inspect.isclass(value)}
+    return found
 
 
 def sections() -> dict[str, list[str]]:
@@ -170,9 +174,22 @@ def _entry(module: str, name: str) -> str:
     value = attrgetter(name)(import_module(module))
     if inspect.isclass(value):
         return f".. autoclass:: {module}.{name}\n"
-    if inspect.isfunction(value):
+    if callable(value):  # a function, or a view
         return f".. autofunction:: {module}.{name}\n"
-    return f".. py:data:: {module}.{name}\n"
+    return f".. py:data:: {module}.{name}\n\n   {_below_assignment(name.rpartition('.')[2], value)}\n"
+
+
+def _below_assignment(name: str, value: Any) -> str:
+    """The string below the line that assigns a value: a tuple or a dict has no docstring of its own."""
+    modules = [module for path, module in sys.modules.items() if path.startswith("functional_jd.")]
+    for module in modules:
+        if vars(module).get(name) is value and module.__file__:
+            body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+            for assigned, text in pairwise(body):
+                targets = getattr(assigned, "targets", None) or [getattr(assigned, "target", None)]
+                if [getattr(target, "id", None) for target in targets] == [name] and isinstance(text, ast.Expr):
+                    return inspect.cleandoc(ast.literal_eval(text.value)).replace("\n", "\n   ")
+    return ""
 
 
 def _contents(pages: list[str]) -> str:

@@ -146,3 +146,4 @@ def _hook_error(where: str, found: str) -> ValueError:
 
 
 PLAIN = Kind(jacobian, gramian, weighted, over_shards=lambda losses, chosen, enter: enter(losses, chosen))
+"""The kind of a plain function of the parameters, for a kind of yours that differs from it in some entries."""
