@@ -58,6 +58,7 @@ class Observation(NamedTuple):
             `weights_for` makes of them.
         carried: `(buffers, aux)` from the losses.
         scaling: of products that no rule has seen yet; None: they are as rules take them.
+        where: the function that the user called, for errors.
     """
 
     losses: Losses
@@ -67,6 +68,7 @@ class Observation(NamedTuple):
     pullback: Callable[[Weights], Pulled] = _no_pullback
     carried: tuple[Tree, Tree] = ((), ())
     scaling: Scaling | None = None
+    where: str = "aggregate"
 
     def of_group(self, key: str) -> "Observation":
         """What is observed of the parameters below a top-level key."""

@@ -298,8 +298,8 @@ def full_jacobian(seen: Observation) -> Jacobian:
     row_count(rows, "full_jacobian")
     if any_sharded(tree_leaves(rows)):
         raise ValueError(
-            "aggregate: this rule needs whole rows, found rows that are sharded. Use a rule that needs the losses, the "
-            "Gramian or single entries, such as upgrad, graddrop or trimmed_mean."
+            f"{seen.where}: this rule needs whole rows, found rows that are sharded. Use a rule that needs the losses, "
+            "the Gramian or single entries, such as upgrad, graddrop or trimmed_mean."
         )
     return rows
 

@@ -69,7 +69,7 @@ def of_whole_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) 
         # The heads' gradient was finite, or is zero, as `unscale` left it.
         return Pulled(direction, finite, all_finite(direction_of_rows(direction, heads)))
 
-    return Observation(values, rows=jacobian, pullback=pullback, carried=carried)
+    return Observation(values, rows=jacobian, pullback=pullback, carried=carried, where=plan.where)
 
 
 def unscaled(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:

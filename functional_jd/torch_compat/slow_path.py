@@ -250,6 +250,18 @@ def user_level() -> int:
     return level
 
 
+def called_function() -> str:
+    """The name of the function of this package that the nearest caller outside of it and torch called."""
+    frame, name = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and (code := frame.f_code).co_filename.startswith((_OURS, _TORCH)):
+        if code.co_filename.startswith(_OURS):
+            name = code.co_qualname.split(".")[0]  # of what `jacobian_fn` returned, "jacobian_fn"
+            if name.startswith("_"):  # what several public functions share is told by `where` which of them it is
+                name = frame.f_locals.get("where", name)
+        frame = frame.f_back
+    return name
+
+
 def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if func in _WITH_STATISTICS:
         inputs = (

@@ -165,21 +165,28 @@ def _finished(
         del direction
         if token is not None:
             params, moments, buffers, rule_state = closed(token, moved, (params, moments, buffers, rule_state))
-        if guarded is None:
-            params = select(moved, params, state.params)
-            moments = select(moved, moments, state.optimizer)
     except Exception as error:
         refuse_other_optimizer("step", state, optimizer, error)
         raise
     try:
+        if guarded is None:
+            params = select(moved, params, state.params)
+            moments = select(moved, moments, state.optimizer)
+    except (TypeError, ValueError) as error:
+        refuse_other_optimizer("step", state, optimizer, error)
+        raise _unlike(error, "the optimizer's update parameters and a memory like those that it receives") from error
+    try:
         memory = state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator)
     except (TypeError, ValueError) as error:
-        raise type(error)(
-            "step: expected of the rule's update a memory like that of its init, with the same shapes and dtypes "
-            f"(views are float64, but rows, mostly float32: start from zeros_like(x, dtype=torch.float64)). {error}"
-        ) from error
+        views = "(views are float64, but rows, mostly float32: start from zeros_like(x, dtype=torch.float64))"
+        raise _unlike(error, "the rule's update a memory like that of its init", f" {views}") from error
     buffers = state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers)
     new = TrainState(params, buffers, moments, memory, scale)
     if token is not None:  # what is reported is differentiated whether the step was taken or not
         values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux), reported=True)
     return new, StepInfo(values, weights, finite, moved, gramian, aux)
+
+
+def _unlike(error: TypeError | ValueError, expected: str, hint: str = "") -> TypeError | ValueError:
+    """The error of `select`, in the words of the step."""
+    return type(error)(f"step: expected of {expected}, with the same shapes and dtypes{hint}. {error}")

@@ -40,6 +40,14 @@ def check_the_functions_of_a_step_by_hand():
         assert {k: found.direction[k].placements[0] for k in "ab"} == {"a": Shard(0), "b": Shard(1)}
     with pytest.raises(ValueError, match="this rule needs whole rows, found rows that are sharded"):
         fj.aggregate(fj.excess_mtl(), J)
+    losses = distributed.sharded(lambda p: torch.stack([p["a"].sum(), p["a"].square().sum()]), mesh())
+    how = {"losses": losses, "optimizer": fj.sgd(0.1)}
+    sharded = {"a": distribute_tensor(torch.ones(4, 3), mesh(), [Shard(0)])}
+    with pytest.raises(ValueError, match=r"^train_state: this rule needs whole rows, found rows that are sharded"):
+        fj.train_state(sharded, aggregator=fj.excess_mtl(), **how)
+    state = fj.train_state(sharded, aggregator=fj.upgrad(), **how)
+    with pytest.raises(ValueError, match=r"^step: this rule needs whole rows, found rows that are sharded"):
+        fj.step(state, aggregator=fj.excess_mtl(), **how)
     scale = torch.tensor([2.0, 4.0, 8.0])
     scaled = fj.precision.scale(scale, J)
     close(scaled, fj.precision.scale(scale, rows), 0)

@@ -814,6 +814,19 @@ def test_the_direction_is_gone_before_the_step_chooses():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("changed", ["params", "memory"])
+def test_a_dtype_that_the_optimizer_changes_is_said_to_be_the_optimizers(changed):
+    def update(direction, memory, params):
+        new = (params - direction, memory + 1)
+        return (new[0].double(), new[1]) if changed == "params" else (new[0], new[1].double())
+
+    optimizer = fj.Optimizer(lambda params: torch.zeros(()), update)
+    how = {"losses": lambda w: torch.stack([w.sum(), (w - 1).square().sum()]), "aggregator": fj.upgrad()}
+    state = fj.train_state(torch.ones(3), optimizer=optimizer, **how)
+    with pytest.raises(TypeError, match=r"^step: expected of the optimizer's update .*found torch.float64"):
+        fj.step(state, optimizer=optimizer, **how)
+
+
 def test_a_memory_that_changes_its_dtype_is_said_to_be_the_rules():
     forgetful = fj.Aggregator(
         fj.views.gramian, lambda G: torch.zeros(2), lambda G, memory: (torch.ones(2) / 2, memory + G.diagonal())
