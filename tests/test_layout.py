@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import functional_jd
@@ -91,6 +92,18 @@ def test_only_tree_imports_optree():
 def test_no_two_files_have_one_name():
     names = [path.name for path in SOURCES if path.stem not in ("__init__", "__main__")]
     assert not {name for name in names if names.count(name) > 1}
+
+
+def test_no_imports_inside_the_engines_go_in_a_circle():
+    """From file to file, and from folder to folder."""
+    folder = PACKAGE / "engines"
+    arrows = {}
+    for path, tree in SOURCES.items():
+        if folder in path.parents and path != folder / "__init__.py":
+            mine = path.relative_to(folder).with_suffix("").parts[0]
+            theirs = {name.split(".")[2] for name in imports(tree) if name.startswith("functional_jd.engines.")}
+            arrows[mine] = arrows.get(mine, set()) | theirs - {mine}
+    TopologicalSorter(arrows).prepare()
 
 
 def test_inner_products_by_layers_know_nothing_of_kinds_of_losses():

@@ -6,7 +6,7 @@ said otherwise.
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from torch import Tensor
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.engines.evaluate import Options
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX
 from functional_jd.engines.vjp import Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.checkpoints import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
+
+if TYPE_CHECKING:
+    from functional_jd.engines.gramian.factors import Factors
 
 
 class EngineChoice(NamedTuple):
@@ -203,7 +204,7 @@ _MOVED = 12
 _JOINED = 1 << 15
 
 
-def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
+def factors_are_cheaper(f: "Factors", leaf: Tensor, m: int) -> bool:
     """Whether inner products of factors take less time than rows, by multiplications and by elements moved."""
     positions, groups, i = f.right.shape[1:]
     lookup = f.left.ndim == 2
@@ -217,7 +218,7 @@ def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
     return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
 
 
-def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int) -> bool:
+def position_norms_are_cheaper(factors: Sequence["Factors"], leaf: Tensor, m: int) -> bool:
     """Whether norms take less time from inner products of positions ("ghost norms") than from the rows."""
     positions = sum(f.right.shape[1] for f in factors)
     groups, i = factors[0].right.shape[2:]
@@ -230,7 +231,7 @@ def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int)
     return pairs < rows
 
 
-def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> bool:
+def crossed_factors_are_cheaper(f: "Factors", other: "Factors", leaf: Tensor) -> bool:
     """Whether inner products of the rows of two batches take less time from factors than from rows."""
     rows, others = f.right.shape[0] * f.right.shape[1], other.right.shape[0] * other.right.shape[1]
     groups, i = f.right.shape[2:]
@@ -242,7 +243,7 @@ def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> boo
     return pairs < formed + m * k * leaf.numel()
 
 
-def rows_are_smaller(f: Factors, leaf: Tensor, m: int) -> bool:
+def rows_are_smaller(f: "Factors", leaf: Tensor, m: int) -> bool:
     """Whether the pullback keeps the rows, which take less memory than their factors."""
     return m * leaf.numel() < f.left.numel() + f.right.numel()
 
@@ -252,11 +253,11 @@ def leaves_are_joined(leaves: Sequence[Tensor], m: int) -> list[bool]:
     return [leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED for leaf in leaves]
 
 
-def recorded_reach(examples: bool) -> int:
-    """The largest reach of the layers that the recorder takes. Elementwise layers give rows, not factors: without a
-    hidden dimension of examples, autograd forms the same rows faster.
+def records_elementwise_layers(examples: bool) -> bool:
+    """Whether the recorder takes elementwise layers, which give rows, not factors: without a hidden dimension of
+    examples, autograd forms the same rows faster.
     """
-    return FLAT if examples else MATRIX
+    return examples
 
 
 def _price(n: int) -> int:

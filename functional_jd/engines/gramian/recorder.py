@@ -14,11 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function
 
 from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import recorded_reach
+from functional_jd.engines.choose import records_elementwise_layers
 from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import VIEWS, ParameterView, same, view_of
+from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.slow_path import SEEN, SEEN_WITH, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
@@ -94,7 +94,7 @@ class LayerRecorder(WatchingMode):
         for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
             self.remember(leaf, ParameterView(index, constant))
         self.uses, self.examples = uses, examples
-        self.reach = recorded_reach(examples)
+        self.reach = FLAT if records_elementwise_layers(examples) else MATRIX
         # Whether a custom function has switched autograd on, which is off when its forward begins.
         self.graph_inside = not set_grad_enabled
         self.level = transform_level()
