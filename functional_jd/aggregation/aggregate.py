@@ -233,7 +233,7 @@ def _refuse_other_state(
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:
-    """The initial state of a rule, which `aggregate` uses for `state=None`."""
+    """The initial state of a rule, for loops that keep it from the first call on; `aggregate` makes it of None."""
     with autocast_disabled():
         return initial_state(aggregator, as_view(aggregator.view), Observation(losses, rows=jacobian, others=others))
 

@@ -90,14 +90,14 @@ def weighted_fn(
 
 
 def weighted_engine() -> Engine:
-    """One backward pass with the weights as cotangent, for rules whose view is `no_gradients` or `losses`.
+    """One backward pass with the weights as cotangent, for rules that need no gradients: `view.products` is `"none"`.
 
     Returns:
         An `Engine`, for `step` and `train_state`. With one scale per objective, the backward pass runs at the largest
         scale that serves all, and all flags are equal. Groups of parameters whose rules differ take one pass each.
 
     Raises:
-        ValueError: from `step` and `train_state`, for a rule with another view.
+        ValueError: from `step` and `train_state`, for a rule that needs more.
 
     Laws:
         The direction is that of `jacobian_engine`, up to the order of sums.

@@ -1,4 +1,4 @@
-"""What `train_state` checks: that there is something to learn, and something to learn it from."""
+"""Checks before training, and before weights are asked for: whether losses reach the parameters, and noise protects."""
 
 import warnings
 from typing import Any

@@ -41,8 +41,9 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several
             steps, `torch.vmap` of a step, `torch.func.grad` of a training.
         backend: `"inductor"`, which writes machine code and keeps it in torch's cache for the next process; `"eager"`,
-            which runs the graph as it is; or a function from the graph, a `torch.fx.GraphModule`, and the list of its
-            inputs to a function of those inputs, as `torch.compile` takes it.
+            which runs the operators of the graph one by one, but for those that change nothing; or a function from the
+            graph, a `torch.fx.GraphModule`, and the list of its inputs to a function of those inputs, as
+            `torch.compile` takes it.
 
     Returns:
         A function of the arguments of `f` that returns what `f` does, up to rounding. Arguments are of one kind if

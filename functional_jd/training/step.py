@@ -46,9 +46,9 @@ def step(
         aggregator: the rule, the same in every step.
         optimizer: the optimizer, the same in every step.
         engine: `"jacobian"` computes all rows; `"gramian"`, for rules that need their inner products or norms, computes
-            these without forming `[m, n]` where layers allow; `"weighted"`, for rules whose view is `no_gradients`
-            or `losses`, takes one backward pass with the weights as cotangent. `"auto"` takes the engine that
-            `chosen_engine` returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
+            these without forming `[m, n]` where layers allow; `"weighted"`, for rules that need no gradients, takes one
+           backward pass with the weights as cotangent. `"auto"` takes the engine that `chosen_engine`
+            returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:
