@@ -5,7 +5,10 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import functional_jd
+from functional_jd.aggregation import views
 
 PACKAGE = Path(functional_jd.__file__).parent
 
@@ -24,6 +27,7 @@ ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 # Rules never import one another.
 APART = {"aggregators"}
 
+VIEWS = {name for name, value in vars(views).items() if isinstance(value, views.View)}
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -115,10 +119,39 @@ def test_inner_products_by_layers_know_nothing_of_kinds_of_losses():
 
 def test_what_a_rule_needs_is_data():
     """No view is recognised by its identity, which a view that is made of it would not have."""
-    views = r"(no_gradients|losses|norms|gramian|cross_gramian|full_jacobian|jacobian_entries|\w+_and_losses)"
-    asked = re.compile(rf"\.view (is|is not|==|!=|in|not in) \(?{views}\b")
-    found = [str(path) for path in SOURCES if asked.search(path.read_text())]
+    found = [f"{path}: {asked}" for path, tree in SOURCES.items() for asked in compared_views(tree)]
     assert not found, "\n".join(found)
+
+
+def compared_views(tree):
+    """The comparisons in a file with a view that it imports."""
+    known = [node for node in statements(tree) if isinstance(node, ast.ImportFrom) and "views" in (node.module or "")]
+    names = {alias.asname or alias.name for node in known for alias in node.names} & VIEWS
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [each for side in (node.left, *node.comparators) for each in getattr(side, "elts", [side])]
+            of_module = [ast.unparse(side).rpartition(".") for side in sides if isinstance(side, ast.Attribute)]
+            seen = {side.id for side in sides if isinstance(side, ast.Name)} & names
+            seen |= {name for module, _, name in of_module if module.rpartition(".")[2] == "views"} & VIEWS
+            if seen:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "rule.view is gramian",
+        "view is gramian",
+        "norms == found",
+        "view not in (gramian, own)",
+        "rule.view is views.losses",
+        "f() is jd.views.losses",
+    ],
+)
+def test_a_comparison_with_a_view_is_seen(asked):
+    imported = "from functional_jd.aggregation.views import gramian, norms\n"
+    assert list(compared_views(ast.parse(f"{imported}if {asked}:\n    pass"))) == [asked]
+    assert not list(compared_views(ast.parse(f"{imported}if seen.gramian is None or losses is x:\n    pass")))
 
 
 def private_names(tree):

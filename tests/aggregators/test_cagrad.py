@@ -61,8 +61,8 @@ def test_the_greatest_least_gain_or_nothing_if_all_gain_zero_at_best(J, c):
         shift, distance = nnls(N.T.numpy(), -x.numpy())
         assert (N @ (x + torch.from_numpy(shift) @ N)).min() >= -cone_bound(J) * x.norm()
         length = float((torch.from_numpy(shift) @ N).norm())
+        assert abs(length**2 + distance**2 - x.norm() ** 2) <= half_the_digits(x.norm() ** 2)  # the nearest of all
         assert length <= c * float(x.norm()) * (1 + 1e-6)  # the ball holds a direction without conflicts
-        assert distance >= 0
 
 
 @pytest.mark.parametrize("c", [0.1, 0.5, 0.9, 2.0, 10.0])
