@@ -85,8 +85,8 @@ def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
         if any(key is x for x in drawn) and isinstance(after, Tensor) and torch.equal(key, after):
             warnings.warn(
                 f"{plan.where}: the losses draw with the key {name!r} of the buffers, and return it as it was: every "
-                "step draws the same numbers. Draw with one key of now, key = functional_jd.random.split(key), and "
-                "return the other.",
+                "step draws the same numbers. Split it, `now, key = functional_jd.random.split(key)`: draw with `now` "
+                "and return `key`.",
                 UserWarning,
                 stacklevel=user_level(),
             )

@@ -164,7 +164,8 @@ STILL = {
 
 @pytest.mark.parametrize(("params", "buffers", "losses"), STILL.values(), ids=STILL)
 def test_a_key_that_draws_and_does_not_move_is_told(params, buffers, losses):
-    with pytest.warns(UserWarning, match=r"^train_state: .* draw with the key '\w+' .*\.split\(key\)") as seen:
+    cure = r"Split it, `now, key = .*\.split\(key\)`: draw with `now` and return `key`\."
+    with pytest.warns(UserWarning, match=rf"^train_state: .* draw with the key '\w+' .*{cure}") as seen:
         state = begin(losses, params, buffers=buffers)
     assert (len(seen), seen[0].filename) == (1, __file__)
     infos = [fj.step(state, X, Y, losses=losses, **METHOD)[1] for _ in range(2)]
