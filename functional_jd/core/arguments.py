@@ -54,8 +54,8 @@ def check_flag(where: str, name: str, value: Any) -> None:
         refuse(where, name, "True or False", value, f"Pass {name}=True, or leave it out.")
 
 
-def check_integer(where: str, name: str, value: Any, least: int, cure: str, most: int = _MOST) -> None:
-    """Refuse what is not an integer of Python between two bounds; `bool` is none.
+def check_integer(where: str, name: str, value: Any, least: int, cure: str) -> None:
+    """Refuse what is not an integer of Python from `least` on that fits 32 bits; `bool` is none.
 
     Raises:
         TypeError: a tensor.
@@ -63,7 +63,7 @@ def check_integer(where: str, name: str, value: Any, least: int, cure: str, most
     """
     if isinstance(value, Tensor):
         refuse(where, name, "a Python integer, as loops and shapes depend on it", value, cure)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         refuse(where, name, f"an integer of at least {least}", value, cure, ValueError)
 
 

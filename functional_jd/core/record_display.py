@@ -101,11 +101,11 @@ def number(value: Any) -> str:
     return f"2**{exponent - 1}" if mantissa == 0.5 and not -8 <= exponent <= 12 else f"{value:.4g}"
 
 
-def shortened(rows: list[list[str]], max_rows: int = MAX_ROWS) -> list[list[str]]:
-    """Return the rows of a table; if there are more than `max_rows`, only the first and the last ones."""
-    if len(rows) <= max_rows:
+def shortened(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of a table; if there are more than `MAX_ROWS`, only the first and the last ones."""
+    if len(rows) <= MAX_ROWS:
         return rows
-    return [*rows[: max_rows - 3], [f"... {len(rows) - max_rows + 1} more", *[""] * (len(rows[0]) - 1)], *rows[-2:]]
+    return [*rows[: MAX_ROWS - 3], [f"... {len(rows) - MAX_ROWS + 1} more", *[""] * (len(rows[0]) - 1)], *rows[-2:]]
 
 
 def as_text(table: Table) -> str:

@@ -286,7 +286,8 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
             "If a state is None before the first step, initialise it first."
         )
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-        alike = _is_tensor(leaf) and _is_tensor(other) and leaf.dtype == other.dtype and leaf.shape == other.shape
+        tensors = isinstance(leaf, Tensor) and isinstance(other, Tensor)
+        alike = tensors and leaf.dtype == other.dtype and leaf.shape == other.shape
         if not (alike and same_layout(leaf, other)):
             raise TypeError(
                 "select: every leaf must be a tensor, with the same shape and dtype in new and old, found "
@@ -312,7 +313,7 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
     """Return the leaves and structure of a pytree of floating-point tensors; with factors `[m]`, leaves have m rows."""
     leaves, structure = tree_flatten(tree)
     for index, leaf in enumerate(leaves):
-        if not (_is_tensor(leaf) and leaf.is_floating_point()):
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
             raise TypeError(
                 f"{where}: every leaf must be a floating-point tensor, found {_description(leaf)} in "
                 f"{tree_names(tree)[index]!r}. Remove counters and settings from the tree."
@@ -345,10 +346,6 @@ def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: st
             f"{where}: expected one flag per scale {list(scale.shape)}, found {list(finite.shape)} in {name}. "
             f"For one scale, pass {name}.all()."
         )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _broadcast(factor: Tensor, leaf: Tensor) -> Tensor:
