@@ -48,6 +48,14 @@ class Optimizer(NamedTuple):
     sensitivity: float | Tensor | None = None
 
 
+def check_optimizer(where: str, optimizer: Any, name: str = "optimizer", cure: str = "") -> None:
+    """Refuse what is no optimizer, such as a builder that was not called."""
+    if not isinstance(optimizer, Optimizer):
+        cure = cure or "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
+        found = type(optimizer).__name__
+        raise TypeError(f"{where}: {name} must be a pair (init, update), found {found}. Call its builder: {cure}")
+
+
 def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: Any) -> None:
     """Refuse numbers that are negative, infinite or NaN. Those named in `tensors` may be tensors, which are not read.
 

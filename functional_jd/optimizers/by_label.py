@@ -6,7 +6,7 @@ from torch import Tensor
 
 from functional_jd.core.tree import floating_leaves, leaves_like, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.loss_scale import select
 
 
@@ -73,11 +73,7 @@ def _check(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], 
     if not optimizers:
         raise ValueError("by_label: expected at least one optimizer, found none. Pass one for each label.")
     for label, optimizer in optimizers.items():
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"by_label: the optimizer {label!r} must be a pair (init, update), found {type(optimizer).__name__}. "
-                "Call its builder: adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
-            )
+        check_optimizer("by_label", optimizer, f"the optimizer {label!r}")
         if optimizer.sensitivity is not None:
             raise ValueError(
                 f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "

@@ -11,7 +11,7 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params, Tree
-from functional_jd.optimizers.base import Optimizer, in_dtype_of
+from functional_jd.optimizers.base import Optimizer, check_optimizer, in_dtype_of
 from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
 
 
@@ -157,11 +157,7 @@ def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tenso
 
 def _checked(optimizer: Any, rates: Any) -> Tensor:
     """The rates as a tensor."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"line_search: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its "
-            "builder: line_search(sgd(1.0), rates)."
-        )
+    check_optimizer("line_search", optimizer, cure="line_search(sgd(1.0), rates).")
     if optimizer.search is not None:
         raise ValueError(
             "line_search: expected an optimizer that needs no losses, found one that itself compares losses. Pass all "

@@ -9,7 +9,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
-from functional_jd.optimizers.base import Optimizer, check_settings, in_dtype_of
+from functional_jd.optimizers.base import Optimizer, check_optimizer, check_settings, in_dtype_of
 from functional_jd.random import normal, split
 from functional_jd.random.keys import check_key
 from functional_jd.random.stream import draw_at, draw_normals
@@ -111,11 +111,7 @@ def _noise(key: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_noise(where: str, optimizer: Any, key: Any, batch_size: Any, **others: Any) -> None:
     """Refuse what is no optimizer, no key, or no setting, in the name of the function that the user called."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{where}: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "
-            "sgd(0.1)."
-        )
+    check_optimizer(where, optimizer, cure="sgd(0.1).")
     settings = {**others, "batch_size": batch_size}
     for name, value in settings.items():
         if callable(value):

@@ -12,7 +12,7 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
-from functional_jd.optimizers.base import Optimizer
+from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import has_values
@@ -146,8 +146,4 @@ def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Opt
     check_function(where, "losses", losses, "Pass losses(params, ...).")
     check_flag(where, "has_aux", has_aux)
     check_rule(aggregator, where)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{where}: optimizer must be a pair (init, update), found {type(optimizer).__name__}. Call its builder: "
-            "adamw(lr=1e-3), or from_torch(torch.optim.AdamW, lr=1e-3)."
-        )
+    check_optimizer(where, optimizer)
