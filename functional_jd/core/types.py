@@ -4,8 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from functional_jd.core.record_display import displayed_as, outline
+
+PLAIN_TENSORS = (Tensor, Parameter)
+"""The classes of tensors that have memory of their own, and operators that no subclass changes."""
 
 Tree: TypeAlias = Any
 """A pytree of tensors: nested dicts, lists, tuples, NamedTuples, registered dataclasses, or one tensor."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat.module_tree import Filled, ModuleTree
 from functional_jd.torch_compat.moved_buffers import note_moved_buffers
 from functional_jd.torch_compat.own_parameters import are_noted, note_parameters
@@ -148,7 +149,7 @@ def _marks(tensors: Any) -> list[Any]:
     """What differs once a tensor was changed in place or was given other data."""
     with torch_function_disabled():
         try:
-            return [(change_count(x), x.data_ptr() if x.__class__ in _PLAIN else 0) for x in tensors]
+            return [(change_count(x), x.data_ptr() if x.__class__ in PLAIN_TENSORS else 0) for x in tensors]
         except RuntimeError:  # hidden by a transform, or made in inference mode
             return [_mark(x) for x in tensors]
 
@@ -161,9 +162,6 @@ def _mark(x: Tensor) -> Any:
             break
         x = unwrapped(x)
     return counts
-
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def _refuse_parts(output: Any, tree: ModuleTree) -> None:

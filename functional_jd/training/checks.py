@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, LossFunction, Params, Tree
+from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
@@ -190,12 +189,14 @@ def _evaluated(plan: Plan, params: Params, journal: StateJournal) -> tuple[Losse
 
 def _refuse_written(plan: Plan, points: list[Tensor], noted: Noted, journal: StateJournal) -> None:
     """Refuse losses that change parameters in place, also by `.data`: only an optimizer may, and frozen ones stay."""
-    changed = [(x, old) for x, _, old in journal.before.values() if old is not None and type(x) in _PLAIN and x.numel()]
+    changed = [
+        (x, old) for x, _, old in journal.before.values() if old is not None and type(x) in PLAIN_TENSORS and x.numel()
+    ]
     # An op that may change what it is given is noted where it does not, too.
     written = [x for x, old in changed if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
     memory = {x.untyped_storage().data_ptr() for x in written}
     for name, x in [*zip(tree_names(plan.args[0]), points, strict=True), *noted.given]:
-        if memory and type(x) in _PLAIN and x.numel() and x.untyped_storage().data_ptr() in memory:
+        if memory and type(x) in PLAIN_TENSORS and x.numel() and x.untyped_storage().data_ptr() in memory:
             raise ValueError(
                 f"{plan.where}: expected losses that leave the parameters, found that they change {name!r} in place. "
                 "Let them compute with another tensor, or carry it as a buffer."
@@ -207,7 +208,7 @@ def _refuse_own(plan: Plan, values: Losses, points: list[Tensor], own: list[str]
     modules that use parameters of their own, beside those that they are given.
     """
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
-    found: dict[int, Any] = {id(x): x for node in nodes if type(x := getattr(node, "variable", None)) in _PLAIN}
+    found: dict[int, Any] = {id(x): x for node in nodes if type(x := getattr(node, "variable", None)) in PLAIN_TENSORS}
     reached = {id(x) for x in points} & found.keys()
     others = {x.data_ptr(): x for key, x in found.items() if key not in reached and x.numel()}
     names: list[str] = []
@@ -225,9 +226,6 @@ def _uses_others(where: str, name: str) -> ValueError:
         f"{name!r} starts from, which never moves: a module, or a function that it calls, keeps it elsewhere than in "
         "its parameters. Let it look it up whenever it runs, or detach it."
     )
-
-
-_PLAIN = (Tensor, Parameter)
 
 
 def _warn_of_outputs(where: str, values: Losses) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
 from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
@@ -24,8 +25,6 @@ Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Run]
 
 _MANY = 8
 """So many graphs of one function are more than shapes explain, mostly."""
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "Compiled":
@@ -215,7 +214,7 @@ def _kind(leaf: Any) -> Any:
     if strides and 1 in leaf.shape:  # along which no step is taken
         strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
     bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
-    return type(leaf) in _PLAIN, leaf.shape, strides, leaf.dtype, leaf.device, bits
+    return type(leaf) in PLAIN_TENSORS, leaf.shape, strides, leaf.dtype, leaf.device, bits
 
 
 def _is_hashable(leaf: Any) -> bool:
@@ -264,7 +263,7 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
             "outermost function: compiled(random.keyed(f)), compiled(autocast(f))."
         )
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        if isinstance(leaf, Tensor) and (type(leaf) not in _PLAIN or leaf.is_nested):
+        if isinstance(leaf, Tensor) and (type(leaf) not in PLAIN_TENSORS or leaf.is_nested):
             kind = "a nested tensor" if leaf.is_nested else type(leaf).__name__
             raise TypeError(
                 f"compiled: expected plain tensors, found {kind} as {_called(name)}. "

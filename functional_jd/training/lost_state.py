@@ -5,10 +5,9 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from functional_jd.core.tree import tree_leaves, tree_names
-from functional_jd.core.types import Tree
+from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.slow_path import StateJournal, user_level
 
@@ -33,10 +32,10 @@ def warn_of_lost_state(
 def _warn_of_buffers(where: str, journal: StateJournal, moved: dict[str, Tensor], buffers: Tree) -> None:
     """Warn of statistics that normalization moved, and of other buffers that a module returned with new values."""
     returned = [x for x in tree_leaves(buffers) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    memory = {y.untyped_storage().data_ptr() for y in returned if type(y) in _PLAIN}
+    memory = {y.untyped_storage().data_ptr() for y in returned if type(y) in PLAIN_TENSORS}
 
     def comes_back(x: Tensor) -> bool:
-        in_a_row = type(x) in _PLAIN and x.untyped_storage().data_ptr() in memory  # of a buffer that is returned
+        in_a_row = type(x) in PLAIN_TENSORS and x.untyped_storage().data_ptr() in memory  # of a buffer that is returned
         return in_a_row or any(x.shape == y.shape and torch.equal(x, y) for y in returned)
 
     averages = [x for x in journal.averages if not torch.equal(x, cast(Tensor, journal.before[id(x)][2]))]
@@ -90,6 +89,3 @@ def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
                 UserWarning,
                 stacklevel=user_level(),
             )
-
-
-_PLAIN = (Tensor, Parameter)
