@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import dtype_or_type
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.together import largest_magnitude
@@ -158,16 +159,23 @@ def tree_names(tree: Tree) -> list[str]:
     names = [".".join(map(str, path)) or "value" for path in paths]
     if order is not None:
         names = [names[index] for index in order]
+    for name, node in named_nodes(structure, len(names)):  # paths of optree have indices in the place of fields
+        if isinstance(node, Position):
+            names[node.index] = name or "value"
+    return names
 
-    def visit(node: Any, path: tuple[str, ...]) -> None:  # paths of optree have indices in the place of fields
-        if isinstance(node, _Position):
-            names[node.index] = ".".join(path) or "value"
-            return
+
+def named_nodes(structure: Structure, count: int) -> list[tuple[str, Any]]:
+    """All nodes of a pytree with this structure and so many leaves, each with its name; `Position`s are its leaves."""
+    found: list[tuple[str, Any]] = []
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        found.append((".".join(path), node))
         for word, child in children(node) or []:
             visit(child, (*path, word))
 
-    visit(tree_unflatten(structure, [_Position(index) for index in range(len(names))]), ())
-    return names
+    visit(tree_unflatten(structure, [Position(index) for index in range(count)]), ())
+    return found
 
 
 def described_leaves(tree: Tree) -> list[str]:
@@ -243,9 +251,7 @@ def floating_leaves(params: Tree, where: str, *, some: bool = True) -> tuple[lis
     leaves, structure = tree_flatten(params)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
-            found = type(leaf).__name__
-            if isinstance(leaf, Tensor):
-                found = str(leaf.dtype if leaf.layout == torch.strided else leaf.layout)
+            found = dtype_or_type(leaf)
             raise TypeError(
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
                 f"{_cure(params, leaf)}"
@@ -313,7 +319,7 @@ def _traced_by_optree(tree: Tree) -> tuple[list[Tensor], Structure]:
     return kept, (spec, empty, order)  # pyright: ignore[reportReturnType]
 
 
-class _Position:
+class Position:
     """The position of a leaf. An object of its own, as torch.compile fails on a NamedTuple of a number and a list."""
 
     def __init__(self, index: int):
@@ -330,7 +336,7 @@ def _order(spec: Any) -> list[int] | None:
 
 def _sorted_order(spec: Any) -> list[int]:
     """Return where optree, which leaves the keys of an `OrderedDict` as they were inserted, puts the sorted leaves."""
-    positions = optree.tree_unflatten(spec, [_Position(index) for index in range(spec.num_leaves)])
+    positions = optree.tree_unflatten(spec, [Position(index) for index in range(spec.num_leaves)])
     return [position.index for position in optree.tree_leaves(_as_dicts(positions), namespace=NAMESPACE)]
 
 

@@ -12,9 +12,8 @@ from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import check_flag, check_type
 from functional_jd.core.checksum import checksums
-from functional_jd.core.record_display import children
 from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
-from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.core.tree import Position, named_nodes, tree_flatten, tree_unflatten
 from functional_jd.optimizers.base import Optimizer
 
 State = TypeVar("State")
@@ -160,27 +159,14 @@ class _Named(NamedTuple):
     records: dict[str, list[str]]
 
 
-class _Position:
-    """The position of a leaf."""
-
-    def __init__(self, index: int):
-        self.index = index
-
-
 def _named(where: str, tree: Any) -> _Named:
     leaves, structure = tree_flatten(tree)
     names, records = [""] * len(leaves), dict[str, list[str]]()
-
-    def walk(path: tuple[str, ...], node: Any) -> None:
-        if isinstance(node, _Position):
-            names[node.index] = ".".join(path) or "value"
-            return
-        if hasattr(node, "_fields"):
-            records[".".join(path)] = [type(node).__name__, *node._fields]
-        for key, child in children(node) or []:
-            walk((*path, key), child)
-
-    walk((), tree_unflatten(structure, [_Position(index) for index in range(len(leaves))]))
+    for path, node in named_nodes(structure, len(leaves)):
+        if isinstance(node, Position):
+            names[node.index] = path or "value"
+        elif hasattr(node, "_fields"):
+            records[path] = [type(node).__name__, *node._fields]
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
             found = str(leaf.layout) if isinstance(leaf, Tensor) else type(leaf).__name__
