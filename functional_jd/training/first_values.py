@@ -14,10 +14,11 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.slow_path import user_level
 
 _FOR_RESIDUALS = ("levenberg_marquardt", "natural_gradient")
-# Of residuals, which have both signs, these lower the signed values, beyond zero.
+# Of residuals, which have both signs, these lower the signed values, beyond zero. By the names that `function_names`
+# finds in a rule: in `total` and `constant` it finds none of their own.
 _FOR_LOSSES = (
-    *("mean", "total", "constant", "upgrad", "dualproj", "mgda", "pcgrad", "cagrad", "config", "imtl_g", "nash_mtl"),
-    *("aligned_mtl", "fairgrad"),
+    *("mean", "upgrad", "dualproj", "mgda", "pcgrad", "cagrad", "config", "imtl_g", "nash_mtl", "aligned_mtl"),
+    "fairgrad",
 )
 _ADAM = {"adamw", "Adam", "AdamW"}
 _REDUCTIONS = {"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "StackBackward0", "DivBackward0"}
