@@ -20,7 +20,7 @@ from functional_jd.core.types import Gramian, Jacobian, Losses
 from functional_jd.core.wide import has_float64
 from functional_jd.precision.autocast import autocast_disabled
 
-Products = Literal["none", "norms", "gramian", "rows"]
+Need = Literal["none", "norms", "gramian", "rows"]
 
 _NEEDS = {
     "none": "no gradients",
@@ -49,7 +49,7 @@ class View:
     def __init__(
         self,
         receive: Callable[[Observation], Any],
-        products: Products,
+        products: Need,
         *,
         losses: bool = False,
         batches: int = 1,
@@ -57,7 +57,7 @@ class View:
         passes: int = 1,
     ):
         self.receive, self.losses, self.batches = receive, losses, batches
-        self.products: Products = products
+        self.products: Need = products
         self.groups, self.passes = groups, passes
         self.inner_products_suffice = products in ("norms", "gramian")
         self.__name__, self.__doc__ = getattr(receive, "__name__", "view"), receive.__doc__
@@ -128,7 +128,7 @@ def with_losses(view: View) -> View:
     return view._like(both, losses=True)  # pyright: ignore[reportPrivateUsage]
 
 
-def _view(products: Products, **needs: Any) -> Callable[..., View]:
+def _view(products: Need, **needs: Any) -> Callable[..., View]:
     return lambda receive: View(receive, products, **needs)
 
 

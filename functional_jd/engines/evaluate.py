@@ -28,7 +28,7 @@ def is_differentiable(values: Any) -> bool:
     return False
 
 
-Group: TypeAlias = tuple[str, int, str]
+LeafGroup: TypeAlias = tuple[str, int, str]
 """A group of leaves that follow one another: its name, how many they are, and what is needed of their products."""
 
 
@@ -62,7 +62,7 @@ class Options(NamedTuple):
     journal: StateJournal | None = None
     examples: bool = False
     products: Literal["gramian", "norms", "factors"] = "gramian"
-    groups: Sequence[Group] | None = None
+    groups: Sequence[LeafGroup] | None = None
     on_shards: bool = False
     starting: bool = False
     rule: Any = None

@@ -21,7 +21,7 @@ from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.core.wide import widest
 from functional_jd.engines.kinds.from_rows import Pull, products_and_pullback
 from functional_jd.engines.plan import Plan
-from functional_jd.precision.loss_scale import inverse_of, nan_unless, unscale
+from functional_jd.precision.loss_scale import inverse_of, nan_rows_unless, unscale
 
 
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
@@ -79,7 +79,7 @@ def unscaled(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
     it: there the rule sees NaN.
     """
     rows, finite = unscale(plan.scale, jacobian)
-    return rows if plan.guarded else nan_unless(finite, rows), finite
+    return rows if plan.guarded else nan_rows_unless(finite, rows), finite
 
 
 def of_products(plan: Plan, products: Products, pull: Pull, heads: Heads, values: Losses, carried: Any) -> Observation:

@@ -32,7 +32,7 @@ def weighted_cotangent(
     return [part.reshape(y.shape).to(y.dtype) for part, y in parts], common
 
 
-def unscaled(
+def unscaled_direction(
     common: Tensor | None, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], structure: Structure
 ) -> tuple[Direction, Tensor | None]:
     """The direction of the gradients of these leaves, divided by the scale if there is one, and whether it is finite:

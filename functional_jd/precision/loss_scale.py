@@ -194,7 +194,7 @@ def zeros_unless(finite: Tensor, tree: Tree) -> Tree:
     return tree_map(lambda leaf: sharded_as(torch.where(everywhere, shard_of(leaf), 0), leaf), tree)
 
 
-def nan_unless(finite: Tensor, jacobian: Tree) -> Tree:
+def nan_rows_unless(finite: Tensor, jacobian: Tree) -> Tree:
     """The Jacobian, with NaN in the rows whose flag is false; one flag serves all."""
     rows, heads = split_heads(jacobian)
 

@@ -108,7 +108,7 @@ class ModuleTree:
             if len(own) != size:  # it has set something on itself since
                 attributes = _attributes(own)
             for name in attributes:
-                if state[name].__class__ in CONTAINERS:
+                if state[name].__class__ in HOLDERS:
                     state[name] = reading.read(state[name])
             contents.states.append((module, state, own))
         for tensors, name, key, _ in self.scripted:
@@ -122,7 +122,7 @@ class ModuleTree:
         for part in self.parts:
             state = part.module.__dict__
             for name in _attributes(state):
-                if state[name].__class__ in CONTAINERS:
+                if state[name].__class__ in HOLDERS:
                     reading.read(state[name])
             contents.states.append((part.module, _copied(state), {}))  # `state` itself may come to hold the graph
         contents.slots.extend((tensors, name, tensors[name]) for tensors, name, *_ in self.scripted)
@@ -296,7 +296,7 @@ class _Reading:
             self.known.add(id(value))
         values = value.values() if isinstance(value, dict) else value
         kinds: set[Any] = {*map(type, values)}
-        if kinds.isdisjoint(CONTAINERS) and not any(issubclass(kind, Tensor) for kind in kinds):
+        if kinds.isdisjoint(HOLDERS) and not any(issubclass(kind, Tensor) for kind in kinds):
             if value.__class__ is not tuple:
                 self.held.append((value, value.copy()))
             return value
@@ -318,7 +318,7 @@ class _Reading:
             if self.replacing is None:
                 self.replacing = dict(_replacing(self.parts, self.given))
             return self.replacing.get(id(x), x)
-        return self.read(x) if x.__class__ in CONTAINERS else x
+        return self.read(x) if x.__class__ in HOLDERS else x
 
 
 def _replacing(parts: list[_Part], given: dict[str, Tensor]) -> Any:
@@ -363,7 +363,7 @@ def _modules_in(value: Any, known: set[int]) -> list[nn.Module]:
     """The modules in a container, and in the containers in it."""
     if isinstance(value, nn.Module):
         return [value]
-    if value.__class__ not in CONTAINERS or id(value) in known:
+    if value.__class__ not in HOLDERS or id(value) in known:
         return []
     known.add(id(value))
     values = value.values() if isinstance(value, dict) else value
@@ -372,6 +372,6 @@ def _modules_in(value: Any, known: set[int]) -> list[nn.Module]:
 
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 STANDARD = frozenset(nn.Module().__dict__) | {"_apply"}
-CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, set, deque))
-_HOOKS = [name for name, value in nn.Module().__dict__.items() if value.__class__ in CONTAINERS and name not in _OWN]
+HOLDERS = frozenset((list, tuple, dict, OrderedDict, defaultdict, set, deque))
+_HOOKS = [name for name, value in nn.Module().__dict__.items() if value.__class__ in HOLDERS and name not in _OWN]
 _set = object.__setattr__

@@ -236,7 +236,7 @@ def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
 
 def innermost_mode() -> Any:
     """The `TorchFunctionMode` that sees an op first, or None."""
-    depth = function_modes()
+    depth = function_mode_count()
     return function_mode_at(depth - 1) if depth else None
 
 
@@ -244,13 +244,13 @@ def innermost_mode() -> Any:
 any_autocast: Any = private("_C._is_any_autocast_enabled", "autocast", otherwise=lambda: True)
 """Whether native autocast is on for some device; without it, it is asked device by device."""
 
-function_modes: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
+function_mode_count: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
 function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
 
 
 def has_mode(kind: type) -> bool:
     """Whether a `TorchFunctionMode` of this class is active."""
-    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_modes()))
+    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_mode_count()))
 
 
 def untraced(handler: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.module_tree import CONTAINERS, STANDARD, ModuleTree, check_part
+from functional_jd.torch_compat.module_tree import HOLDERS, STANDARD, ModuleTree, check_part
 from functional_jd.torch_compat.slow_path import IN_PLACE_NAMES
 from functional_jd.torch_compat.torch_internals import function_name, module_tensors, traceable, untraced
 
@@ -33,7 +33,7 @@ def run_traced(
         _ = [len(state[name]) for name in _HOOKS]
     for part, state in states:
         for name, value in state.items():
-            if name not in STANDARD and type(value) in CONTAINERS:
+            if name not in STANDARD and type(value) in HOLDERS:
                 new = _replaced(value, pairs, held)
                 if isinstance(value, tuple):
                     setattr(part, name, new)
@@ -117,7 +117,7 @@ def _replaced(value: Any, pairs: list[tuple[Tensor, Tensor]], held: list[tuple[A
         return next((new for old, new in pairs if old is value), value)
     if type(value) is tuple:
         return tuple([_replaced(x, pairs, held) for x in value])
-    if type(value) not in CONTAINERS:
+    if type(value) not in HOLDERS:
         return value
     if isinstance(value, set):
         held.append((value, value.copy()))

@@ -13,7 +13,7 @@ from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import Options, is_differentiable
-from functional_jd.engines.kinds import kind_of, of_shards
+from functional_jd.engines.kinds import kind_of, losses_of_shards
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
@@ -57,7 +57,7 @@ def prepare(
     options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting, rule=rule)
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
-    whole = of_shards(carrying.losses) if sharded else carrying.losses
+    whole = losses_of_shards(carrying.losses) if sharded else carrying.losses
     kind = own_kind if whole is carrying.losses else kind_of(whole)
     plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers, optimizer)
     if isinstance(engine, str) and engine == "auto":

@@ -151,8 +151,8 @@ def _finished(
     direction, weights, rule_state, values, finite, moved, scale, (own, aux), gramian = found
     buffers = plan.next_buffers(own)
     plain = token is None and not (plan.options.differentiable and under_functional_transform())
-    guarded = optimizer.guarded_update if plain else None
-    update = optimizer.update if guarded is None else partial(guarded, moved)
+    guarded_update = optimizer.guarded_update if plain else None
+    update = optimizer.update if guarded_update is None else partial(guarded_update, moved)
     # One after the other, and the direction gone: each is as large as the parameters.
     del found
     try:
@@ -169,7 +169,7 @@ def _finished(
         refuse_other_optimizer("step", state, optimizer, error)
         raise
     try:
-        if guarded is None:
+        if guarded_update is None:
             params = select(moved, params, state.params)
             moments = select(moved, moments, state.optimizer)
     except (TypeError, ValueError) as error:

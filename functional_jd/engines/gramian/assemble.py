@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, detach_tree, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Group, Options
+from functional_jd.engines.evaluate import LeafGroup, Options
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
@@ -110,7 +110,7 @@ def _products(
 
 
 def _products_by_group(
-    by_leaf: list[list[Factors | Tensor]], leaves: list[Tensor], m: int, groups: Sequence[Group]
+    by_leaf: list[list[Factors | Tensor]], leaves: list[Tensor], m: int, groups: Sequence[LeafGroup]
 ) -> tuple[dict[str, Tensor], Callable[[Any], list[Tensor]]]:
     """By name, of groups of leaves that follow one another."""
     products: dict[str, Tensor] = {}

@@ -37,7 +37,7 @@ def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
     return PLAIN
 
 
-def of_shards(losses: Any) -> Any:
+def losses_of_shards(losses: Any) -> Any:
     """The losses, as those of sharded parameters: some leaves of what is differentiated are `DTensor`s."""
     return losses if isinstance(losses, Sharded) else Sharded(losses, None)
 
@@ -45,5 +45,5 @@ def of_shards(losses: Any) -> Any:
 def found_kind(losses: Any, argnums: int | Sequence[int], args: tuple[Any, ...], where: str) -> tuple[Any, Kind]:
     """The losses, as those of sharded parameters if they are, and their kind. Raises ValueError for wrong `argnums`."""
     chosen, _ = select_arguments(argnums, args, where)
-    whole = of_shards(losses) if any_sharded(tree_leaves(chosen)) else losses
+    whole = losses_of_shards(losses) if any_sharded(tree_leaves(chosen)) else losses
     return whole, kind_of(whole, argnums)

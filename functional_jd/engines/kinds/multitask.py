@@ -50,7 +50,7 @@ from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.unscaled_heads import assigns_overflows, blamed, unscaled_rows, unscaled_sum
 from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_disabled, with_op_tables
@@ -162,7 +162,7 @@ def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
         factors = weights.double() * common.double() * inverse
         summed = iter(combine(reached, factors))
         cotangent = [None if row is None else next(summed).to(row.dtype) for row in rows]
-        trunk, finite = unscaled(common, point.trunk.pullback(cotangent, last=True), *point.shared)
+        trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared)
         return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
 
     return products, *point.heads.extra, pullback
@@ -176,13 +176,13 @@ def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
     def heads() -> PulledHeads:
         ones, common = weighted_cotangent(outputs, outputs[0].new_ones(element_count(outputs)), options)
-        own, finite = unscaled(common, point.heads.pullback(ones, slice(n)), *point.own)
+        own, finite = unscaled_direction(common, point.heads.pullback(ones, slice(n)), *point.own)
         return (own,), finite
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
         cotangent, common = weighted_cotangent(outputs, weights, options)
         features = point.heads.pullback(cotangent, slice(n, None), last=last)
-        trunk, finite = unscaled(common, point.trunk.pullback(features, last=last), *point.shared)
+        trunk, finite = unscaled_direction(common, point.trunk.pullback(features, last=last), *point.shared)
         return trunk, flags(options, finite)
 
     return *point.heads.extra, Pullback(rows, heads)

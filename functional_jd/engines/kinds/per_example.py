@@ -35,7 +35,7 @@ from functional_jd.engines.kinds.found import Args, FoundGramian, FoundJacobian,
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_as_now
@@ -173,7 +173,7 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
 
         instead = "evaluates the losses again, example by example, and differentiates that"
         gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
-        direction, finite = unscaled(common, gradient, leaves, structure)
+        direction, finite = unscaled_direction(common, gradient, leaves, structure)
         return direction, flags(options, finite)
 
     return *point.extra, Pullback(rows)

@@ -24,7 +24,7 @@ from functional_jd.engines.kinds.found import Args, FoundGramian, FoundJacobian,
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
-from functional_jd.engines.weighted_cotangent import flags, unscaled, weighted_cotangent
+from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.forward_mode import NoGrad
@@ -77,7 +77,7 @@ def weighted(losses: Any, args: Args, options: Options) -> FoundWeighted:
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
         cotangent, common = weighted_cotangent(point.outputs, weights, options)
-        direction, finite = unscaled(common, point.pullback(cotangent, last=last), leaves, structure)
+        direction, finite = unscaled_direction(common, point.pullback(cotangent, last=last), leaves, structure)
         return direction, flags(options, finite)
 
     return *point.extra, Pullback(rows)
