@@ -132,10 +132,6 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
     return Optimizer(optimizer.init, partial(search, losses_at))
 
 
-# What most losses and rules keep. There is one empty tuple, and one more would be selected to the same, with a walk.
-_NOTHING: Any = ()
-
-
 def _opened(plan: Plan, state: TrainState) -> tuple[Tensor | None, Plan, TrainState]:
     """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
     inputs = plan.args, plan.options.scale, state.optimizer, state.aggregator
@@ -175,12 +171,14 @@ def _finished(
     except (TypeError, ValueError) as error:
         refuse_other_optimizer("step", state, optimizer, error)
         raise _unlike(error, "the optimizer's update parameters and a memory like those that it receives") from error
+    # Most rules and losses keep `()`, which `select` would only walk through.
+    no_memory, no_buffers = type(rule_state) is tuple and not rule_state, type(buffers) is tuple and not buffers
     try:
-        memory = state.aggregator if rule_state is _NOTHING else select(moved, rule_state, state.aggregator)
+        memory = state.aggregator if no_memory else select(moved, rule_state, state.aggregator)
     except (TypeError, ValueError) as error:
         views = "(views are float64, but rows, mostly float32: start from zeros_like(x, dtype=torch.float64))"
         raise _unlike(error, "the rule's update a memory like that of its init", f" {views}") from error
-    buffers = state.buffers if buffers is _NOTHING else select(moved, buffers, state.buffers)
+    buffers = state.buffers if no_buffers else select(moved, buffers, state.buffers)
     new = TrainState(params, buffers, moments, memory, scale)
     if token is not None:  # what is reported is differentiated whether the step was taken or not
         values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux), reported=True)
