@@ -52,8 +52,9 @@ def check_batch(where: str, batch: tuple[Any, ...]) -> None:
 
 def refuse_8_bits(where: str, what: str, tree: Tree) -> None:
     """Refuse float8, in which torch neither adds nor compares."""
-    for name, leaf in zip(tree_names(tree), tree_leaves(tree), strict=True):
+    for index, leaf in enumerate(tree_leaves(tree)):
         if leaf.dtype.itemsize < 2:
+            name = tree_names(tree)[index]
             raise TypeError(
                 f"{where}: expected {what} of 16 bits or more, found {leaf.dtype} in {name!r}, which torch cannot add. "
                 "Keep them in bfloat16 or float32, and convert inside the losses: x.to(torch.float8_e4m3fn)."
@@ -195,8 +196,10 @@ def _refuse_written(plan: Plan, points: list[Tensor], noted: Noted, journal: Sta
     # An op that may change what it is given is noted where it does not, too.
     written = [x for x, old in changed if not torch.equal(x.detach().nan_to_num(), old.nan_to_num())]
     memory = {x.untyped_storage().data_ptr() for x in written}
+    if not memory:
+        return
     for name, x in [*zip(tree_names(plan.args[0]), points, strict=True), *noted.given]:
-        if memory and type(x) in PLAIN_TENSORS and x.numel() and x.untyped_storage().data_ptr() in memory:
+        if type(x) in PLAIN_TENSORS and x.numel() and x.untyped_storage().data_ptr() in memory:
             raise ValueError(
                 f"{plan.where}: expected losses that leave the parameters, found that they change {name!r} in place. "
                 "Let them compute with another tensor, or carry it as a buffer."
@@ -211,13 +214,12 @@ def _refuse_own(plan: Plan, values: Losses, points: list[Tensor], own: list[str]
     found: dict[int, Any] = {id(x): x for node in nodes if type(x := getattr(node, "variable", None)) in PLAIN_TENSORS}
     reached = {id(x) for x in points} & found.keys()
     others = {x.data_ptr(): x for key, x in found.items() if key not in reached and x.numel()}
-    names: list[str] = []
-    for name, point in zip(tree_names(plan.args[0]), points, strict=True):
+    for index, point in enumerate(points):
         other = others.get(point.data_ptr()) if id(point) in reached else None
         if other is not None and other.shape == point.shape:
-            names.append(name)
-    if names := [*names, *own]:
-        raise _uses_others(plan.where, names[0])
+            raise _uses_others(plan.where, tree_names(plan.args[0])[index])
+    if own:
+        raise _uses_others(plan.where, own[0])
 
 
 def _uses_others(where: str, name: str) -> ValueError:
@@ -230,13 +232,14 @@ def _uses_others(where: str, name: str) -> ValueError:
 
 def _warn_of_outputs(where: str, values: Losses) -> None:
     """Warn of a tuple of a loss and something larger: it looks like `(loss, logits)` without `has_aux`."""
-    pairs = list(zip(tree_names(values), tree_leaves(values), strict=True))
-    large = [f"{name!r} {list(leaf.shape)}" for name, leaf in pairs if leaf.ndim]
-    if type(values) not in (Tensor, dict, list) and 0 < len(large) < len(pairs):
-        m = sum(leaf.numel() for _, leaf in pairs)
+    leaves = tree_leaves(values)
+    large = [index for index, leaf in enumerate(leaves) if leaf.ndim]
+    if type(values) not in (Tensor, dict, list) and 0 < len(large) < len(leaves):
+        m, names = sum(leaf.numel() for leaf in leaves), tree_names(values)
+        shown = [f"{names[index]!r} {list(leaves[index].shape)}" for index in large[:3]]
         warnings.warn(
             f"{where}: every element of what the losses return is an objective, {m} in all, found single losses in one "
-            f"{type(values).__name__} with {', '.join(large[:3])}. If that is an output, return (losses, aux) with "
+            f"{type(values).__name__} with {', '.join(shown)}. If that is an output, return (losses, aux) with "
             "has_aux=True; if these are losses, return a dict or a list.",
             UserWarning,
             stacklevel=user_level(),
@@ -281,12 +284,16 @@ def _unlearned(values: Losses, params: Params) -> list[str]:
     """The names of the parameters that no loss reaches."""
     nodes = nodes_from([y.grad_fn for y in tree_leaves(values) if y.grad_fn is not None])
     found = {id(getattr(node, "variable", None)) for node in nodes} | {id(y) for y in tree_leaves(values)}
-    pairs = zip(tree_names(params), tree_leaves(params), strict=True)
-    return [repr(name) for name, x in pairs if id(x) not in found]
+    leaves = tree_leaves(params)
+    if all(id(x) in found for x in leaves):
+        return []
+    return [repr(name) for name, x in zip(tree_names(params), leaves, strict=True) if id(x) not in found]
 
 
 def _report_unlearned(plan: Plan, unlearned: list[str], params: Params) -> None:
     """Refuse a trunk that no loss reaches, and warn of other parameters that none does."""
+    if not unlearned:
+        return
     trunk = plan.kind.row_params(plan.losses, params)
     names = {id(x): repr(name) for name, x in zip(tree_names(params), tree_leaves(params), strict=True)}
     if tree_leaves(trunk) and all(names[id(x)] in unlearned for x in tree_leaves(trunk)):  # engines say what is empty
@@ -295,14 +302,13 @@ def _report_unlearned(plan: Plan, unlearned: list[str], params: Params) -> None:
             "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) and "
             "not trunk(...), and do not detach the features."
         )
-    if unlearned:
-        warnings.warn(
-            f"{plan.where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "
-            "on this batch, so they do not learn from it. Use the parameters that the losses receive, "
-            "functional(model)(params, ...) and not model(...), or leave out what is constant by partition.",
-            UserWarning,
-            stacklevel=user_level(),
-        )
+    warnings.warn(
+        f"{plan.where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "
+        "on this batch, so they do not learn from it. Use the parameters that the losses receive, "
+        "functional(model)(params, ...) and not model(...), or leave out what is constant by partition.",
+        UserWarning,
+        stacklevel=user_level(),
+    )
 
 
 def _reached(loss: Tensor, points: set[int]) -> list[bool]:

@@ -229,8 +229,9 @@ def _is_tracked(buffer: Tensor) -> bool:
 
 
 def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
-    for name, leaf in zip(tree_names(tree), tree_leaves(tree), strict=True):
+    for index, leaf in enumerate(tree_leaves(tree)):
         if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            name = tree_names(tree)[index]
             raise TypeError(
                 f"train_state: {what} must be a pytree of tensors, found {described(leaf)} in {name!r}. {cure}"
             )
@@ -239,12 +240,10 @@ def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
 def refuse_frozen(where: str, params: Params) -> None:
     """Refuse an `nn.Parameter` that is not trained: rows by it would count."""
     leaves, _ = floating_leaves(params, where)
-    frozen = [
-        name
-        for name, p in zip(tree_names(params), leaves, strict=True)
-        if isinstance(p, nn.Parameter) and not p.requires_grad
-    ]
-    if frozen:
+    places = [index for index, p in enumerate(leaves) if isinstance(p, nn.Parameter) and not p.requires_grad]
+    if places:
+        names = tree_names(params)
+        frozen = [names[index] for index in places]
         raise ValueError(
             f"{where}: expected parameters that require grad, since all of them are trained, found frozen "
             f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
