@@ -71,7 +71,7 @@ class Observation(NamedTuple):
     where: str = "aggregate"
 
     def of_group(self, key: str) -> "Observation":
-        """What is observed of the parameters below a top-level key."""
+        """The part of the observation that belongs to the parameters below one top-level key."""
         return self._replace(
             products=None if self.products is None else self.products[key],
             rows=None if self.rows is None else rows_of(self.rows)[key],

@@ -1,8 +1,9 @@
-"""Private names of torch, but for those of one feature whose file has them, and what stands in for one that is gone.
+"""The private names of torch that several files use, each with what happens once torch no longer has it.
 
+A name that one feature alone needs stands in the file of this feature. `private(name, feature)` raises an error that
+names the feature when it is used without the name; with `otherwise`, a replacement gives the same numbers in more time.
 `tests/torch_compat/test_torch_internals.py` has a test for each name, which fails when torch renames it or changes what
-it means; `test_next_torch.py` takes each away. `private` names the feature that then raises, unless `otherwise` says
-what takes its place: the same numbers, in more time.
+it means; `test_next_torch.py` takes each away.
 """
 
 import inspect

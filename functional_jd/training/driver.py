@@ -94,7 +94,7 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         elif verdict is None:
             verdict = _verdict(plan.scale, rows_finite, _finite_losses(seen.losses, plan.scale.scale))
     finite, everywhere, scale = verdict
-    # Of one tensor, the conjunction would be a launch for nothing.
+    # If both are the same tensor, `&` would only cost another launch.
     moved = everywhere if everywhere is direction_finite else everywhere & direction_finite
     # The flags show that the step was skipped, also where the direction alone is not finite.
     finite = finite & (direction_finite >= everywhere) if finite.ndim else moved

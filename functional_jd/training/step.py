@@ -113,7 +113,7 @@ def step(
 
 
 def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
-    """The optimizer that compares the losses of this step, as one that needs none."""
+    """An optimizer whose `update` is this search, with the losses of this step."""
     if engine.is_replicated:
         raise ValueError(
             "step: expected an optimizer that needs no losses, since replicas have different batches and would move "

@@ -21,8 +21,9 @@ KINDS: dict[type, Kind] = {
 
 
 def kind_of(losses: Any, argnums: int | Sequence[int] = 0) -> Kind:
-    """How engines differentiate these losses: what their class says itself by an attribute `kind`, or has in the table,
-    or a base of it. With respect to other arguments than 0, the structure is not used.
+    """Return the kind of losses: the attribute `kind` of their class if it is a `Kind`; else the entry of the class, or
+    of its first base that has one, in `KINDS`; else `PLAIN`. If they are differentiated with respect to other arguments
+    than the first, they are plain too: only parameters have a structure.
     """
     if isinstance(losses, Sharded):
         return sharded(kind_of(losses.losses))
