@@ -62,21 +62,7 @@ def per_objective(
     if given is None and default is not None:
         value = default
         return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=_dtype_beside(rows), device=rows.device)
-    if isinstance(given, Tensor) and not given.is_floating_point():
-        raise TypeError(
-            f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
-        )
-    numbers = _as_tensor(given, where, name)
-    if numbers.ndim != 1 or len(numbers) == 0:
-        raise ValueError(
-            f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
-            "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
-        )
-    if domain is not None and not _values_are_known(numbers):
-        numbers = nan_unless(domain.holds(numbers), numbers)
-    elif domain is not None and not domain.holds(numbers):
-        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
-
+    numbers = _checked(given, where, name, domain)
     concrete = _values_are_known(numbers) and not numbers.requires_grad and is_concrete(numbers)
     values = numbers.tolist() if concrete else None
     copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -102,6 +88,25 @@ def per_objective(
         return copy
 
     return numbers_for
+
+
+def _checked(given: Any, where: str, name: str, domain: Domain | None) -> Tensor:
+    """The numbers as a tensor float64 `[m]`: NaN where they are outside the domain and their values are not known."""
+    if isinstance(given, Tensor) and not given.is_floating_point():
+        raise TypeError(
+            f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
+        )
+    numbers = _as_tensor(given, where, name)
+    if numbers.ndim != 1 or len(numbers) == 0:
+        raise ValueError(
+            f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
+            "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
+        )
+    if domain is not None and not _values_are_known(numbers):
+        numbers = nan_unless(domain.holds(numbers), numbers)
+    elif domain is not None and not domain.holds(numbers):
+        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.advice}")
+    return numbers
 
 
 def preferences(given: Numbers | None, where: str, name: str = "preference") -> Callable[[Tensor], Tensor]:

@@ -102,14 +102,7 @@ def train_state(
         tensor([65536., 65536.])
     """
     check_method("train_state", losses, aggregator, optimizer, has_aux)
-    if not isinstance(engine, str | Engine):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse_engine("train_state", engine)
-    if scale is not None and not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
-            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective; go on from a GradScaler "
-            "with precision.scale_state_from_dict(scaler.state_dict())."
-        )
+    _check_kinds(engine, scale)
     leaves, _ = floating_leaves(params, "train_state")
     refuse_frozen("train_state", params)
     refuse_8_bits("train_state", "parameters", params)
@@ -118,22 +111,11 @@ def train_state(
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params = replicate(detach_parameters(params))
-    _refuse_no_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
-    places = {leaf.device for leaf in leaves}
-
-    def beside_parameters(x: Tensor) -> Tensor:
-        if x.device in places:
-            return x
-        device = leaves[0].device
-        return x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
-
+    beside_parameters = _beside(leaves)
+    buffers = _buffers_at(beside_parameters, buffers)
     placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
-    buffers = tree_map(lambda x: beside_parameters((x if _is_tracked(x) else x.detach()).clone()), buffers)
-    values, method = (
-        {"parameters": params, "buffers": buffers, "scale": placed},
-        {"rule": aggregator, "optimizer": optimizer},
-    )
-    check_ranks("train_state", losses, leaves, values, method)
+    values = {"parameters": params, "buffers": buffers, "scale": placed}
+    check_ranks("train_state", losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
     plan, chosen = prepare(
         "train_state",
         losses,
@@ -153,6 +135,34 @@ def train_state(
     check_ranks("train_state", losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
+
+
+def _check_kinds(engine: Any, scale: Any) -> None:
+    """Refuse what is no engine, and what is no scale."""
+    if not isinstance(engine, str | Engine):
+        refuse_engine("train_state", engine)
+    if scale is not None and not isinstance(scale, ScaleState):
+        raise TypeError(
+            f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
+            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective; go on from a GradScaler "
+            "with precision.scale_state_from_dict(scaler.state_dict())."
+        )
+
+
+def _beside(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that brings a tensor to the device of the first leaf, unless it stands where some leaf does."""
+    places, device = {leaf.device for leaf in leaves}, leaves[0].device
+
+    def placed(x: Tensor) -> Tensor:
+        return x if x.device in places else x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
+
+    return placed
+
+
+def _buffers_at(place: Callable[[Tensor], Tensor], buffers: Tree) -> Tree:
+    """Copies of the buffers, each where `place` puts it."""
+    _refuse_no_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
+    return tree_map(lambda x: place((x if _is_tracked(x) else x.detach()).clone()), buffers)
 
 
 def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
