@@ -1,4 +1,7 @@
-"""Every automatic decision: from shapes and dtypes to a named choice, with the measurement that it rests on.
+"""Every choice between ways that all are possible: from shapes and dtypes to a name, with the measurement behind it.
+
+What is not possible needs no choice, and is found where it shows: `Kind.gramian` forms all rows where a device has no
+float64, and where layers cannot be recorded.
 
 Values never decide, so that eager and compiled steps choose alike. Measured on x86-64 CPUs, one thread, float32, unless
 said otherwise.
