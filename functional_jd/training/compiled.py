@@ -60,9 +60,11 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]` or `x.item()`.
 
     Laws:
-        With `backend="eager"` torch runs the operators of `f`. Results carry no gradient. Calling `f` to write it down
-        leaves no trace in generators or arguments; what it caches in a module stays, as of any call. There is a
-        `RuntimeWarning` at the eighth graph, which tells what differs from call to call.
+        With `backend="eager"` torch runs the operators of `f`: the same bits, but to rounding where a rule looks at
+        values to choose a solver or to stop a search: `config`, `imtl_g`, and small dampings of residuals. Results
+        carry no gradient. Calling `f` to write it down leaves no trace in generators or arguments; what it caches in a
+        module stays, as of any call. There is a `RuntimeWarning` at the eighth graph, which tells what differs from
+        call to call.
 
     Differs:
         What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, also

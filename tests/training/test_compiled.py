@@ -127,8 +127,9 @@ def test_every_bit_of_every_rule(name):
     f = graph_of(lambda state, *batches, **given: jd.aggregate(rule, batches[0], state, *batches[1:], **given))
     state = jd.aggregate(rule, *batches[:1], None, *batches[1:], **given).state
     expected = jd.aggregate(rule, batches[0], state, *batches[1:], **given)
-    # Where values decide how long is searched, eager code stops early and a graph does not.
-    torch.testing.assert_close(f(state, *batches, **given), expected)
+    # Eager code looks at values to choose a faster solver for cosines that are well-conditioned.
+    check = torch.testing.assert_close if name in {"config", "imtl_g"} else equal
+    check(f(state, *batches, **given), expected)
 
 
 def test_a_compiled_transform_is_the_transform():
