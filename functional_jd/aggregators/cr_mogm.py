@@ -44,9 +44,10 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
 
     Laws:
         With momentum 0, and in the first call, equal to the rule, bit for bit. Constant weights stay the same, bit for
-        bit. The weights lie in every convex set that the rule's lie in, such as the simplex. Degenerate Jacobians are
-        those of the rule. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step`
-        does.
+        bit. The weights lie in every convex set that the rule's lie in, such as the simplex. After the first call they
+        are those of earlier rows too, and may conflict with the new ones, also around a rule that does not. Degenerate
+        Jacobians are those of the rule. Non-finite weights of the rule give a non-finite state: keep the previous one,
+        as `step` does.
 
     Source:
         Zhou et al., On the convergence of stochastic multi-objective gradient manipulation and beyond, NeurIPS 2022:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.views import as_view
-from functional_jd.core.arguments import check_function, check_mapping, check_type
+from functional_jd.core.arguments import check_function, check_mapping, check_type, described
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
 from functional_jd.testing.derivatives import hyper_parameters_are_values
@@ -319,9 +319,14 @@ def _counterexample(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            law(*subject, jacobian, *others, losses=losses)
+            returned = law(*subject, jacobian, *others, losses=losses)
     except Exception as error:
         return Counterexample(law, jacobian, others, losses, error, hyper)
+    if returned is not None:
+        raise TypeError(
+            f"{law.__name__}: expected a law, which raises AssertionError where it is broken and returns nothing, "
+            f"found one that returns {described(returned)}. Use assert."
+        )
     return None
 
 

@@ -1,13 +1,14 @@
 """The laws of aggregation rules, as functions of a rule and a Jacobian that raise `AssertionError`.
 
-A(J) is the direction of `aggregate(rule, J)`. A rule with state starts with `state=None`; laws about its state take
-several steps. Tolerances are relative to the reach, `sum_i |weights_i J_i|`, which bounds the error of the direction
-for a given relative error of the weights. The relative tolerance is 2^-26, the square root of the precision of float64,
-because a solver loses half of its digits on a singular Gramian of small integers. Errors below 2^-40 of the largest
-entry of the Jacobian are always allowed, as weights may cancel to a reach of zero.
+A(J) is the direction of `aggregate(rule, J)`. A rule with state starts with `state=None`, and is tested in a later step
+too, after one with other rows, or where a law compares rules on changed rows, with these. Tolerances are relative to
+the reach, `sum_i |weights_i J_i|`, which bounds the error of the direction for a given relative error of the weights.
+The relative tolerance is 2^-26, the square root of the precision of float64, because a solver loses half of its digits
+on a singular Gramian of small integers. Errors below 2^-40 of the largest entry of the Jacobian are always allowed, as
+weights may cancel to a reach of zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,18 +23,21 @@ from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
 from functional_jd.testing.measures import (
     TOLERANCE,
     Law,
+    also_later,
     check_close,
     check_same,
     checked,
     element,
     flat,
     has_rest,
+    is_convex_combination,
     matrix,
     reach_of,
     reordered,
     rescaled,
     rotated,
     split_columns,
+    states_of,
     structure_of,
     variants,
     watched,
@@ -82,17 +86,19 @@ def shaped(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Loss
         assert weight.dtype in (torch.float32, torch.float64), f"weights are {weight.dtype}, not at least float32"
     before = start(rule, jacobian, *others, losses=losses)
     assert structure_of(result.state) == structure_of(before), "the state changes its structure, a shape or a dtype"
+    strides = [[leaf.contiguous().stride() == leaf.stride() for leaf in tree_leaves(s)] for s in (before, result.state)]
+    assert strides[0] == strides[1], "the state changes its strides, which compiles anew: .clone() what is a view"
 
 
 @checked
 def finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-    """A finite Jacobian, degenerate or not, gives finite weights, direction and state, for three steps. Exact.
+    """Finite Jacobians, degenerate or not, give finite weights, direction and state, in three steps. Exact.
 
     Source: the contract of `aggregate`.
     """
     state = None
-    for _ in range(3):
-        result = aggregate(rule, jacobian, state, *others, losses=losses)
+    for case in variants(jacobian, others, losses):
+        result = _step(rule, state, *case)
         state = result.state
         for name, value in result._asdict().items():
             assert all(leaf.isfinite().all() for leaf in tree_leaves(value)), f"not finite: the {name}"
@@ -140,6 +146,7 @@ def compiled(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Lo
 
 
 @checked
+@also_later
 def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on how parameters are split into tensors: `flat(A(tree)) = A(flat(tree))`.
 
@@ -196,6 +203,7 @@ def non_finite(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: 
 
 
 @checked
+@also_later
 def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction does not depend on the order of the objectives: `A(P J) = A(J)` for permutations P.
 
@@ -220,14 +228,16 @@ def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, los
 
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
-    result = aggregate(rule, jacobian, None, *others, losses=losses)
-    J, direction = matrix(jacobian), flat(result.direction)
-    products, reach = J @ direction, reach_of(jacobian, result.weights)
-    allowed = TOLERANCE * torch.linalg.vector_norm(J, dim=1) * torch.linalg.vector_norm(reach)
-    assert (products >= -allowed).all(), f"rows are conflicted with: J direction = {products.tolist()}"
+    for state in states_of(rule, jacobian, others, losses):
+        result = aggregate(rule, jacobian, state, *others, losses=losses)
+        J, direction = matrix(jacobian), flat(result.direction)
+        products, reach = J @ direction, reach_of(jacobian, result.weights)
+        allowed = TOLERANCE * torch.linalg.vector_norm(J, dim=1) * torch.linalg.vector_norm(reach)
+        assert (products >= -allowed).all(), f"rows are conflicted with: J direction = {products.tolist()}"
 
 
 @checked
+@also_later
 def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction scales as the losses do: `A(c J) = c A(J)` for `c > 0`, here 2^-40, 3 and 2^40.
 
@@ -244,6 +254,7 @@ def homogeneous(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
 
 
 @checked
+@also_later
 def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The direction is linear in the scales of the rows: `A(diag(a + b) J) = A(diag(a) J) + A(diag(b) J)`, `a, b > 0`.
 
@@ -272,13 +283,14 @@ def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012: the convex hull of the gradients.
     """
-    result = aggregate(rule, jacobian, None, *others, losses=losses)
-    if has_rest(jacobian, result.weights):
-        assert _is_convex_combination(matrix(jacobian), flat(result.direction)), "not a convex combination of the rows"
-        return
-    for leaf in tree_leaves(result.weights):
-        assert (leaf >= -(2.0**-20)).all(), f"negative weights: {leaf.tolist()}"
-        assert ((leaf.sum(0) - 1).abs() <= 2.0**-20).all(), f"weights do not add up to one: {leaf.tolist()}"
+    for state in states_of(rule, jacobian, others, losses):
+        result = aggregate(rule, jacobian, state, *others, losses=losses)
+        if has_rest(jacobian, result.weights):
+            assert is_convex_combination(matrix(jacobian), flat(result.direction)), "not a convex combination of rows"
+            continue
+        for leaf in tree_leaves(result.weights):
+            assert (leaf >= -(2.0**-20)).all(), f"negative weights: {leaf.tolist()}"
+            assert ((leaf.sum(0) - 1).abs() <= 2.0**-20).all(), f"weights do not add up to one: {leaf.tolist()}"
 
 
 @checked
@@ -290,8 +302,7 @@ def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, l
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012.
     """
-    J = _unit_rows_if_direction_is_zero(rule, jacobian, others, losses)
-    if J is not None:
+    for J in _unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         system = torch.cat([J.mT, torch.ones(1, len(J), dtype=torch.float64)])
         _, residual = nnls(system.numpy(), [0.0] * (len(system) - 1) + [1.0])
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not Pareto stationary"
@@ -305,13 +316,13 @@ def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian,
 
     Source: TorchJD, the library of Quinton & Rey, which tests UPGrad under this name. MGDA does not obey it.
     """
-    J = _unit_rows_if_direction_is_zero(rule, jacobian, others, losses)
-    if J is not None:
+    for J in _unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         _, residual = nnls(J.mT.numpy(), -J.sum(0).numpy())  # w = 1 + v with v >= 0, since w can be rescaled
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not strongly stationary"
 
 
 @checked
+@also_later
 def rotation_blind(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """The rule is equivariant to rotations of the parameters: `A(J Q) = A(J) Q` for `Q Q' = 1`.
 
@@ -351,16 +362,6 @@ BY_CLAIM: tuple[Law, ...] = (
 """The laws that a rule obeys if its paper claims so."""
 
 
-def _is_convex_combination(J: Tensor, direction: Tensor) -> bool:
-    largest = J.abs().max()
-    rows, target = (x / largest if largest > 0 else x for x in (J, direction))
-    if not target.isfinite().all():
-        return False
-    ones = torch.ones(1, len(rows), dtype=torch.float64)
-    _, residual = nnls(torch.cat([rows.mT, ones]).numpy(), torch.cat([target, ones[0, :1]]).numpy())
-    return bool(residual <= 2.0**-20)
-
-
 def _broadcast(leaf: Tensor, given: Tensor | AffineWeights) -> Tensor:
     """The weights of a leaf, one for each entry; a RuntimeError where they do not fit."""
     weights = given.weights if isinstance(given, AffineWeights) else given
@@ -389,9 +390,9 @@ def _compiled_steps(rule: Aggregator) -> Callable[..., Any]:
 
 def _unit_rows_if_direction_is_zero(
     rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses
-) -> Tensor | None:
+) -> Iterator[Tensor]:
     matrices = [with_moderate_norms(rows) for rows in (jacobian, *others)]
-    result = aggregate(rule, matrices[0], None, *matrices[1:], losses=losses)
-    if (flat(result.direction).abs() > 2.0**-40 * reach_of(matrices[0], result.weights)).any():
-        return None
-    return torch.nn.functional.normalize(matrix(matrices[0]), dim=1)
+    for state in states_of(rule, matrices[0], tuple(matrices[1:]), losses):
+        result = aggregate(rule, matrices[0], state, *matrices[1:], losses=losses)
+        if (flat(result.direction).abs() <= 2.0**-40 * reach_of(matrices[0], result.weights)).all():
+            yield torch.nn.functional.normalize(matrix(matrices[0]), dim=1)

@@ -5,9 +5,10 @@ from functools import wraps
 from typing import Any, TypeAlias
 
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, check_rule, combine
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, check_rule, combine, start
 from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
@@ -32,6 +33,29 @@ def checked(law: Law) -> Law:
         law(rule, jacobian, *others, losses=losses)
 
     return run
+
+
+def also_later(law: Law) -> Law:
+    """A law that a rule with memory must obey in a later step too, after a first one with the rows of the law."""
+
+    @wraps(law)
+    def run(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
+        law(rule, jacobian, *others, losses=losses)
+        if tree_leaves(start(rule, jacobian, *others, losses=losses)):
+            later = rule._replace(init=lambda view: rule.update(view, rule.init(view))[1])
+            try:
+                law(later, jacobian, *others, losses=losses)
+            except AssertionError as error:
+                raise AssertionError(f"in a later step: {error}") from None
+
+    return run
+
+
+def states_of(rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> list[Tree]:
+    """The first state; of a rule with memory, the one after a step with other rows too."""
+    *_, (rows, other_rows, numbers) = variants(jacobian, others, losses)
+    later = aggregate(rule, rows, None, *other_rows, losses=None if numbers == () else numbers).state
+    return [None, later] if tree_leaves(later) else [None]
 
 
 def check_case(where: str, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -> None:
@@ -79,6 +103,16 @@ def has_rest(jacobian: Jacobian, weights: Tree) -> bool:
     if is_per_row(weights):
         return False
     return any(isinstance(weight, AffineWeights) for weight in leaves_like(tree_flatten(jacobian)[1], weights))
+
+
+def is_convex_combination(J: Tensor, direction: Tensor) -> bool:
+    largest = J.abs().max()
+    rows, target = (x / largest if largest > 0 else x for x in (J, direction))
+    if not target.isfinite().all():
+        return False
+    ones = torch.ones(1, len(rows), dtype=torch.float64)
+    _, residual = nnls(torch.cat([rows.mT, ones]).numpy(), torch.cat([target, ones[0, :1]]).numpy())
+    return bool(residual <= 2.0**-20)
 
 
 def check_close(

@@ -34,7 +34,7 @@ class Range(NamedTuple):
 
 
 def numbers(within: Range) -> st.SearchStrategy[float]:
-    """Draw numbers of a range: multiples of 1/64 of its length, and small numbers above its lower end.
+    """Draw numbers of a range: its ends, multiples of 1/64 of its length, and small numbers above its lower end.
 
     Args:
         within: the range.
@@ -42,7 +42,8 @@ def numbers(within: Range) -> st.SearchStrategy[float]:
     Returns:
         A strategy for `low + t (high - low)`, t a multiple of 1/64, or a power of two down to 2^-16. Shrinks to `low`.
     """
-    fractions = st.one_of(st.integers(0, 64).map(lambda k: k / 64), st.integers(1, 16).map(lambda k: 2.0**-k))
+    ends = st.sampled_from([0.0, 1.0])
+    fractions = st.one_of(ends, st.integers(0, 64).map(lambda k: k / 64), st.integers(1, 16).map(lambda k: 2.0**-k))
     return fractions.map(lambda t: within.low + t * (within.high - within.low))
 
 

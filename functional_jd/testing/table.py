@@ -293,7 +293,12 @@ RULES: dict[str, Entry] = {
             wide=False,
         ),
     ),
-    "cr_mogm": Entry((*_USUAL, _DUAL), _SUM, {"momentum": _DECAY}, build=lambda f, **hyper: f(upgrad(), **hyper)),
+    "cr_mogm": Entry(
+        _USUAL,
+        _SUM | {_DUAL: "in a later step, the weights are those of earlier rows too"},
+        {"momentum": _DECAY},
+        build=lambda f, **hyper: f(upgrad(), **hyper),
+    ),
     "grouped": Entry(
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
         _FREE,

@@ -286,3 +286,43 @@ def test_laws_take_trees_and_losses():
     tree = {"w": J.unsqueeze(2), "b": J[:, 0]}
     for law in laws.ALWAYS:
         law(rule, tree, losses=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+
+def remembers(update, init=lambda G: G.new_zeros(())):
+    return Aggregator(gramian, init, update)
+
+
+def rolled(G, before):
+    """Every row gets the weight that another one had before."""
+    return 1 + before.roll(1), G.diagonal().clone()
+
+
+LATER = [
+    (laws.on_the_simplex, remembers(lambda G, n: (ones(G[0]) * (1 + n) / len(G), n + 1))),
+    (laws.non_conflicting, remembers(lambda G, w: (upgrad().update(w + G, ())[0], w + G), torch.zeros_like)),
+    (laws.permutation_equivariant, remembers(rolled, lambda G: torch.zeros_like(G[0]))),
+    (laws.homogeneous, remembers(lambda G, n: (ones(G[0]) + n * G.diagonal(), n + 1))),
+    (laws.linear_under_row_scaling, remembers(lambda G, n: (ones(G[0]) + n * G.diagonal(), n + 1))),
+    (laws.weakly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
+    (laws.strongly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
+    (laws.finite, remembers(lambda G, old: (ones(G[0]) / (old == G).all(), old), torch.clone)),
+    (laws.shaped, remembers(lambda G, old: (ones(G[0]), G.diagonal()), lambda G: torch.zeros_like(G[0]))),
+]
+
+
+@pytest.mark.parametrize(("law", "rule"), LATER, ids=[law.__name__ for law, _ in LATER])
+def test_what_goes_wrong_in_a_later_step_is_noticed(law, rule):
+    first = Aggregator(rule.view, lambda view: (), lambda view, _: (rule.update(view, rule.init(view))[0], ()))
+    assert laws_of(first, law)[law.__name__]  # nothing is wrong in the first step
+    assert not laws_of(rule, law)[law.__name__]
+
+
+def test_a_law_that_returns_instead_of_raising_is_refused():
+    with pytest.raises(
+        TypeError, match=r"^silent: expected a law, which raises .*, found one that returns .*Use assert"
+    ):
+        laws_of(mean(), silent)
+
+
+def silent(rule, jacobian, *others, losses=None):
+    return False

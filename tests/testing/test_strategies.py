@@ -134,3 +134,16 @@ def test_both_ends_and_small_numbers_are_drawn_and_a_range_reads_well():
     for kind in (lambda x: x == 0, lambda x: x == 10, lambda x: 0 < x < 1e-3, lambda x: 4 < x < 6):
         find(numbers(within), kind)
     assert str(within) == "0 to 10"
+
+
+@pytest.mark.parametrize("end", [0.25, 3.0])
+def test_both_ends_of_a_range_are_drawn_often(end):
+    drawn = []
+
+    @settings(max_examples=100, derandomize=True, database=None)
+    @given(numbers(Range(0.25, 3.0)))
+    def draw(number):
+        drawn.append(number)
+
+    draw()
+    assert drawn.count(end) >= 5
