@@ -82,9 +82,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Raises:
         TypeError: `losses` is not callable, `aggregator` is not a rule; what `jacobian_fn` raises.
-        ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`), and losses none
-            of which depends on the parameters, as those of a module that is called directly, in
-            calls without a state, which evaluate the losses once more; a rule that weights single entries; several
+        ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); in calls without
+            a state, which evaluate the losses once more, losses none of which depends on the parameters, as those of a
+            module that is called directly; a rule that weights single entries; several
             ranks and no group; what `aggregate`, `jacobian_fn` and, with a group, `replicated` raise. Losses that
             differ between the ranks in names or shapes, and of shards other values of whole parameters, rules or keys,
             are refused in calls without a state.
@@ -115,8 +115,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
     def weights_of(params: Params, *batch: Any, state: Tree = None, scale: ScaleState | None = None) -> FoundWeights:
         _check_scale(scale)
         leaves, _ = floating_leaves(params, _WHERE)
+        refuse_frozen(_WHERE, params)  # in every call: trainers freeze and thaw
         if state is None:
-            refuse_frozen(_WHERE, params)
             check_ranks(_WHERE, losses, leaves, {"parameters": params}, {"rule": aggregator})
         engine = _engine_for(group, losses, params)
         plan, engine = prepare(

@@ -226,6 +226,15 @@ def test_parameters_that_are_frozen_are_refused():
     torch.testing.assert_close(found.weights, expected.float())
 
 
+def test_parameters_that_are_frozen_later_are_refused_too():
+    net, x = nn.Linear(2, 2), torch.randn(4, 2)
+    weigh = jd.weights_fn(lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0), jd.config())
+    state = weigh(dict(net.named_parameters()), x).state
+    net.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"weights_fn: expected parameters that require grad.*found frozen 'bias'"):
+        weigh(dict(net.named_parameters()), x, state=state)
+
+
 def test_rules_that_weigh_single_entries_are_refused():
     params, x = problem(range(9))
     with pytest.raises(ValueError, match="weights_fn: expected a rule that gives one weight per loss"):
