@@ -15,6 +15,7 @@ from functional_jd.core.sharding import is_sharded, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.core.wide import widest
+from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives import Sharded
 from functional_jd.optimizers.base import Optimizer
@@ -73,9 +74,10 @@ def train_state(
         TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not take this batch, or do
             not return what the buffers and `has_aux` ask for.
         ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
-            (pass it as a constant: `partition`); losses of which none reaches the parameters, or one does not (return
-            it as aux, or name it in `constant`); `multitask` losses of which none reaches the trunk; noise that
-            protects nobody (`noised`). The graph of the losses decides, never values.
+            (pass it as a constant: `partition`); `multitask` losses without a trunk to train; losses of which none
+            reaches the parameters, or one does not (return it as aux, or name it in `constant`); `multitask` losses of
+            which none reaches the trunk; noise that protects nobody (`noised`). The graph of the losses decides, never
+            values.
 
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization, and other buffers of modules, that
@@ -104,6 +106,7 @@ def train_state(
     check_method("train_state", losses, aggregator, optimizer, has_aux)
     _check_kinds(engine, scale)
     leaves, _ = floating_leaves(params, "train_state")
+    _refuse_without_trunk(losses, params)
     refuse_frozen("train_state", params)
     refuse_8_bits("train_state", "parameters", params)
     check_batch("train_state", batch)
@@ -245,6 +248,22 @@ def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
             raise TypeError(
                 f"train_state: {what} must be a pytree of tensors, found {described(leaf)} in {name!r}. {cure}"
             )
+
+
+def _refuse_without_trunk(losses: LossFunction, params: Params) -> None:
+    """Refuse `multitask` losses whose trunk has no parameters, or only frozen ones: no row is left for a rule."""
+    trunk = kind_of(losses).row_params(losses, params)
+    if trunk is params:
+        return
+    leaves = tree_leaves(trunk)
+    if not all(isinstance(p, nn.Parameter) and not p.requires_grad for p in leaves):
+        return
+    found = "that all of them are frozen" if leaves else "none"
+    raise ValueError(
+        f"train_state: expected parameters of the trunk to train, in params['shared'], found {found}. Where all of the "
+        "trunk is constant, take a plain function of {'heads': params['heads']} with total(): every head follows its "
+        "own loss, as in multitask. Pass the trunk in the buffers, or close over it."
+    )
 
 
 def refuse_frozen(where: str, params: Params) -> None:

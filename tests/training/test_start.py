@@ -85,7 +85,7 @@ def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
 
 def test_a_trunk_without_parameters_is_told_as_such():
     losses = fj.multitask(lambda shared, x: x, lambda own, z, x: (own["w"] * z).sum(0))
-    with pytest.raises(ValueError, match=r"train_state \(shared\): expected at least one parameter"):
+    with pytest.raises(ValueError, match=r"^train_state: expected parameters of the trunk .* found none\. .*total\(\)"):
         begin(losses, {"shared": {}, "heads": {"w": torch.ones(3)}})
 
 
@@ -137,6 +137,36 @@ def test_frozen_parameters_are_refused_and_partition_is_the_cure():
     trained, constant = fj.objectives.partition(params, lambda name, p: p.requires_grad)
     state = begin(lambda p, x: losses(fj.objectives.merge(p, constant), x), trained)
     assert sorted(state.params) == ["0.bias", "1.bias", "1.weight"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, fj.autocast], ids=["plain", "autocast"])
+def test_of_a_trunk_that_is_frozen_as_a_whole_a_plain_function_of_the_heads_is_the_cure(wrap):
+    trunk, heads = nn.Linear(3, 2).requires_grad_(False), {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
+    of_heads = lambda own, h, x: {"a": (h * own["a"]).sum(), "b": (h * own["b"]).square().mean()}
+    tasks = wrap(fj.multitask(lambda p, x: functional_call(trunk, p, x), of_heads))
+    shared = dict(trunk.named_parameters())
+    cure = r"take a plain function of \{'heads': params\['heads'\]\} with total\(\)"
+    with pytest.raises(
+        ValueError, match=rf"^train_state: .*\['shared'\], found that all of them are frozen\. .*{cure}"
+    ):
+        begin(tasks, {"shared": shared, "heads": heads})
+    with pytest.raises(ValueError, match=r"found frozen 'shared\.bias'\. .*partition\("):
+        begin(tasks, {"shared": shared | {"weight": trunk.weight.detach()}, "heads": heads})
+
+
+def test_the_plain_function_of_the_heads_moves_them_as_the_tasks_do():
+    trunk, heads = {"w": torch.ones(3, 2)}, {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
+    of_heads = lambda own, h: {"a": (h * own["a"]).sum(), "b": (h * own["b"]).square().mean()}
+    tasks = fj.multitask(lambda p, x: x @ p["w"], lambda own, h, x: of_heads(own, h))
+    plain = lambda p, x: of_heads(p["heads"], x @ trunk["w"])
+    found = []
+    for losses, rule, params in (
+        (tasks, fj.upgrad(), {"shared": trunk, "heads": heads}),
+        (plain, fj.total(), {"heads": heads}),
+    ):
+        how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
+        found.append(fj.step(fj.train_state(params, X, **how), X, **how)[0].params["heads"])
+    torch.testing.assert_close(*found)
 
 
 def test_an_empty_batch_is_refused_and_losses_that_are_not_finite_are_said():
