@@ -9,6 +9,7 @@ import torch
 
 from functional_jd.core.types import LossFunction
 from functional_jd.objectives import Multitask
+from functional_jd.torch_compat.slow_path import is_out_of_memory
 
 _BUFFERS = "If these are buffers, pass buffers=dict(module.named_buffers()), and return (losses, buffers)."
 
@@ -23,7 +24,7 @@ def blame_batch(where: str, losses: LossFunction, with_buffers: bool, batch: Seq
         batch: what they receive after that.
         error: what was raised.
     """
-    part = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
+    part = _first_part(losses)
     expected = _signature_of(part)
     if expected is None:
         return
@@ -31,6 +32,8 @@ def blame_batch(where: str, losses: LossFunction, with_buffers: bool, batch: Seq
     if not _called_in_vain(part, 1 + with_buffers + len(batch), error):
         if names[1:2] == ["buffers"] and not with_buffers:
             error.add_note(f"{where}: the losses take 'buffers' after params, and received the batch there. {_BUFFERS}")
+        elif not with_buffers and where == "train_state" and not is_out_of_memory(error):
+            _note_no_buffers(losses, expected, batch, error)
         return
     held = batch[0] if len(batch) == 1 and isinstance(batch[0], tuple | list | dict) else None
     after, own = names[: 1 + with_buffers], names[1 + with_buffers :]
@@ -48,6 +51,27 @@ def blame_batch(where: str, losses: LossFunction, with_buffers: bool, batch: Seq
         f"{where}: expected a batch of {', '.join(map(repr, own)) or 'nothing'}, as the losses take after "
         f"{' and '.join(map(repr, after))}, found {found}: {error}. {cure}"
     ) from error
+
+
+def _note_no_buffers(losses: LossFunction, expected: Signature, batch: Sequence[Any], error: Exception) -> None:
+    """Say that no buffers were passed, where the batch may have come in their place: losses that take any number of
+    arguments failed inside, or the heads take one argument more.
+    """
+    said = "train_state: no buffers were passed"
+    if isinstance(losses, Multitask) and _called_in_vain(losses.heads, 2 + len(batch), error):
+        heads = _signature_of(losses.heads)
+        if heads is not None and _takes(heads, 3 + len(batch)):
+            error.add_note(f"{said}, and the heads take one argument more. {_BUFFERS}")
+        return
+    after = list(expected.parameters.values())[1:]
+    named = after and after[0].kind in _BY_POSITION
+    if named and any(x.kind is Parameter.VAR_POSITIONAL for x in after) and _entered(_first_part(losses), error):
+        error.add_note(f"{said}, and the losses received the batch as {after[0].name!r}, after params. {_BUFFERS}")
+
+
+def _first_part(losses: LossFunction) -> Any:
+    """What is called first with parameters, buffers and the batch."""
+    return losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
 
 
 def blame_step(where: str, step: Callable[..., Any], batch: Sequence[Any], error: Exception) -> None:
@@ -90,18 +114,27 @@ def _called_in_vain(f: Any, count: int, error: Exception) -> bool:
     expected = _signature_of(f)
     if expected is None or not isinstance(error, TypeError) or _takes(expected, count):
         return False
+    if not str(error).startswith(f"{getattr(_innermost(f), '__qualname__', None)}()"):  # another function was called
+        return False
+    return not _entered(f, error)
+
+
+def _innermost(f: Any) -> Any:
+    """The function whose code runs when this is called."""
     f = unwrap(f)
     while isinstance(f, partial):
         f = unwrap(f.func)
-    f = f if hasattr(f, "__code__") else type(f).__call__
-    if not str(error).startswith(f"{getattr(f, '__qualname__', None)}()"):  # another function was called
-        return False
-    trace = error.__traceback__
+    return f if hasattr(f, "__code__") else type(f).__call__
+
+
+def _entered(f: Any, error: Exception) -> bool:
+    """Whether an error comes from inside a function."""
+    code, trace = getattr(_innermost(f), "__code__", None), error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code is getattr(f, "__code__", None):
-            return False
+        if trace.tb_frame.f_code is code:
+            return True
         trace = trace.tb_next
-    return True
+    return False
 
 
 def _takes(expected: Signature, count: int) -> bool:

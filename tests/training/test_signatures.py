@@ -116,6 +116,60 @@ def test_losses_that_were_entered_are_not_told_what_they_take():
     assert fj.step(state, X, X, losses=shorter, **METHOD)[1].moved
 
 
+def carrying_tasks():
+    """A trunk that takes any number of arguments, and heads that count theirs, both with buffers."""
+
+    def trunk(shared, state, x, *labels):
+        return state["gain"] * x @ shared["w"], state
+
+    def heads(own, h, state, x, y):
+        return {"a": (h * own).sum(), "b": (h - y[:, 0]).square().sum()}, state
+
+    return trunk, heads
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: fj.autocast(f, torch.bfloat16)], ids=["plain", "autocast"])
+def test_losses_that_take_anything_are_told_of_the_buffers_that_they_did_not_receive(wrap):
+    trunk, heads = carrying_tasks()
+    params, buffers = {"shared": W, "heads": torch.ones(4)}, {"gain": torch.ones(())}
+    tasks = wrap(fj.multitask(trunk, heads))
+    words = (
+        r"(?s)^too many indices.*no buffers were passed, and the losses received the batch as 'state', after params\."
+    )
+    with pytest.raises(IndexError, match=rf"{words} If these are buffers, pass buffers=dict\("):
+        fj.train_state(params, X, X, losses=tasks, **METHOD)
+    assert fj.train_state(params, X[:1].expand(4, 3), X[:1].expand(4, 3), buffers=buffers, losses=tasks, **METHOD)
+    plain = wrap(lambda params, state, *batch: (losses(params, *batch[: int(state["count"])]), state))
+    with pytest.raises(IndexError, match=words):
+        fj.train_state(W, X, X, losses=plain, **METHOD)
+
+
+def test_heads_that_take_one_argument_more_are_told_of_buffers():
+    _, heads = carrying_tasks()
+    tasks = fj.multitask(lambda shared, *batch: batch[0] @ shared["w"], heads)
+    both = {"shared": W, "heads": torch.ones(4)}
+    with pytest.raises(
+        TypeError, match=r"(?s)heads\(\) missing 1 .*no buffers were passed, and the heads take one argum"
+    ):
+        fj.train_state(both, X, X, losses=tasks, **METHOD)
+
+
+@pytest.mark.parametrize(
+    "first", [lambda p, x, y: x["name"], lambda p, *batch: batch[0]["name"]], ids=["counted", "unnamed"]
+)
+def test_an_error_is_no_sign_of_buffers_where_every_argument_is_of_the_batch(first):
+    with pytest.raises(IndexError) as raised:
+        fj.train_state(W, X, X, losses=first, **METHOD)
+    assert not getattr(raised.value, "__notes__", [])
+    state = fj.train_state(W, X, X, losses=losses, **METHOD)
+    with pytest.raises(IndexError) as raised:
+        fj.step(state, X, X, losses=lambda p, x, *batch: x["name"], **METHOD)
+    assert not getattr(raised.value, "__notes__", [])
+    with pytest.raises(KeyError) as raised:
+        fj.train_state(W, X, X, buffers={"n": X}, losses=lambda p, buffers, *batch: buffers["m"], **METHOD)
+    assert not getattr(raised.value, "__notes__", [])
+
+
 def test_a_step_without_its_method_is_told_to_be_bound():
     state = fj.train_state(W, X, X, losses=losses, **METHOD)
     words = r"^{}: expected a step .* takes 'losses', 'aggregator', 'optimizer' too\. Bind .* functools\.partial"
