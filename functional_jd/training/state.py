@@ -26,9 +26,17 @@ def step_table(info: Any) -> Table:
     if found is None:
         return outline(info)
     is_taken = bool(moved) if isinstance(moved, Tensor) else bool(finite.all())
-    taken = "step taken" if is_taken else "step skipped, not everything was finite"
+    taken = "step taken" if is_taken else f"step skipped, not everything was finite{_where_to_look(info)}"
     entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
     return f"{type(info).__name__}: {taken}{entrywise}", *found
+
+
+def _where_to_look(info: Any) -> str:
+    """How to find the row that was not finite, where neither losses nor weights nor flags say which."""
+    shown = [*tree_leaves(info.losses), *tree_leaves(info.weights)]
+    if info.finite.ndim or not all(bool(x.isfinite().all()) for x in shown if has_values(x)):
+        return ""
+    return "; diagnose(jacobian) shows in which row, and fit(..., patience=3) in which parameter"
 
 
 def by_objective(
