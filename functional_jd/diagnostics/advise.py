@@ -37,7 +37,8 @@ class Advice(NamedTuple):
         verdict: `"keep the mean"`, `"rescale"`, `"project"` or `"explore the front"`.
         rule: the name of the rule to try, for one solution: `getattr(functional_jd, advice.rule)()`.
         reason: one sentence.
-        conflict: the share of the pairs of objectives that conflict throughout the window, in [0, 1].
+        conflict: the share of the pairs of objectives that conflict throughout the window, in [0, 1]: their mean cosine
+            is more than two standard errors below zero.
         imbalance: the ratio of the longest to the shortest gradient, of their medians over the window; at least 1.
         rank: the median effective rank divided by m, in (0, 1].
         noise: how much a cosine of two gradients varies from step to step: its standard deviation, the mean over pairs.
@@ -79,9 +80,10 @@ def advise(
 
     First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest, and fixed
     weights or a rule that does not see lengths would help. Else, if all pairs of objectives conflict throughout
-    the window, `"project"`. Else `"keep the mean"`, which costs one backward pass. In the place of the first two, with
-    the same rule, `"explore the front"`, if lengths alone decide which loss falls and which one rises: no rule knows
-    which of them you want, and `fronts.train` shows what there is to choose from.
+    the window, each with a mean cosine more than two standard errors below zero, `"project"`. Else `"keep the mean"`,
+    which costs one backward pass. In the place of the first two, with the same rule, `"explore the front"`, if lengths
+    alone decide which loss falls and which one rises: no rule knows which of them you want, and `fronts.train` shows
+    what there is to choose from. Ask again later: gradients may grow apart in training, and the advice changes.
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.

@@ -36,6 +36,20 @@ def test_each_verdict_on_a_window_made_for_it(said):
     assert (found.rule == "mean") == (said == "keep the mean")
 
 
+def test_conflict_is_counted_over_the_window_and_not_in_one_step():
+    third = torch.eye(3, dtype=torch.float64)[2]
+    steps = [[E1, OPPOSED, third], [E1, OPPOSED, third - 0.5 * E1], [E1, OPPOSED, third + 0.5 * E1]]
+    gramians = window(*steps)
+    single = [float(diagnose(gramian, gramian=True).conflict) for gramian in gramians]
+    assert single == pytest.approx([1 / 3, 2 / 3, 2 / 3]), "of E1 with the third, or of OPPOSED with it"
+    found = advise(gramians)
+    assert (found.verdict, found.conflict) == ("keep the mean", pytest.approx(1 / 3))
+    steady = [[E1, OPPOSED, third - 0.5 * E1]] * 3
+    found = advise(window(*steady))
+    assert (found.verdict, found.conflict) == ("keep the mean", pytest.approx(2 / 3)), "not all of the pairs"
+    assert found.reason.endswith("only 67% of the pairs conflict throughout the window.")
+
+
 def test_figures_by_hand():
     steps = [[E1, 4 * E2, E1], [E1, 8 * E2, OPPOSED], [E1, 6 * E2, OPPOSED]]
     losses = torch.tensor([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0], [0.5, 6.0, 2.0]])
