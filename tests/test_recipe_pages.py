@@ -297,6 +297,23 @@ def test_parts_that_are_accumulated_draw_with_keys_of_their_own(shown):
     assert len({float(held(session["state"].params, *part)["price"]) for _ in range(3)}) == 1
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jd.autocast(f, torch.bfloat16)], ids=["float32", "bfloat16"])
+def test_one_part_of_tasks_with_buffers_is_the_step(shown, wrap):
+    (block,) = [code for code in blocks(GUIDES / "recipes_optimizers.md") if "one_by_one" in code]
+    part, start = tuple(shown[name][:8] for name in ("x", "kind", "price")), jd.random.key(3)
+    session = shown | {"parts": [part]}
+    exec(compile(block, "recipes", "exec"), session)
+    how = {"losses": wrap(session["tasks"]), "aggregator": jd.upgrad(), "optimizer": jd.adamw(lr=1e-3)}
+    state = jd.train_state(session["split"], *part, buffers=start, **how)
+    expected, _ = jd.step(state, *part, **how)
+    differentiate = jd.jacobian_fn(wrap(session["one_by_one"]), has_aux=True)
+    jacobian, (_, key) = differentiate(state.params, start, *part)
+    direction = jd.aggregate(how["aggregator"], jacobian, state.aggregator).direction
+    params, moments = how["optimizer"].update(direction, state.optimizer, state.params)
+    found = params, moments, key
+    torch.testing.assert_close(found, (expected.params, expected.optimizer, expected.buffers), rtol=0, atol=0)
+
+
 def test_masks_and_statistics_go_on_together(shown):
     block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
     torch.testing.assert_close(
