@@ -314,6 +314,54 @@ def test_one_part_of_tasks_with_buffers_is_the_step(shown, wrap):
     torch.testing.assert_close(found, (expected.params, expected.optimizer, expected.buffers), rtol=0, atol=0)
 
 
+def trained(shown, state, method, steps):
+    for _ in range(steps):
+        state, _ = jd.step(state, shown["x"], shown["kind"], shown["price"], **method)
+    return state
+
+
+def test_a_trunk_of_rate_zero_stays_until_its_steps_have_come(shown):
+    how, start = shown["by_rate"], shown["waiting"]
+    waited = trained(shown, start, how, 99)
+    torch.testing.assert_close(waited.params["shared"], shown["whole"]["shared"], rtol=0, atol=0)
+    assert waited.buffers["1.num_batches_tracked"] == 100
+    assert not torch.equal(waited.buffers["1.running_mean"], shown["statistics"]["1.running_mean"])
+    assert not torch.equal(waited.params["heads"]["kind"]["weight"], start.params["heads"]["kind"]["weight"])
+    moments = optree.tree_leaves(waited.optimizer["shared"])
+    assert all(leaf.abs().max() > 0 for leaf in moments), "they fill"
+    moved = trained(shown, waited, how, 1).params["shared"]
+    assert all(not torch.equal(leaf, waited.params["shared"][name]) for name, leaf in moved.items())
+
+
+def test_a_phase_without_the_trunk_is_plain_training_of_the_heads(shown):
+    heads, backbone = copy.deepcopy(shown["heads"]), copy.deepcopy(shown["backbone"]).eval()
+    for name, head in heads.items():
+        head.load_state_dict(shown["whole"]["heads"][name])
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-3)
+    shown["backbone"].eval()
+    start = jd.train_state(
+        {"heads": shown["whole"]["heads"]}, *batch_of(shown), buffers=shown["frozen"], **shown["alone"]
+    )
+    phase = trained(shown, start, shown["alone"], 3)
+    shown["backbone"].train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            h = backbone(shown["x"])
+        loss = functional.cross_entropy(heads["kind"](h), shown["kind"])
+        (loss + functional.mse_loss(heads["price"](h), shown["price"])).backward()
+        optimizer.step()
+    expected = {name: dict(head.named_parameters()) for name, head in heads.items()}
+    torch.testing.assert_close(phase.params["heads"], expected)
+    torch.testing.assert_close(phase.buffers, shown["frozen"], rtol=0, atol=0)
+    assert shown["melted"].optimizer["heads"].steps == 2
+    assert shown["melted"].optimizer["shared"].steps == 1
+
+
+def batch_of(shown):
+    return shown["x"], shown["kind"], shown["price"]
+
+
 def test_masks_and_statistics_go_on_together(shown):
     block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
     torch.testing.assert_close(
