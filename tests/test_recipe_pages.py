@@ -362,6 +362,24 @@ def batch_of(shown):
     return shown["x"], shown["kind"], shown["price"]
 
 
+@pytest.mark.parametrize("cure", ["torch.where(known, target, out.detach())", "target.nan_to_num()", "target"])
+def test_a_missing_target_is_replaced_before_it_is_compared(shown, cure):
+    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
+    section = page.partition("## Missing labels")[2].partition("\n## ")[0]
+    assert "`torch.where(known, (out - target) ** 2, 0)`" in section
+    target = torch.tensor([1.0, torch.nan, 2.0])
+    names = {"torch": torch, "target": target, "known": target.isfinite()}
+    assert cure == "target" or cure in section
+
+    def loss(out):
+        return eval(f"torch.where(known, (out - {cure}) ** 2, 0).sum()", {**names, "out": out})
+
+    slope, value = torch.func.grad_and_value(loss)(torch.zeros(3))
+    assert value == 5
+    expected = torch.tensor([-2.0, torch.nan if cure == "target" else 0.0, -4.0])
+    torch.testing.assert_close(slope, expected, equal_nan=True)
+
+
 def test_masks_and_statistics_go_on_together(shown):
     block, batch, start = shown["block"], shown["batch"], shown["start_of_both"]
     torch.testing.assert_close(
