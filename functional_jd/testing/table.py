@@ -236,7 +236,7 @@ RULES: dict[str, Entry] = {
     "gradvac": Entry(
         (_SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE),
         _FREE | _RANDOM,
-        {"beta": _SHARE},
+        {"beta": Range(0.0, 0.9)},  # of 1, targets are the cosines that were just seen, where it has no derivative
         build=lambda f, **hyper: f(key(0), **hyper),
     ),
     "graddrop": Entry((_ORDER, _SCALE, _WEAK, _STRONG), _FITTED | _ENTRYWISE, build=lambda f: f(key(0))),

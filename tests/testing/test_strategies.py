@@ -141,8 +141,8 @@ def test_both_ends_of_a_range_are_drawn_often(end):
     drawn = []
 
     @settings(max_examples=100, derandomize=True, database=None)
-    @given(numbers(Range(0.25, 3.0)))
-    def draw(number):
+    @given(numbers(Range(0.25, 3.0)), st.integers())
+    def draw(number, _):
         drawn.append(number)
 
     draw()
