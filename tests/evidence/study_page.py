@@ -7,10 +7,10 @@ import torch
 from problems import PROBLEMS
 from study_advice import FROZEN
 from study_cells import Cell, load_all
+from study_format import Cells, named, points, reference_of, signed, spelled, table
 from study_peers import NAMES, OURS, PREFIX
 from study_pictures import draw
 from study_queue import queue
-from study_rules import SPELLED
 from study_statistics import (
     REFERENCE,
     SHARES,
@@ -23,52 +23,20 @@ from study_statistics import (
     holm,
     joined,
     mean_ranks,
+    passes_taken,
     scores,
     signed_rank,
     signed_ranks,
     spent,
+    students_t,
     table_of,
 )
 from study_training import PATIENCE, RISE
+from study_worst import worst_parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
-Cells = dict[str, dict[str, Cell]]
-KEYED = ("pcgrad", "gradvac", "graddrop", "random_weights")
-BASELINES = (REFERENCE, "start", "unit_sum", "random_search", "tpe", "grid")
-ALWAYS = ("mean", REFERENCE, "unit_sum", "nash_mtl", "config")
-
-
-def table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    lines = ["| " + " | ".join(titles) + " |", "| --- |" + " --- |" * (len(titles) - 1)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def spelled(method: str) -> str:
-    """A method on the page: a rule as it is called, a baseline by its name."""
-    rule = method.removesuffix("_standardised")
-    if method in BASELINES:
-        return f"*{method}*"
-    call = SPELLED.get(rule, f"{rule}(key)" if rule in KEYED else f"{rule}()")
-    return f"`{call}`" + (", standardised" if rule != method else "")
-
-
-def signed(score: float) -> str:
-    """A difference in hundredths, with its sign."""
-    text = f"{100 * score:+.1f}"
-    return "0.0" if float(text) == 0 else text
-
-
-def points(found: Difference) -> str:
-    """A difference in hundredths, with its interval; bold where the interval leaves out 0."""
-    text = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
-    return text if found.word == "none seen" else f"**{text}**"
-
-
-def reference_of(problem: str) -> str:
-    """What methods are compared with: where weights are all equal, the plain mean."""
-    return "mean" if PROBLEMS[problem].exchangeable else REFERENCE
+ALWAYS = ("mean", REFERENCE, "start", "unit_sum", "nash_mtl", "config")
 
 
 def against(cells: Cells, shared: dict[str, bool], problem: str, method: str, share: int = 2) -> Difference | None:
@@ -86,7 +54,7 @@ def methods_of(cells: Cells) -> list[str]:
 
 
 def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
-    """A row a method: better, none seen, worse; mean and worst difference; what its search costs."""
+    """A row a method: better, none seen, worse; mean, median and worst difference; what its search costs."""
     rows = []
     for method in methods_of(cells):
         found = {p: d for p in cells if (d := against(cells, shared, p, method)) is not None}
@@ -105,6 +73,7 @@ def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
                     spelled(method),
                     *counts,
                     signed(mean(d.mean for d in found.values())),
+                    signed(median(d.mean for d in found.values())),
                     f"{signed(found[low].mean)} ({low})",
                     f"{median(cost for cost, _ in costs):.0f}",
                     f"{median(cost for _, cost in costs):.0f}",
@@ -112,8 +81,8 @@ def summary(cells: Cells, shared: dict[str, bool]) -> list[str]:
             )
         )
     rows.sort(key=lambda row: -row[0])
-    titles = ["", "development: better / none seen / worse", "held out: the same", "mean", "worst", "passes", "time"]
-    return table(titles, [row for _, row in rows])
+    counts_of = ["development: better / none seen / worse", "held out: the same"]
+    return table(["", *counts_of, "mean", "median", "worst", "passes", "time"], [row for _, row in rows])
 
 
 def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names: list[str]) -> list[str]:
@@ -124,17 +93,19 @@ def differences(cells: Cells, shared: dict[str, bool], methods: list[str], names
         reference = scores(found[reference_of(name)])
         cells_of_row = [against(cells, shared, name, method) for method in methods]
         shown = ["-" if d is None else points(d) for d in cells_of_row]
-        rows.append([name, f"{reference.mean():.3f}", *shown])
-    return table(["", "*standardised*", *map(spelled, methods)], rows)
+        rows.append([named(name), str(PROBLEMS[name].m), f"{reference.mean():.3f}", *shown])
+    return table(["", "m", "*standardised*", *map(spelled, methods)], rows)
 
 
 def stopped_earlier(cells: Cells, shared: dict[str, bool], methods: list[str]) -> list[str]:
-    """A row a method: the mean difference over the problems that have it, at a quarter, a half and all of the steps."""
-    rows = []
+    """A row a method: the mean difference at a quarter, a half and all of the steps, where all have been trained."""
+    rows, names = [], complete(cells, [REFERENCE, *methods])
+    if not names:
+        return ["No problem has all of these methods so far."]
     for method in methods:
         shares = []
         for place in SHARES.values():
-            found = [against(cells, shared, name, method, place) for name in cells]
+            found = [against(cells, shared, name, method, place) for name in names]
             shares.append(signed(mean(d.mean for d in found if d is not None)))
         rows.append([spelled(method), *shares])
     return table(["", *SHARES], rows)
@@ -156,20 +127,28 @@ def at_equal_budget(cells: Cells, shared: dict[str, bool]) -> list[str]:
         nash, passes, trials = scores(found["nash_mtl"]), round(spent(found["nash_mtl"])[0]), trials_of(found)
         random = scores(found["random_search"], trials=trials)
         begun = scores(joined(found[REFERENCE], found["random_search"], trials))
+        rest = max(0, trials - len(found[REFERENCE]["configurations"]))
+        taken = [
+            passes_taken(found["random_search"], trials),
+            passes_taken(found[REFERENCE]) + passes_taken(found["random_search"], rest),
+        ]
+        of_all = [f"{one / passes_taken(found['nash_mtl']):.1f}" for one in taken]
         rows.append(
             [
                 name,
                 str(passes),
                 str(trials),
                 f"{random.mean():.3f}",
+                of_all[0],
                 f"{nash.mean():.3f}",
                 points(difference(nash, random, shared[name])),
                 f"{begun.mean():.3f}",
+                of_all[1],
                 points(difference(nash, begun, shared[name])),
             ]
         )
-    titles = ["passes of `nash_mtl()`", "trials", "*random_search*", "`nash_mtl()`", "difference"]
-    return table(["", *titles, "*standardised*, then random", "difference"], rows)
+    titles = ["passes of `nash_mtl()`", "trials", "*random_search*", "by steps", "`nash_mtl()`", "difference"]
+    return table(["", *titles, "*standardised*, then random", "by steps", "difference"], rows)
 
 
 def ranks(cells: Cells) -> list[str]:
@@ -209,14 +188,16 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
         always = [float(scores(found[rule]).mean()) if rule in found else None for rule in ALWAYS]
         searched = "random_search" in found and "nash_mtl" in found
         random = float(scores(found["random_search"], trials=trials_of(found)).mean()) if searched else None
-        figures = [got, *always, random]
+        full = float(scores(found["random_search"]).mean()) if searched else None
+        figures = [got, *always, random, full]
         rows.append([name, named, *("-" if x is None else f"{x:.3f}" for x in figures)])
         if PROBLEMS[name].held_out and None not in figures:
             held_out.append(figures)
     if held_out:
         means = [f"{mean(column):.4f}" for column in zip(*held_out, strict=True)]
         rows.append(["mean of held-out problems", f"{len(held_out)} problems", *means])
-    titles = [*(f"always {spelled(rule)}" for rule in ALWAYS), "*random_search* at the budget of `nash_mtl()`"]
+    searches = ["*random_search* at the budget of `nash_mtl()`", "*random_search*, all trials"]
+    titles = [*(f"always {spelled(rule)}" for rule in ALWAYS), *searches]
     frozen = ", ".join(f"{key} {value}" for key, value in FROZEN.items())
     return [
         "### What `advise` says",
@@ -291,7 +272,23 @@ def how_far_apart(cells: Cells, names: list[str], rules: list[str]) -> list[str]
     ]
 
 
-def honesty(cells: Cells) -> list[str]:
+def intervals(cells: Cells, shared: dict[str, bool]) -> str:
+    """How many intervals against the reference leave out 0, by the bootstrap and by Student's t."""
+    pairs = [
+        (scores(found[method]), scores(found[reference_of(name)]), shared[name])
+        for name, found in cells.items()
+        for method in methods_of(cells)
+        if method in found and method != reference_of(name)
+    ]
+    bold = [pair for pair in pairs if difference(*pair).word != "none seen"]
+    still = sum(students_t(*pair).word != "none seen" for pair in bold)
+    return (
+        f"{len(bold)} of {len(pairs)} intervals against *standardised* leave out 0, and {still} of these do by "
+        "Student's t, too."
+    )
+
+
+def honesty(cells: Cells, shared: dict[str, bool]) -> list[str]:
     """What the protocol asks to report: missing cells, rates at an edge, trainings that were still moving."""
     todo = list(queue())
     stored = [(p, m) for p, m in todo if m in cells.get(p, {})]
@@ -305,10 +302,11 @@ def honesty(cells: Cells) -> list[str]:
     ]
     return [
         f"Of {len(todo)} cells (a method on a problem), {len(stored)} have been trained; the others are left out of "
-        f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} methods. {len(rises)} "
-        f"of {len(trained)} went on to the largest number of steps with their best rate, and "
-        f"{sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in the last third of it. "
-        f"Measured with {', '.join(versions)}; one thread, on a machine with two cores that was not idle."
+        f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} cells (searches, whose "
+        f"rates are not extended, are not among these). {len(rises)} of {len(trained)} went on to the largest number "
+        f"of steps with their best rate, and {sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in "
+        f"the last third of it. {intervals(cells, shared)} Measured with {', '.join(versions)}; one thread, on a "
+        "machine with two cores that was not idle."
     ]
 
 
@@ -324,15 +322,18 @@ def made(cells: Cells) -> list[str]:
     ]
     old, new = ([n for n in ready if PROBLEMS[n].held_out is part] for part in (False, True))
     return [
-        *honesty(cells),
+        *honesty(cells, shared),
         "",
         "### By method",
         "",
         "Against *standardised*. *Better* and *worse*: the 95 % interval leaves out 0. Differences are in hundredths "
-        "of the score. *Passes* and *time*: what the search for rate and weights costs, in trainings of a plain sum "
-        "(median over problems).",
+        "of the score; *mean*, *median* and *worst* are over the problems that a method has. *Passes* and *time*: what "
+        "the search for rate and weights costs, in trainings of a plain sum of as many steps (median over problems).",
         "",
         *summary(cells, shared),
+        "",
+        "Below, m is the number of losses, and (=) marks problems whose score is one minus the loss that "
+        "*standardised* minimises. noisy_labels stands against `mean()`.",
         "",
         "### Held-out problems",
         "",
@@ -344,14 +345,20 @@ def made(cells: Cells) -> list[str]:
         "",
         "### When all stop earlier",
         "",
-        "The mean of the same differences, each method at this share of its steps.",
+        "The mean of the same differences over the problems that have all of these methods, each method at this share "
+        "of its steps.",
         "",
         *stopped_earlier(cells, shared, core),
         "",
+        "### The worst part",
+        "",
+        *worst_parts(cells, shared, core),
+        "",
         "### At equal budget",
         "",
-        "`nash_mtl()` less a search with as many trials. The last two columns were thought of after the results: a "
-        "search that begins with the rates of *standardised* and goes on at random.",
+        "`nash_mtl()` less a search with as many trials. *By steps*: the backward passes of the search over those of "
+        "`nash_mtl()`, by the steps that each took; each stops for itself. The last three columns were thought of "
+        "after the results: a search that begins with the rates of *standardised* and goes on at random.",
         "",
         *at_equal_budget(cells, shared),
         "",

@@ -48,10 +48,30 @@ def difference(ours: Tensor, theirs: Tensor, shared: bool, resamples: int = 10_0
     return Difference(float(mean), float(mean - wider * (mean - low)), float(mean + wider * (high - mean)))
 
 
+def students_t(ours: Tensor, theirs: Tensor, shared: bool) -> Difference:
+    """As `difference`, by Student's t in place of the bootstrap."""
+    from scipy.stats import t
+
+    found = ours - theirs
+    n, mean = len(found), float(found.mean())
+    half = float(t.ppf(0.975, n - 1)) * float(found.std()) * (1 / n + (1 / 3 if shared else 0)) ** 0.5
+    return Difference(mean, mean - half, mean + half)
+
+
 def spent(cell: Cell) -> tuple[float, float]:
     """What the search of one draw costs, in trainings of a plain sum: by backward passes, and by measured time."""
     trainings = len(cell["configurations"])
     return trainings * cell["passes"], trainings * cell["time"]
+
+
+def passes_taken(cell: Cell, trials: int | None = None) -> int:
+    """The backward passes of all trainings of a draw, by the steps that they took; with `trials`, of so many trainings
+    of the first run.
+    """
+    if trials is not None:
+        return cell["passes"] * cell["steps"][0] * trials
+    runs = zip(cell["steps"], cell["curve"], strict=True)
+    return cell["passes"] * sum(steps * len(curve[0]) for steps, curve in runs)
 
 
 def joined(first: Cell, then: Cell, trials: int) -> Cell:

@@ -10,9 +10,11 @@ from study_statistics import (
     holm,
     joined,
     mean_ranks,
+    passes_taken,
     scores,
     signed_ranks,
     spent,
+    students_t,
 )
 
 
@@ -77,6 +79,27 @@ def test_intervals_of_splits_of_the_same_rows_are_wider():
     apart, same = (difference(ours, torch.zeros_like(ours), shared) for shared in (False, True))
     assert (same.high - same.mean) / (apart.high - apart.mean) == pytest.approx((1 + 10 / 3) ** 0.5)
     assert same.mean == apart.mean
+
+
+def test_students_t_is_wider_than_the_bootstrap_of_ten_draws():
+    """The interval of scipy; widened as the other one where draws are splits of the same rows."""
+    from scipy import stats
+
+    ours = torch.randn(10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zeros = torch.zeros_like(ours)
+    found, same = students_t(ours, zeros, shared=False), students_t(ours, zeros, shared=True)
+    expected = stats.ttest_1samp(ours.numpy(), 0).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert (same.high - same.mean) / (found.high - found.mean) == pytest.approx((1 + 10 / 3) ** 0.5)
+    bootstrap = difference(ours, zeros, shared=False)
+    assert found.high - found.low > bootstrap.high - bootstrap.low
+
+
+def test_passes_are_counted_by_the_steps_that_were_taken():
+    """Four rates at once for 100 steps, and a fifth for 40; or the first three of them."""
+    made = cell([], [], steps=[100, 40], curve=[[[0.1] * 4] * 5, [[0.1]] * 2])
+    assert passes_taken(made) == 2 * (4 * 100 + 40)
+    assert passes_taken(made, 3) == 2 * 300
 
 
 def test_a_joined_search_has_so_many_trials():

