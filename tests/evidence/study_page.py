@@ -36,7 +36,21 @@ from study_worst import worst_parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
+CORE = ("mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search")
 ALWAYS = ("mean", REFERENCE, "start", "unit_sum", "nash_mtl", "config")
+WORDS = {
+    "By method": "Against *standardised*. *Better* and *worse*: the 95 % interval leaves out 0. Differences are in "
+    "hundredths of the score; *mean*, *median* and *worst* are over the problems that a method has. *Passes* and "
+    "*time*: what the search for rate and weights costs, in trainings of a plain sum of as many steps (median over "
+    "problems).",
+    "Held-out problems": "Here and below, m is the number of losses, and (=) marks problems whose score is one minus "
+    "the loss that *standardised* minimises. noisy_labels stands against `mean()`.",
+    "When all stop earlier": "The mean of the same differences over the problems that have all of these methods, each "
+    "method at this share of its steps.",
+    "At equal budget": "`nash_mtl()` less a search with as many trials. *By steps*: the backward passes of the search "
+    "over those of `nash_mtl()`, by the steps that each took; each stops for itself. The last three columns were "
+    "thought of after the results: a search that begins with the rates of *standardised* and goes on at random.",
+}
 
 
 def against(cells: Cells, shared: dict[str, bool], problem: str, method: str, share: int = 2) -> Difference | None:
@@ -315,61 +329,22 @@ def made(cells: Cells) -> list[str]:
     shared = {name: PROBLEMS[name].shared for name in cells}
     ready = [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
     cells = {name: cells[name] for name in ready}
-    core = [
-        m
-        for m in ("mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search")
-        if m in methods_of(cells)
-    ]
+    core = [method for method in CORE if method in methods_of(cells)]
     old, new = ([n for n in ready if PROBLEMS[n].held_out is part] for part in (False, True))
-    return [
-        *honesty(cells, shared),
-        "",
-        "### By method",
-        "",
-        "Against *standardised*. *Better* and *worse*: the 95 % interval leaves out 0. Differences are in hundredths "
-        "of the score; *mean*, *median* and *worst* are over the problems that a method has. *Passes* and *time*: what "
-        "the search for rate and weights costs, in trainings of a plain sum of as many steps (median over problems).",
-        "",
-        *summary(cells, shared),
-        "",
-        "Below, m is the number of losses, and (=) marks problems whose score is one minus the loss that "
-        "*standardised* minimises. noisy_labels stands against `mean()`.",
-        "",
-        "### Held-out problems",
-        "",
-        *differences(cells, shared, core, new),
-        "",
-        "### Development problems",
-        "",
-        *differences(cells, shared, core, old),
-        "",
-        "### When all stop earlier",
-        "",
-        "The mean of the same differences over the problems that have all of these methods, each method at this share "
-        "of its steps.",
-        "",
-        *stopped_earlier(cells, shared, core),
-        "",
-        "### The worst part",
-        "",
-        *worst_parts(cells, shared, core),
-        "",
-        "### At equal budget",
-        "",
-        "`nash_mtl()` less a search with as many trials. *By steps*: the backward passes of the search over those of "
-        "`nash_mtl()`, by the steps that each took; each stops for itself. The last three columns were thought of "
-        "after the results: a search that begins with the rates of *standardised* and goes on at random.",
-        "",
-        *at_equal_budget(cells, shared),
-        "",
-        "### Ranks",
-        "",
-        *ranks(cells),
-        "",
-        *advice(cells, [*new, *old]),
-        "",
-        *beside_the_peer(cells, shared),
-    ]
+    tables = {
+        "By method": summary(cells, shared),
+        "Held-out problems": differences(cells, shared, core, new),
+        "Development problems": differences(cells, shared, core, old),
+        "When all stop earlier": stopped_earlier(cells, shared, core),
+        "The worst part": worst_parts(cells, shared, core),
+        "At equal budget": at_equal_budget(cells, shared),
+        "Ranks": ranks(cells),
+    }
+    lines = honesty(cells, shared)
+    for title, found in tables.items():
+        words = [WORDS[title], ""] if title in WORDS else []
+        lines += ["", f"### {title}", "", *words, *found]
+    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells, shared)]
 
 
 def write_page(cells: Cells | None = None) -> None:
