@@ -5,6 +5,7 @@ of losses or another engine.
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.core.declared import Declared
 from functional_jd.engines.choose import EngineChoice
+from functional_jd.engines.evaluate import Options
 from functional_jd.engines.features import features_engine
 from functional_jd.engines.inner_products import gramian_engine
 from functional_jd.engines.jacobian import jacobian_engine
@@ -21,6 +22,7 @@ __all__ = [
     "EngineChoice",
     "Kind",
     "Observation",
+    "Options",
     "Plan",
     "Pullback",
     "Pulled",

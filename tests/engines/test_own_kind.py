@@ -71,6 +71,33 @@ def test_without_a_weighted_pass_of_its_own_a_kind_serves_rules_without_gradient
     same(trained(guide["Smoothed"](losses, NOISES), rule()), trained(averaged, rule()))
 
 
+BASIS = torch.eye(15, dtype=torch.float64)
+DIRECTIONS = {"w": BASIS[:, :12].reshape(15, 4, 3), "b": BASIS[:, 12:]}
+
+
+@pytest.mark.parametrize("scale", [None, (), (3,)])
+@pytest.mark.parametrize(("rule", "engine"), [(jd.mean, "auto"), (jd.upgrad, "jacobian"), (jd.upgrad, "gramian")])
+def test_a_kind_with_rows_of_its_own_multiplies_them_by_the_scale(guide, rule, engine, scale):
+    scaled = {} if scale is None else {"scale": jd.scale_state(shape=scale)}
+    blind = guide["Measured"](lambda *args: losses(*args).detach(), DIRECTIONS, h=1e-4)
+    names = jd.objective_names(losses(PARAMS, X, Y))
+    (found, info), (expected, theirs) = (
+        trained(blind, rule(), engine=engine, constant=names, **scaled),
+        trained(losses, rule(), engine=engine, **scaled),
+    )
+    assert info.moved.all()
+    for name in PARAMS:
+        torch.testing.assert_close(found.params[name], expected.params[name], rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(info.weights, theirs.weights, rtol=1e-6, atol=1e-7)
+
+
+def test_a_kind_with_rows_of_its_own_serves_functions_without_aux_and_derivatives_of_the_rows(guide):
+    measured = guide["Measured"](losses, DIRECTIONS, h=1e-4)
+    torch.testing.assert_close(*(jd.jacobian_fn(f)(PARAMS, X, Y) for f in (measured, losses)), rtol=1e-7, atol=1e-8)
+    trace = lambda f: torch.func.grad(lambda p: jd.gramian_fn(f)(p, X, Y)[0].trace())(PARAMS)
+    torch.testing.assert_close(trace(measured), trace(losses), rtol=1e-6, atol=1e-7)
+
+
 def tasks():
     """A trunk with heads, as `multitask` takes them, and the two functions."""
     params = {"shared": PARAMS, "heads": {"a": numbers(3), "b": numbers(3, seed=1)}}
@@ -99,8 +126,7 @@ def objectives(guide):
 @pytest.mark.parametrize("kind", ["plain", "per_example", "multitask", "stranger"])
 def test_a_strangers_engine_with_all_directions_sees_the_whole_gramian_of_every_kind(guide, kind, scale):
     f, params = objectives(guide)[kind]
-    basis = torch.eye(15, dtype=torch.float64)
-    directions = {"w": basis[:, :12].reshape(15, 4, 3), "b": basis[:, 12:]}
+    directions = DIRECTIONS
     if kind == "multitask":
         directions = {"shared": directions, "heads": {name: torch.zeros(15, 3).double() for name in "ab"}}
     scaled = {} if scale is None else {"scale": jd.scale_state(2.0**8, shape=scale)}
