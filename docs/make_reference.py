@@ -108,7 +108,7 @@ def write(folder: Path, pictures: Iterable[str] = ()) -> None:
             _write_rules(folder, names)
         else:
             blocks = [_entry("functional_jd", name) for name in names]
-            _page(folder / f"{page}.rst", title, blocks)
+            _page(folder / f"{page}.rst", title, [*_introduction(title), *blocks])
     for module in MODULES:
         pages.append(module)
         blocks = [_entry(f"functional_jd.{module}", name) for name in members_of(module)]
@@ -151,6 +151,11 @@ def _pictures(name: str, shown: Container[str]) -> str:
         return ""
     picture = "   .. image:: plot_{0}_{1}.png\n      :alt: What {0} draws\n      :class: only-{1}\n"
     return "\n" + "\n".join(picture.format(name, theme) for theme in ("light", "dark"))
+
+
+def _introduction(title: str) -> list[str]:
+    """What the page of a section begins with."""
+    return [".. automodule:: functional_jd.views\n"] if title == "Aggregate" else []
 
 
 def _write_rules(folder: Path, names: list[str]) -> None:

@@ -37,7 +37,9 @@ class View:
     `MultitaskJacobian`, for `shared`.
 
     Attributes:
-        receive: `receive(observation)` returns what the rule receives.
+        receive: `receive(observation)` returns what the rule receives. Take `map` of a view instead of one of your own:
+            `observation.products` is None in `aggregate`, where the rows are known; in a step it is float64 `[m, m]`,
+            or `[m]` with the *squared* norms, and the rows are None.
         products: what it takes of the rows: `"none"`, their `"norms"`, their `"gramian"`, or the `"rows"` themselves.
         losses: whether it takes the losses.
         batches: of how many independent batches it takes rows.
@@ -217,7 +219,7 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
 
 @_view("norms")
 def norms(seen: Observation) -> Tensor:
-    """The norms of the rows: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
+    """The norms of the rows, not their squares: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
 
     Args:
         jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
