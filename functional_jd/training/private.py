@@ -17,6 +17,10 @@ from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
 
 _CLIPPINGS = {"flat": clipped, "automatic": lambda max_norm: auto_clipped(max_norm=max_norm)}
+_OTHERS = (
+    'The default is "flat". By layers: replace the aggregator of what is returned by grouped({key: clipped(max_norm / '
+    "k**0.5), ...}), with the k top-level keys of the parameters."
+)
 
 
 def private(
@@ -87,7 +91,7 @@ def private(
         if hasattr(loss, "each"):
             refuse("private", "loss", "the loss of one example, or per_example of it", loss, cure)
         examples = PerExample(loss, 0)
-    check_option("private", "clipping", clipping, tuple(_CLIPPINGS), 'The default is "flat".')
+    check_option("private", "clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
     check_noise("private", optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
     hyper_parameter(max_norm, "private: max_norm", POSITIVE, "A common value is 1.")
     if optimizer.search is not None or optimizer.sensitivity is not None:

@@ -131,6 +131,7 @@ def test_mistakes_are_named():
         ({"max_norm": 0.0}, ValueError, "max_norm must be positive"),
         ({"batch_size": 0.0}, ValueError, "batch_size must be positive, found 0"),
         ({"clipping": "flt"}, ValueError, "private: clipping must be .*flat, automatic, found 'flt'"),
+        ({"clipping": "layers"}, ValueError, r"found 'layers'. .* By layers: .* grouped\({key: clipped\(max_norm / k"),
     ):
         with pytest.raises(kind, match=words):
             method(**wrong)
