@@ -113,7 +113,7 @@ def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
 
 def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
     """Whether a leaf of the buffers is a key of `functional_jd.random`: int64 `[2]`, with a name that ends in `key`."""
-    return _may_be_key(leaf) and (name.endswith("key") or leaf is buffers)
+    return may_be_key(leaf) and (name.endswith("key") or leaf is buffers)
 
 
 def own_buffers(extras: Extras) -> Tree:
@@ -121,7 +121,7 @@ def own_buffers(extras: Extras) -> Tree:
     are those of all ranks.
     """
     leaves = tree_leaves(extras.buffers)
-    if not extras.rank or not any(_may_be_key(x) for x in leaves):
+    if not extras.rank or not any(may_be_key(x) for x in leaves):
         return extras.buffers
     names, structure = tree_names(extras.buffers), tree_flatten(extras.buffers)[1]
     own = [
@@ -130,7 +130,7 @@ def own_buffers(extras: Extras) -> Tree:
     return tree_unflatten(structure, own)
 
 
-def _may_be_key(leaf: Any) -> bool:
+def may_be_key(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
 
 

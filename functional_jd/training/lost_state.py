@@ -9,7 +9,12 @@ from torch import Tensor
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.engines.plan import Plan
+from functional_jd.objectives.buffers import is_key, may_be_key
+from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import StateJournal, user_level
+
+# Of so many parts of a key, which split(key, n) begins with whatever n is, losses may draw with any.
+_PARTS = 8
 
 
 def warn_of_lost_state(
@@ -76,7 +81,10 @@ def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
     """Warn of keys among the buffers that `keyed` drew with, and that come back as they were. Of losses of single
     examples, the step itself moves the keys.
     """
-    if not drawn or plan.kind.rows_are_examples or not tree_leaves(buffers):
+    if not drawn or not tree_leaves(buffers):
+        return
+    if plan.kind.rows_are_examples:
+        _warn_of_shared_keys(plan.where, drawn, plan.args[2])
         return
     returned = dict(zip(tree_names(buffers), tree_leaves(buffers), strict=True))
     for name, key in zip(tree_names(plan.args[1]), tree_leaves(plan.args[1]), strict=True):
@@ -89,3 +97,20 @@ def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
                 UserWarning,
                 stacklevel=user_level(),
             )
+
+
+def _warn_of_shared_keys(where: str, drawn: list[Tensor], buffers: Tree) -> None:
+    """Warn of keys among the buffers that are not named so, and with which all examples draw the same numbers."""
+    for name, key in zip(tree_names(buffers), tree_leaves(buffers), strict=True):
+        if not may_be_key(key) or is_key(name, key, buffers):
+            continue
+        parts = [key, *split(key, _PARTS)]  # counters are never equal to what was drawn with
+        if any(torch.equal(part, x) for part in parts for x in drawn):
+            warnings.warn(
+                f"{where}: all examples draw the same numbers with the key {name!r} of the buffers. Give it a name that "
+                "ends in 'key': each example gets its own then. To share one on purpose, pass it in the batch, with "
+                "in_dims None.",
+                UserWarning,
+                stacklevel=user_level(),
+            )
+            return

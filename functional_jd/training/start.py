@@ -82,10 +82,10 @@ def train_state(
     Warns:
         UserWarning: losses that are not finite; running statistics of normalization, and other buffers of modules, that
             move and are not returned as buffers; numbers of modules that `functional` puts back; a key in the buffers
-            that `keyed` draws with and that is returned as it was; single losses and something larger in one tuple;
-            parameters that no loss reaches; gradients that pass through float16 without a scale; `levenberg_marquardt`
-            and `natural_gradient` with losses that are squares, or with Adam; examples of both signs, as residuals
-            have, under rules for losses, such as `mean`, `upgrad` and `config`.
+            that `keyed` draws with and that is returned as it was, or with which all examples draw alike; single losses
+            and something larger in one tuple; parameters that no loss reaches; gradients that pass through float16
+            without a scale; `levenberg_marquardt` and `natural_gradient` with losses that are squares, or with Adam;
+            examples of both signs, as residuals have, under rules for losses, such as `mean`, `upgrad` and `config`.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that

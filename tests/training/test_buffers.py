@@ -253,6 +253,37 @@ def test_examples_share_buffers_and_draw_with_keys_of_their_own():
     close(found, expected, **AGREE)
 
 
+DROPPED = fj.random.keyed(lambda x: torch.nn.functional.dropout(x, 0.5))
+
+
+def drawing(name, of):
+    """The losses of examples that draw with what `of` makes of the key in the buffers, beside a counter `[2]`."""
+
+    def loss(p, buffers, x):
+        later = fj.random.split(buffers[name])[1]
+        return (p * DROPPED(of(buffers[name], x), x)).sum(), {name: later, "count": buffers["count"] + 1}
+
+    buffers = {name: fj.random.key(3), "count": torch.tensor([1, 2])}
+    x = torch.linspace(0.1, 1, 64).reshape(4, 16)
+    method = how(fj.per_example(loss), rule=fj.mean())
+    state = fj.train_state(torch.ones(16), x, buffers=buffers, **method)
+    return fj.step(state, torch.ones_like(x), **method)[1].losses
+
+
+@pytest.mark.parametrize("part", [None, 0, 2])
+def test_a_key_that_all_examples_draw_with_warns_unless_its_name_says_that_it_is_one(part):
+    own = lambda key, x: key if part is None else fj.random.split(key, 3)[part]
+    with pytest.warns(UserWarning, match=r"train_state: all examples draw the same numbers with the key 'seed'"):
+        shared = drawing("seed", own)
+    assert len(set(shared.tolist())) == 1
+    assert len(set(drawing("dropout_key", own).tolist())) > 1  # no warning: warnings are errors
+
+
+def test_a_key_of_another_name_that_every_example_makes_its_own_of_is_silent():
+    by_place = lambda key, x: fj.random.fold_in(key, (x[0] * 100).long())
+    drawing("seed", by_place)
+
+
 @pytest.mark.parametrize("engine", ["jacobian", "gramian"])
 @pytest.mark.parametrize("kind", ["plain", "multitask", "per_example"])
 def test_aux_comes_back_from_every_kind_and_engine(kind, engine):
