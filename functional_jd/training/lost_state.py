@@ -107,9 +107,9 @@ def _warn_of_shared_keys(where: str, drawn: list[Tensor], buffers: Tree) -> None
         parts = [key, *split(key, _PARTS)]  # counters are never equal to what was drawn with
         if any(torch.equal(part, x) for part in parts for x in drawn):
             warnings.warn(
-                f"{where}: all examples draw the same numbers with the key {name!r} of the buffers. Give it a name that "
-                "ends in 'key': each example gets its own then. To share one on purpose, pass it in the batch, with "
-                "in_dims None.",
+                f"{where}: all examples draw the same numbers with the key {name!r} of the buffers. Give it a name "
+                "that ends in 'key': each example gets its own then. To share one on purpose, pass it in the batch, "
+                "with in_dims None.",
                 UserWarning,
                 stacklevel=user_level(),
             )

@@ -11,9 +11,10 @@ view              what the rule receives                            what a step 
 `cross_gramian`   `<g_i, h_j>` on two batches, float64 `[m, m]`     nothing: `aggregate` alone has it
 ================= ================================================= =================================
 
-`norms_and_losses`, `gramian_and_losses` and `jacobian_and_losses` give a pair, with the losses float64 `[m]`, at the same
-cost. `aggregate` gives rows in the dtypes of the Jacobian, and a step at least in float32; of `multitask` losses, the
-rows are those of `shared`. Float64 is on the CPU for devices without it. `view.map(f)` gives a rule `f` of what the view gives.
+`norms_and_losses`, `gramian_and_losses` and `jacobian_and_losses` give a pair, with the losses float64 `[m]`, at the
+same cost. `aggregate` gives rows in the dtypes of the Jacobian, and a step at least in float32; of `multitask` losses,
+the rows are those of `shared`. Float64 is on the CPU for devices without it. With `view.map(f)`, a rule receives `f` of
+what the view gives.
 """
 
 from functional_jd.aggregation.views import (
