@@ -53,7 +53,8 @@ def cone(
             are drawn, with their lengths and angles, in an orthonormal basis of their span that begins with the first
             row. Of a `MultitaskJacobian`, `shared`.
         rules: a mapping from names to rules; rules that compare batches get the same Jacobian twice.
-        ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure.
+        ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure. The legend stands
+            beside them: make a figure of several axes with `layout="constrained"`.
         names: one per row; `None` uses the keys of `losses`, if they are a dict.
         losses: the m values, for rules that look at them.
         unit: whether to draw all vectors with length 1.

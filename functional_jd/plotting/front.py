@@ -27,7 +27,8 @@ def front(
         points: `[k, 2]`, losses; or a mapping from names to such sets, for instance one per rule, with a common front;
             or a `fronts.Front`, whose knee and ideal point, the least of each loss, are marked.
         names: the names of the two losses.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
         known: `[j, 2]`, the true front in order, if it is known: `problem.losses` at the points of
             `problem.pareto`.
         reference: `[2]`, that of `fronts.hypervolume`, whose area is shaded.

@@ -40,7 +40,8 @@ def losses(infos: Sequence[StepInfo], ax: Ax | None = None, *, log: bool | None 
 
     Args:
         infos: one `StepInfo` per step.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
         log: whether the axis is logarithmic; `None`: if all losses are positive and span more than a factor of 5.
 
     Returns:
@@ -65,7 +66,8 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
 
     Args:
         infos: one `StepInfo` per step.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
 
     Returns:
         The axes, logarithmic if all weights are positive and span more than a factor of 5.
@@ -94,7 +96,8 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
 
     Args:
         infos: one `StepInfo` per step, of a rule whose view is `gramian`.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
 
     Returns:
         The axes, logarithmic. Steps that were skipped leave gaps.
@@ -127,7 +130,8 @@ def scales(
     Args:
         states: one `ScaleState` per step: the `state.scale` before the step.
         infos: one `StepInfo` per step, for the names and the skipped steps.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
         names: one per scale; `None` uses those of the losses in `infos`.
 
     Returns:
@@ -157,7 +161,8 @@ def conflicts(diagnoses: Sequence[Any], ax: Ax | None = None, *, every: int = 1)
     Args:
         diagnoses: records with a field `conflict`, as `diagnose` returns them; or the shares, numbers or tensors `[]`
             in [0, 1].
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
         every: the number of steps between two records; the first record is of step 0.
 
     Returns:

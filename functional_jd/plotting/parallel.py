@@ -20,7 +20,8 @@ def parallel(points: Tensor | Front, names: Sequence[str] | None = None, ax: Ax 
     Args:
         points: `[k, m]`, losses; or a `fronts.Front`.
         names: the names of the losses.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
 
     Returns:
         The axes: full lines for solutions on the front, the knee among them thick, faint and dashed ones for the

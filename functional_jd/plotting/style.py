@@ -106,7 +106,8 @@ def quiet(ax: Ax, **labels: str) -> None:
 def legend(ax: Ax, **settings: Any) -> None:
     """Place a legend to the right of the axes, outside of the data; it replaces an existing one.
 
-    All plots use this function. Call it again after you draw more on the returned axes.
+    All plots use this function. Call it again after you draw more on the returned axes. A figure has room for it with
+    `layout="constrained"`, as those of `ax=None` have; without, it may cover the axes beside.
 
     Args:
         ax: the axes.

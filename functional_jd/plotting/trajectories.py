@@ -30,7 +30,8 @@ def trajectories(
         problem: two losses on the plane.
         rules: a mapping from names to rules, run from the starts of the problem with its optimizer; or to paths from
             `descend(problem, rule, ...)`, with other settings.
-        ax: the axes to draw on; `None` creates a figure.
+        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
+            with `layout="constrained"`.
         contours: whether to draw the contours of the losses.
         legend: whether to add a legend.
 

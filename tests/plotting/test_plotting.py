@@ -614,6 +614,19 @@ def test_trajectories_can_be_lean():
     assert _labels(plotting.trajectories(problem, {}, contours=False)) == ["Pareto set", "start"]
 
 
+@pytest.mark.parametrize("plot", ["cone", "weights"])
+def test_a_constrained_layout_keeps_legends_off_the_axes_beside(plot):
+    def is_covered(layout):
+        figure, (left, right) = plt.subplots(1, 2, layout=layout)
+        for ax in (left, right):
+            plotting.cone(CONFLICTED, RULES, ax) if plot == "cone" else plotting.weights(_infos(), ax)
+        figure.canvas.draw()
+        return left.get_legend().get_window_extent().overlaps(right.get_window_extent())
+
+    assert is_covered(None)
+    assert not is_covered("constrained")
+
+
 def test_a_legend_is_made_again_after_drawing_more():
     ax = plotting.scales(_states())
     before = ax.get_legend().get_window_extent().x0
