@@ -1,8 +1,8 @@
 """Plots of the conflicts between objectives, and of training, with matplotlib. Needs the extra `plot`.
 
-Every plot takes `ax=None` and returns the axes. Legends stand to the right of them: several axes in one figure have room
-for these with `plt.subplots(1, 2, layout="constrained")`. `PALETTE`, `look`, `quiet` and `legend` give your own matplotlib
-plots the same style.
+Every plot takes `ax=None` and returns the axes. Legends stand to the right of them: several axes in one figure have
+room for these with `plt.subplots(1, 2, layout="constrained")`. `PALETTE`, `look`, `quiet` and `legend` give your own
+matplotlib plots the same style.
 
 The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnostics.diagnose` reads as a Gramian by
 default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
