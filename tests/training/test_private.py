@@ -1,6 +1,8 @@
 """Private training: every step is that of DP-SGD by hand, with the same noise; batches without examples too."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,38 @@ def test_no_noise_is_told():
     ):
         method(noise_multiplier=0)
     method(noise_multiplier=torch.tensor(0.0))  # one of several, under vmap
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "objectives.md"
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """What the reader of the guide has, and the block for batches that exceed memory."""
+    found = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for code in blocks:
+            exec(compile(code, PAGE.name, "exec"), found)
+    return found, next(code for code in blocks if "in_parts" in code)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("spoiled", [None, torch.inf, 1e30], ids=["finite", "infinite", "overflow"])
+@pytest.mark.parametrize("every", [1, 3, 100], ids=["all", "a third", "nobody"])
+def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guide, every, spoiled, clipping):
+    session, block = guide
+    x, price = session["x"], session["price"].clone()
+    drawn = torch.arange(1, 33) % every == 0
+    if spoiled is not None:
+        price[2] = spoiled
+    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.adamw(0.1), "key": key(0)}
+    private = fj.private(session["loss"], **how, clipping=clipping)
+    training = fj.train_state(session["linear"], x, session["price"], **private)
+    found = session | {"price": price, "drawn": drawn, "private": private, "training": training}
+    exec(block, found)
+    expected, info = fj.step(training, x[drawn], price[drawn], **private)
+    assert bool(info.moved) == (spoiled is None or every == 100)
+    assert torch.equal(found["in_parts"].optimizer.key, expected.optimizer.key)
+    torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
