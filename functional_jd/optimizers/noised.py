@@ -54,14 +54,16 @@ def noised(
         TypeError: `optimizer` is not an `Optimizer`; `key` is not a key; a setting is not a number or a tensor.
         ValueError: a setting out of range. In `train_state`: losses that are not those of `per_example`, or a rule that
             does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or `grouped` of these): the noise would
-            protect nobody. `private` builds what fits.
+            protect nobody. `private` builds what fits. Two bounds of which one is a tensor are compared by
+            `train_state` alone, and not under `vmap`, where nobody knows their values.
 
     Laws:
         What the optimizer inside receives has noise of standard deviation `multiplier max_norm / batch_size` in every
         entry, independent of others. The same key gives the same noise on every device, under every transform and on
         any number of ranks that hold shards; it advances with every step that is taken, and stays where a step is
         skipped. With multiplier 0, the optimizer inside with the direction divided by `batch_size`. Composes with
-        vmap, grad, jvp and compile.
+        vmap, grad, jvp and compile. A grid over bounds c, by `vmap` of `train_state` and `step`, has rule and noise of
+        one tensor, as `private(max_norm=c)` builds them: `max_norm=1.0` beside `clipped(c)` goes unnoticed there.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.

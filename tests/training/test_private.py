@@ -190,3 +190,25 @@ def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guid
     assert bool(info.moved) == (spoiled is None or every == 100)
     assert torch.equal(found["in_parts"].optimizer.key, expected.optimizer.key)
     torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_a_grid_over_bounds_protects_where_rule_and_noise_have_one():
+    x, y = batch(3)
+    x[2] *= 1e4
+    start = {name: torch.zeros_like(p) for name, p in PARAMS.items()}
+
+    def trained(make, n, c):
+        how = make(c)
+        return fj.step(fj.train_state(start, x[:n], y[:n], **how), x[:n], y[:n], **how)[0].params
+
+    def moved(make):
+        grid = torch.tensor([1.0, 50.0], dtype=torch.float64)
+        after, without = (torch.vmap(partial(trained, make, n))(grid) for n in (3, 2))
+        return sum((after[name] - without[name]).flatten(1).square().sum(1) for name in start).sqrt() / grid
+
+    together = lambda c: method(max_norm=c, batch_size=1.0) | {"aggregator": fj.clipped(c)}
+    apart = lambda c: together(c) | {"optimizer": fj.noised(fj.sgd(0.5), key(3), 1.7, 1.0, 1.0)}
+    assert (moved(together) <= 0.5 + 1e-9).all()
+    assert (moved(apart)[1] * 50 > 1).all()  # as noised says: not seen under vmap
+    with pytest.raises(ValueError, match=r"noised adds noise for rows of norm 1, expected .* found one with 50"):
+        trained(apart, 3, torch.tensor(50.0))
