@@ -84,7 +84,9 @@ def _warn_of_keys(plan: Plan, drawn: list[Tensor], buffers: Tree) -> None:
     if not drawn or not tree_leaves(buffers):
         return
     if plan.kind.rows_are_examples:
-        _warn_of_shared_keys(plan.where, drawn, plan.args[2])
+        # Behind the keys of the examples, or, in a kind of somebody's own, behind the parameters.
+        given = next((x for x in plan.args[1:3] if tree_names(x) == tree_names(buffers)), ())
+        _warn_of_shared_keys(plan.where, drawn, given)
         return
     returned = dict(zip(tree_names(buffers), tree_leaves(buffers), strict=True))
     for name, key in zip(tree_names(plan.args[1]), tree_leaves(plan.args[1]), strict=True):

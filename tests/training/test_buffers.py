@@ -1,6 +1,9 @@
 """Buffers and aux: what losses carry from step to step, in every engine, kind of losses and transform."""
 
+import contextlib
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -13,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from two_tasks import close, same
 
 import functional_jd as fj
+from functional_jd.engines import PLAIN, Declared, Kind
 
 TASKS = ("class", "size")
 # In float64, where a few steps through a few layers add up to far less, and a wrong statistic to far more.
@@ -277,6 +281,25 @@ def test_a_key_that_all_examples_draw_with_warns_unless_its_name_says_that_it_is
         shared = drawing("seed", own)
     assert len(set(shared.tolist())) == 1
     assert len(set(drawing("dropout_key", own).tolist())) > 1  # no warning: warnings are errors
+
+
+@pytest.mark.parametrize("name", ["seed", "key"])
+def test_a_kind_of_ones_own_for_examples_may_have_buffers_and_no_batch(name):
+    def losses(p, buffers):
+        now, later = fj.random.split(buffers[name])
+        return DROPPED(now, p).square(), {name: later}
+
+    @dataclass(frozen=True)
+    class Own(Declared):
+        losses: Callable
+        kind = Kind(lambda own, *how: PLAIN.jacobian(own.losses, *how), rows_are_examples=True)
+
+        def __call__(self, *args):
+            return self.losses(*args)
+
+    told = pytest.warns(UserWarning, match="draw the same numbers with the key 'seed'")
+    with told if name == "seed" else contextlib.nullcontext():
+        fj.train_state(torch.ones(4), buffers={name: fj.random.key(0)}, **how(Own(losses), rule=fj.mean()))
 
 
 def test_a_key_of_another_name_that_every_example_makes_its_own_of_is_silent():
