@@ -10,7 +10,7 @@ from functional_jd import views
 
 TABLE = {
     name: (received, formed)
-    for name, received, formed in re.findall(r"^`(\w+)` +(.*?)  +(.*)$", views.__doc__, flags=re.MULTILINE)
+    for name, received, formed in re.findall(r"^- `(\w+)`: (.*?); (.*)\.$", views.__doc__, flags=re.MULTILINE)
 }
 SINGLE = {name for name in views.__all__ if isinstance(getattr(views, name), views.View) and "_and_" not in name}
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -89,7 +89,7 @@ def test_a_view_with_losses_gives_a_pair(name):
 
 @pytest.mark.parametrize("name", TABLE.keys() - {"cross_gramian"})
 def test_a_step_forms_what_the_table_says(name):
-    engines = {"no rows: one backward pass": "weighted", "all rows": "jacobian"}
+    engines = {"no rows, one backward pass": "weighted", "all rows": "jacobian"}
     for width, cheap in (8, "jacobian"), (40000, "gramian"):  # the cheaper engine of either size
         params = {"w": torch.ones(3, width), "b": torch.ones(width)}
         assert stepped(getattr(views, name), params)[1] == engines.get(TABLE[name][1], cheap)
