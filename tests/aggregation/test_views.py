@@ -87,7 +87,7 @@ def test_a_view_with_losses_gives_a_pair(name):
     assert engine == alone[1]
 
 
-@pytest.mark.parametrize("name", TABLE.keys() - {"cross_gramian"})
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "cross_gramian"])
 def test_a_step_forms_what_the_table_says(name):
     engines = {"no rows, one backward pass": "weighted", "all rows": "jacobian"}
     for width, cheap in (8, "jacobian"), (40000, "gramian"):  # the cheaper engine of either size
