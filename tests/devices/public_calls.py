@@ -467,7 +467,7 @@ RECORDS = (
     *("AffineWeights", "Aggregation", "Aggregator", "Advice", "Diagnosis", "Engine", "EngineChoice", "ExampleSets"),
     *("Declared", "Kind", "Observation", "Pullback", "Pulled", "fronts.Population"),
     *("FoundWeights", "fronts.Front", "Multitask", "MultitaskJacobian", "Optimizer", "plotting.Path", "PerExample"),
-    *("Plan", "Policy", "plotting.Problem", "ScaleState", "Sharded", "StepInfo", "TrainState", "View"),
+    *("Options", "Plan", "Policy", "plotting.Problem", "ScaleState", "Sharded", "StepInfo", "TrainState", "View"),
     *("testing.Counterexample", "testing.Findings", "testing.Layer", "testing.Range"),
 )
 WITHOUT = {

@@ -62,6 +62,7 @@ EXCLUDED = {
             "Observation",
             "Optimizer",
             "Path",
+            "Options",
             "Plan",
             "PerExample",
             "Policy",
