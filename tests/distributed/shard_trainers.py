@@ -8,7 +8,7 @@ import weighted_trainer
 from shard_models import EXAMPLES, close, mesh, mine
 from shard_training import STEPS
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import functional_jd as fj
@@ -48,10 +48,6 @@ def check_a_module_is_made_a_function_before_it_is_fully_sharded():
     with pytest.raises(ValueError, match=words):
         apply(params, {}, x)  # the same module, sharded after it was read
     close(copied(params, {}, x)[0], expected, 0)
-    for by_name in (False, True):
-        own = FullyShardedDataParallel(network(), use_orig_params=by_name, device_id=torch.device("cpu"))
-        with pytest.raises(ValueError, match=words.replace("FSDP", "FullyShardedDataParallel")):
-            fj.functional(own)
 
 
 def check_a_module_whose_parameters_are_distributed_is_a_function_of_them():

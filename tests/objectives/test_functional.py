@@ -375,3 +375,17 @@ def test_a_buffer_without_a_value_before_is_refused(registered):
 def test_what_is_no_module_is_named():
     with pytest.raises(TypeError, match=r"functional: expected an nn\.Module, found builtin_function_or_method\. Pass"):
         fj.functional(torch.relu)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Stands for torch's, which needs ranks."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_modules_with_flat_parameters_of_fsdp_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.distributed.fsdp.FullyShardedDataParallel", FullyShardedDataParallel)
+    with pytest.raises(ValueError, match=r"functional: expected a module without .*, found FullyShardedDataParallel"):
+        fj.functional(FullyShardedDataParallel(nn.Linear(2, 2)))
