@@ -162,6 +162,7 @@ def tree_equals_flat(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, lo
 
 
 @checked
+@also_later
 def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """For float16, bfloat16 and float32 Jacobians the direction is that in float64, rounded.
 

@@ -297,6 +297,12 @@ def rolled(G, before):
     return 1 + before.roll(1), G.diagonal().clone()
 
 
+def narrower(J, steps):
+    """Its weights depend on the dtype of the rows."""
+    weights = torch.ones(len(J), dtype=torch.float64)
+    return weights * (1 + steps * (J.dtype != torch.float64)), steps + 1
+
+
 LATER = [
     (laws.on_the_simplex, remembers(lambda G, n: (ones(G[0]) * (1 + n) / len(G), n + 1))),
     (laws.non_conflicting, remembers(lambda G, w: (upgrad().update(w + G, ())[0], w + G), torch.zeros_like)),
@@ -305,6 +311,7 @@ LATER = [
     (laws.linear_under_row_scaling, remembers(lambda G, n: (ones(G[0]) + n * G.diagonal(), n + 1))),
     (laws.weakly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
     (laws.strongly_stationary, remembers(lambda G, n: (ones(G[0]) * (1 - n), n + 1))),
+    (laws.low_precision, Aggregator(full_jacobian, lambda J: J.new_zeros((), dtype=torch.float64), narrower)),
     (laws.finite, remembers(lambda G, old: (ones(G[0]) / (old == G).all(), old), torch.clone)),
     (laws.shaped, remembers(lambda G, old: (ones(G[0]), G.diagonal()), lambda G: torch.zeros_like(G[0]))),
 ]
