@@ -62,7 +62,7 @@ from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import name_in_exports
 from functional_jd.engines.cross_products import cross_gramian_fn
-from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
+from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import functional, multitask, per_example

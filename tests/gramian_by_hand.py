@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BATCH, Case, Cube, Model, numbers
 
 from functional_jd.engines.gramian import products
-from functional_jd.engines.inner_products import gramian_fn
+from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.kinds import from_rows
 from functional_jd.objectives import Multitask, multitask, per_example
 

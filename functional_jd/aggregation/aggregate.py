@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, loss_count
 from functional_jd.core.arguments import described, refuse
+from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import direction_with_heads, rows_of, split_heads
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
@@ -27,7 +28,6 @@ from functional_jd.core.rows import (
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Losses, Tree, Weights
-from functional_jd.core.wide import has_float64, warn_of_rows
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
 from functional_jd.torch_compat.slow_path import is_out_of_memory

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from functional_jd.core.float64 import on_wide_device
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Tree
-from functional_jd.core.wide import on_wide_device
 
 
 def zero_rows(jacobian: Jacobian) -> Tree:

@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.moving_average import row_norms
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_type, described
+from functional_jd.core.float64 import has_float64
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import copied
 from functional_jd.core.rows import as_matrix, cross_inner_products, inner_products, joined, row_count
@@ -17,7 +18,6 @@ from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.sharding import shard_of, sum_over_shards
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Jacobian, Losses
-from functional_jd.core.wide import has_float64
 from functional_jd.precision.autocast import autocast_disabled
 
 Need = Literal["none", "norms", "gramian", "rows"]

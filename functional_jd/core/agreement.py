@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.checksum import checksums
+from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.wide import widest
 
 _DEEPEST, _SHOWN, _LONGEST = 12, 160, 1000
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.rows import of_groups
-from functional_jd.core.together import largest_magnitude
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
 

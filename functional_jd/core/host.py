@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import tree_flatten, tree_unflatten
-from functional_jd.core.wide import has_float64
 
 
 def run_on_host(

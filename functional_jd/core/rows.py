@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.float64 import on_wide_device
+from functional_jd.core.foreach import times
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.together import times
 from functional_jd.core.tree import any_sharded, check_layouts, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
-from functional_jd.core.wide import on_wide_device
 from functional_jd.torch_compat.torch_internals import under_transform
 
 # The number of elements cast to float64 at once: a block fits in the cache, and no float64 copy of the Jacobian is

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import dtype_or_type
+from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
-from functional_jd.core.together import largest_magnitude
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat import traced_tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes

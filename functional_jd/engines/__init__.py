@@ -7,11 +7,11 @@ from functional_jd.core.declared import Declared
 from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.features import features_engine
-from functional_jd.engines.inner_products import gramian_engine
+from functional_jd.engines.gramian_engine import gramian_engine
 from functional_jd.engines.jacobian import jacobian_engine
-from functional_jd.engines.kinds.found import Pullback
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.engines.kinds.results import Pullback
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.engines.weighted import weighted_engine
 

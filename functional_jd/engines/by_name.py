@@ -1,6 +1,6 @@
 """The engines of a step, by name."""
 
-from functional_jd.engines.inner_products import gramian_engine
+from functional_jd.engines.gramian_engine import gramian_engine
 from functional_jd.engines.jacobian import jacobian_engine
 from functional_jd.engines.plan import Engine
 from functional_jd.engines.weighted import weighted_engine

@@ -10,7 +10,7 @@ from functional_jd.core.arguments import check_integer, check_option
 from functional_jd.core.types import LossFunction
 from functional_jd.engines.evaluate import Options, check_losses, is_differentiable
 from functional_jd.engines.kinds import found_kind
-from functional_jd.engines.kinds.found import FoundJacobian
+from functional_jd.engines.kinds.results import FoundJacobian
 from functional_jd.engines.observed import of_rows
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.loss_scale import multiplier, unscale

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import combined, products_of_rows
 from functional_jd.aggregation.observation import Observation, Products, Pulled, Scaling
+from functional_jd.core.float64 import widest
 from functional_jd.core.heads import (
     Heads,
     direction_of_rows,
@@ -18,7 +19,6 @@ from functional_jd.core.heads import (
 from functional_jd.core.rows import InRange, are_in_range, in_range, of_groups, pulled_in_range
 from functional_jd.core.tree import all_finite, any_sharded, tree_flatten, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
-from functional_jd.core.wide import widest
 from functional_jd.engines.kinds.from_rows import Pull, products_and_pullback
 from functional_jd.engines.plan import Plan
 from functional_jd.precision.loss_scale import inverse_of, nan_rows_unless, unscale

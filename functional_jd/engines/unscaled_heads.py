@@ -5,8 +5,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from functional_jd.core.foreach import each_magnitude, times
 from functional_jd.core.rows import at_least_float32, magnitudes, per_row
-from functional_jd.core.together import each_magnitude, times
 from functional_jd.engines.evaluate import Options, row_scales
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.precision.loss_scale import inverse_of

@@ -6,9 +6,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from functional_jd.core.float64 import widest
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.core.wide import widest
 from functional_jd.engines.evaluate import Options, check_weights, dense_gradients, row_scales
 from functional_jd.precision.loss_scale import divided, multiplier
 

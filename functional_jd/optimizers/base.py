@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_scalar, described, is_too_large, refuse
+from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
 from functional_jd.core.tree import (
@@ -19,7 +20,6 @@ from functional_jd.core.tree import (
     tree_sharded_as,
 )
 from functional_jd.core.types import Direction, Losses, Params, Tree
-from functional_jd.core.wide import widest
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]
 """A number, a tensor `[]`, or a schedule `steps -> lr` of the number of steps taken so far, int64 `[]`."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import refuse
+from functional_jd.core.foreach import times
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
-from functional_jd.core.together import times
 from functional_jd.core.tree import (
     all_finite,
     any_sharded,

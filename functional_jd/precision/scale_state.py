@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_device, described, is_size, is_too_large
+from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, one_line
-from functional_jd.core.wide import widest
 
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "scale": (lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.wide import has_float64
+from functional_jd.core.float64 import has_float64
 from functional_jd.torch_compat.torch_internals import (
     dispatch_modes,
     is_faked,

@@ -11,10 +11,10 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import described
 from functional_jd.core.checksum import checksums
+from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.core.wide import widest
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives import Sharded

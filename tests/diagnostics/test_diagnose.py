@@ -18,7 +18,7 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.names import objective_names
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.diagnostics import Diagnosis, describe, diagnose
-from functional_jd.engines.inner_products import gramian_fn
+from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask
 

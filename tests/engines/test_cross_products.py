@@ -14,7 +14,7 @@ from functional_jd.engines.cross_products import cross_gramian_fn
 from functional_jd.engines.gramian import crossed_leaves, factors
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.inner_products import gramian_fn
+from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning

@@ -17,7 +17,7 @@ from zoo import MODELS, MORE, Case, numbers
 import functional_jd as fj
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.engines.gramian import squared_norms
-from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
+from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
 from functional_jd.engines.kinds import from_rows
 from functional_jd.engines.weighted import weighted_fn

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from zoo import ASKS, BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
 
-from functional_jd.engines.inner_products import gramian_fn
+from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn
 from functional_jd.engines.weighted import weighted_fn
 from functional_jd.objectives import Multitask, PerExample, multitask, per_example

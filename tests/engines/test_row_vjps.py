@@ -12,7 +12,7 @@ from zoo import numbers
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
 from functional_jd.engines.evaluate import Options
-from functional_jd.engines.inner_products import gramian_fn
+from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp

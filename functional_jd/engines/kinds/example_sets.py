@@ -14,11 +14,11 @@ from functional_jd.engines.evaluate import Options, check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.products import products_of_leaves
-from functional_jd.engines.kinds.found import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
+from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
 from functional_jd.precision.autocast import autocast_disabled

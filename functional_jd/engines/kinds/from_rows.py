@@ -15,7 +15,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Tree
 from functional_jd.engines.evaluate import Options, check_weights, objective_count
-from functional_jd.engines.kinds.found import FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
+from functional_jd.engines.kinds.results import FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.declared import Declared
+from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Params, Tree
-from functional_jd.core.wide import has_float64
 from functional_jd.engines.evaluate import Options, objective_count, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.kinds.found import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted
 from functional_jd.engines.kinds.from_rows import gramian_from_rows, weighted_from_rows
+from functional_jd.engines.kinds.results import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted
 from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, own_buffers, with_carried
 from functional_jd.torch_compat.slow_path import StateJournal, attempt
 

@@ -36,7 +36,8 @@ from functional_jd.engines.evaluate import (
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.found import (
+from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.kinds.results import (
     Args,
     FoundFeatures,
     FoundGramian,
@@ -46,7 +47,6 @@ from functional_jd.engines.kinds.found import (
     PulledHeads,
     PulledRows,
 )
-from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
 from functional_jd.engines.unscaled_heads import assigns_overflows, blamed, unscaled_rows, unscaled_sum
 from functional_jd.engines.vjp import Vjp, vjp

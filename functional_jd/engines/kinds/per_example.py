@@ -31,8 +31,8 @@ from functional_jd.engines.gramian.assemble import gramian_of_uses, rows_of_exam
 from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
 from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.found import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.row_vjps import by_mode
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent

@@ -20,8 +20,8 @@ from functional_jd.engines.evaluate import (
 )
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
-from functional_jd.engines.kinds.found import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.row_vjps import Rows, jacobian_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent

@@ -12,9 +12,9 @@ from functional_jd.core.sharding import agreed, over_dimension, place_in
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.engines.evaluate import Options, select_arguments
-from functional_jd.engines.kinds.found import Args, FoundJacobian, FoundWeighted, Pullback, PulledHeads, PulledRows
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.engines.kinds.results import Args, FoundJacobian, FoundWeighted, Pullback, PulledHeads, PulledRows
 from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import Sharded, no_sharded_form

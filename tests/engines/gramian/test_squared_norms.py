@@ -24,7 +24,7 @@ from zoo import MODELS, Case, mlp, numbers
 
 from functional_jd.engines.gramian import factors, squared_norms
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.inner_products import gramian_fn, squared_norms_fn
+from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.kinds import from_rows
 from functional_jd.objectives import multitask, per_example
 
