@@ -141,6 +141,11 @@ class Sharded(Declared):
         return tree_unflatten(structure, leaves)
 
 
+def mesh_of(losses: Any) -> Any:
+    """The mesh over which the batch of losses is split; None of losses that know of no ranks."""
+    return losses.mesh if isinstance(losses, Sharded) else None
+
+
 def no_sharded_form(where: str, found: str, cure: str = "") -> ValueError:
     """The error of losses that are not differentiated where parameters are sharded."""
     return ValueError(

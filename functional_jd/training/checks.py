@@ -14,8 +14,8 @@ from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params
 from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
-from functional_jd.objectives import Sharded
 from functional_jd.objectives.gathering import Gathers
+from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import is_scaled
 from functional_jd.random.keyed_function import noting_keys
@@ -130,9 +130,10 @@ def check_learning(
         journal.undo(again=True)
         set_random_state(draws)
     unlearned = _unlearned(values, params)
-    if isinstance(plan.losses, Sharded) and plan.losses.mesh is not None:
+    mesh = mesh_of(plan.losses)
+    if mesh is not None:
         without = f"uses all leaves but {', '.join(unlearned) or 'none'}"
-        Gathers(where, plan.losses.mesh, True).announce(without, plan.losses.mesh.device_type)
+        Gathers(where, mesh, True).announce(without, mesh.device_type)
     _warn_of_outputs(where, values)
     refuse_8_bits(where, "losses", values)
     if _refuse_unreached(where, values, points, constant):

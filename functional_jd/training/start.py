@@ -17,7 +17,7 @@ from functional_jd.core.tree import described_leaves, floating_leaves, tree_leav
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Engine, Plan
-from functional_jd.objectives import Sharded
+from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import (
@@ -204,8 +204,8 @@ def check_ranks(
         values: by name, trees of tensors whose values are the same on all ranks, or shards.
         method: by name, records of functions, such as a rule.
     """
-    own = [losses.mesh] if isinstance(losses, Sharded) and losses.mesh is not None else []
-    meshes = dict.fromkeys([*own, *(leaf.device_mesh for leaf in leaves if is_sharded(leaf))])
+    meshes = dict.fromkeys([mesh_of(losses), *(leaf.device_mesh for leaf in leaves if is_sharded(leaf))])
+    meshes.pop(None, None)  # losses that know of no ranks
     if not meshes or under_transform():
         return
     parts: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
 from functional_jd.engines.replicas import replicated
-from functional_jd.objectives import Sharded
+from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -161,7 +161,7 @@ def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engin
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if group is False or (group is None and not several):
         return "auto"
-    over_mesh = isinstance(losses, Sharded) and losses.mesh is not None
+    over_mesh = mesh_of(losses) is not None
     if group is None:
         meshes = [cast(Any, leaf).device_mesh for leaf in tree_leaves(params) if is_sharded(leaf)]
         if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes):
