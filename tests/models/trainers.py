@@ -32,6 +32,7 @@ LIBRARIES = {
     "Losses that carry a graph": ["lightning"],
     "Transformers": ["transformers", "accelerate"],
     "PEFT": ["transformers", "peft"],
+    "PEFT in a Trainer": ["transformers", "accelerate", "peft"],
     "Several rewards": ["transformers"],
 }
 BEFORE = {"Lightning, manual optimization": BLOCKS["Lightning"][:1]}  # what a section goes on from
