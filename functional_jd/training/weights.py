@@ -1,18 +1,19 @@
 """The weights alone, for training loops that call `.backward()` themselves."""
 
+import warnings
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described, refuse
 from functional_jd.core.record_display import Table, displayed_as, outline
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import floating_leaves, tree_leaves
+from functional_jd.core.tree import floating_leaves, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
 from functional_jd.engines.plan import Engine
@@ -20,6 +21,7 @@ from functional_jd.engines.replicas import replicated
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.slow_path import user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.training.checks import check_reached
 from functional_jd.training.driver import weighed
@@ -90,8 +92,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             are refused in calls without a state.
 
     Warns:
-        UserWarning: in calls without a state, losses that do not depend on the parameters, or gradients that pass
-            through float16 without a scale.
+        UserWarning: in calls without a state, losses that do not depend on the parameters, gradients that pass
+            through float16 without a scale, or weights that carry a graph to a leaf tensor that is no `nn.Parameter`.
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
@@ -142,6 +144,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
                 "weights single entries. Use step, or aggregate."
             )
         # `weights @ losses` refuses float64 beside float32. In float16 a small weight would be zero.
+        if state is None and weights.requires_grad and not under_transform():
+            _warn_of_graph(params)
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in tree_leaves(seen.losses)), torch.float32)
         memory = decided.rule_state
         if state is not None:  # a trainer skips a batch that is not finite, and the rule shall not remember it
@@ -149,6 +153,20 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         return FoundWeights(weights.to(dtype), seen.losses, memory)
 
     return weights_of
+
+
+def _warn_of_graph(params: Params) -> None:
+    """Warn of a leaf tensor to which weights carry a graph: a trainer's backward pass would go through the rule."""
+    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
+        if p.requires_grad and p.is_leaf and not isinstance(p, nn.Parameter):
+            warnings.warn(
+                f"{_WHERE}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
+                "the gradient of (weights * losses).sum() goes through the rule, and is not its direction. Pass the "
+                "parameters of the module, or tensors without grad, or take weights.detach(). For derivatives of "
+                "weights use torch.func.",
+                stacklevel=user_level(),
+            )
+            return
 
 
 def _check_scale(scale: Any) -> None:

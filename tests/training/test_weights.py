@@ -125,6 +125,20 @@ def test_a_rule_does_not_remember_a_batch_that_is_not_finite(build):
     assert torch.equal(found, expected)
 
 
+def test_weights_that_carry_a_graph_to_a_leaf_that_is_no_parameter_are_told():
+    params, x = problem(range(9))
+    taken = {name: p.clone().requires_grad_() for name, p in params.items()}
+    with pytest.warns(UserWarning, match=r"weights_fn: the weights carry a graph to '\w+', .*weights\.detach\(\)"):
+        found = jd.weights_fn(losses, jd.upgrad())(taken, x)
+    assert found.weights.requires_grad, "they can be differentiated"
+    again = jd.weights_fn(losses, jd.upgrad())(taken, x, state=found.state)  # said once
+    assert again.weights.requires_grad
+    fast = {name: 2 * p for name, p in taken.items()}  # computed from others, whose derivatives are asked for
+    jd.weights_fn(losses, jd.upgrad())(fast, x).weights.sum().backward()
+    torch.func.grad(lambda p: jd.weights_fn(losses, jd.upgrad())(p, x).weights.square().sum())(params)
+    jd.weights_fn(losses, jd.mean())(taken, x)
+
+
 def test_weights_of_a_modules_parameters_are_constants_and_leave_no_gradients():
     params, x = problem(range(9))
     own = {name: nn.Parameter(p) for name, p in params.items()}
