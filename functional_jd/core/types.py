@@ -55,7 +55,7 @@ class AffineWeights(NamedTuple):
     `direction = sum_i weights_i J_i + rest`
 
     Attributes:
-        weights: float64, broadcasts to the leaf `[m, *p]`.
+        weights: float64, `[m]`, or with as many dimensions as the leaf `[m, *p]`, to which they broadcast.
         rest: `[*p]`, at least float32.
     """
 

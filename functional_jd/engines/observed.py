@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combined, products_of_rows
+from functional_jd.aggregation.combine import combined, products_of_rows
 from functional_jd.aggregation.observation import Observation, Products, Pulled, Scaling
 from functional_jd.core.float64 import widest
 from functional_jd.core.heads import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.observation import Observation, Pulled
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.agreement import description, means_if_alike

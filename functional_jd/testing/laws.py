@@ -16,7 +16,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, start, weights_by_leaf
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, start
+from functional_jd.aggregation.combine import weights_by_leaf
 from functional_jd.core.rows import per_row
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree

@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, check_rule, combine, start
+from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate, check_rule, start
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map

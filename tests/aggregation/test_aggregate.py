@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start, weigh
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, start, weigh
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients

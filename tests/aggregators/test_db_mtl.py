@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_batch, check_form, check_slopes, number, sequences, values
 
-from functional_jd.aggregation.aggregate import aggregate, combine
+from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped

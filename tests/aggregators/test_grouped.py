@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from functional_jd import random
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, combine, start
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients, with_losses
 from functional_jd.aggregators.clipped import clipped

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_batch, check_form, check_slopes, number, sequences, values
 
-from functional_jd.aggregation.aggregate import aggregate, combine
+from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.moco import moco
 
 RULE = moco(0.6, 0.2, 0.1)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from functional_jd.aggregation.aggregate import aggregate, combine
+from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.names import objective_names

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.combine import combine
 from functional_jd.core.rows import block_size
 
 

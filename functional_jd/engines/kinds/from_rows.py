@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine, combined, products_of_rows
+from functional_jd.aggregation.combine import combine, combined, products_of_rows
 from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Products
 from functional_jd.aggregation.views import gramian_of_leaves, norms

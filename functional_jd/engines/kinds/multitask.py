@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import combine
+from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.heads import nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, per_row

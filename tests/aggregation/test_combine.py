@@ -1,0 +1,86 @@
+"""Weights by entry: what they multiply, by torch's own broadcasting, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+
+import functional_jd as jd
+from functional_jd.aggregation import AffineWeights, combine
+
+SHAPES = [(2, 3, 4), (2, 2, 4), (3, 3, 3), (2, 2), (3,), (1, 1)]  # square ones tell rows from other axes
+
+
+def numbers(shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def fitting(shape):
+    """All shapes with as many dimensions, each of the full size or 1."""
+    return {tuple(sizes) for sizes in itertools.product(*({1, size} for size in shape))}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_of_all_dimensions_broadcast_as_in_torch(shape):
+    leaf = numbers(shape)
+    for index, own in enumerate(sorted(fitting(shape))):
+        weights = numbers(own, 1 + index)
+        found = combine({"w": leaf}, {"w": weights})["w"]
+        bound = 8 * torch.finfo(torch.float64).eps * (leaf * weights).abs().sum(0)
+        assert ((found - (leaf * weights).sum(0)).abs() <= bound).all(), own
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_number_for_each_row_weighs_rows_also_where_another_axis_is_as_long(shape):
+    leaf, weights = numbers(shape), numbers(shape[:1], 1)
+    expected = sum(w * row for w, row in zip(weights, leaf, strict=True))
+    bound = 8 * torch.finfo(torch.float64).eps * sum((w * row).abs() for w, row in zip(weights, leaf, strict=True))
+    assert ((combine({"w": leaf}, {"w": weights})["w"] - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_of_other_shapes_are_refused_by_the_name_of_their_leaf(shape):
+    sizes = sorted({1, 2, 3, 4})
+    others = {own for count in range(len(shape) + 2) for own in itertools.product(sizes, repeat=count)}
+    for own in sorted(others - fitting(shape) - {shape[:1]}):
+        with pytest.raises(ValueError, match=r"combine: expected weights of leaf 'a\.w' of shape \[\d\], one per row"):
+            combine({"a": {"w": numbers(shape)}}, {"a": {"w": numbers(own)}})
+
+
+def test_a_rule_that_returns_a_direction_is_told_so():
+    def sums(jacobian):
+        return {name: leaf.sum(0) for name, leaf in jacobian.items()}
+
+    rule = jd.stateless(jd.views.full_jacobian, sums)
+    for shape in ((2, 3, 4), (2, 2, 2), (2, 3), (2,)):
+        with pytest.raises(ValueError, match=r"aggregate: .*A rule returns weights, and no direction\."):
+            jd.aggregate(rule, {"w": numbers(shape)})
+
+
+@pytest.mark.parametrize("rest", [(2, 3), (1,), (), (4,)], ids=str)
+def test_the_rest_has_the_shape_of_the_direction(rest):
+    weights = AffineWeights(torch.ones(2, 1, dtype=torch.float64), numbers(rest))
+    with pytest.raises(
+        ValueError, match=r"combine: expected the rest of leaf 'w' of shape \[3\], that of"
+    ):
+        combine({"w": numbers((2, 3))}, {"w": weights})
+    good = combine({"w": numbers((2, 3))}, {"w": weights._replace(rest=numbers((3,), 2))})["w"]
+    torch.testing.assert_close(good, numbers((2, 3)).sum(0) + numbers((3,), 2))
+
+
+def test_transforms_keep_what_weights_by_entry_mean():
+    leaf, weights = numbers((2, 2, 4)), numbers((2, 1, 4), 1)
+
+    def weighted(leaf, weights):
+        return combine({"w": leaf}, {"w": weights})["w"]
+
+    batch = numbers((5, 2, 2, 4), 2)
+    found = torch.vmap(weighted, (0, None))(batch, weights)
+    torch.testing.assert_close(found, (batch * weights).sum(1), rtol=1e-14, atol=1e-14)
+    grad = torch.func.grad(lambda w: weighted(leaf, w).square().sum())(weights)
+    expected = 2 * (leaf * (leaf * weights).sum(0)).sum(1, keepdim=True)
+    torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-13)
+    _, slope = torch.func.jvp(lambda w: weighted(leaf, w), (weights,), (numbers((2, 1, 4), 3),))
+    torch.testing.assert_close(slope, weighted(leaf, numbers((2, 1, 4), 3)), rtol=1e-14, atol=1e-14)
+    compiled = torch.compile(weighted, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(leaf, weights), weighted(leaf, weights))
