@@ -35,6 +35,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers`: dicts of tensors like
         `dict(module.named_parameters())` and `dict(module.named_buffers())`; any shapes and dtypes that the module
         takes. The buffers that come back are new tensors: those of a normalisation layer have moved, others are copies.
+        A deep copy of `apply`, also within a copy of the module that keeps it, is that of the copied module; so is a
+        pickle.
 
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
@@ -70,33 +72,55 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional: expected an nn.Module, found {type(module).__name__}. Pass the module itself.")
-    if torch.compiler.is_compiling():  # a graph break, where those are allowed
-        raise RuntimeError(
-            "functional: expected a call outside of what torch.compile traces, as it reads all parts of the module, "
-            "found one inside. Write apply = functional(module) before, and compile what calls apply."
-        )
-    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ValueError(
-            f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module first "
-            "runs. Call the module once before."
-        )
-    _refuse_fully_sharded(module)
-    tree = ModuleTree(module)
-    param_names = [name for name, _ in module.named_parameters()]
-    buffer_names = [name for name, _ in module.named_buffers()]
+    applied = _Applied(module)
+    applied.read()
+    return applied
 
-    def apply(params: State, buffers: State, *args: Any, **kwargs: Any) -> tuple[Any, State]:
-        given = _named("params", params, param_names, "named_parameters")
-        for name, x in _named("buffers", buffers, buffer_names, "named_buffers").items():
+
+class _Applied:
+    """What `functional` returns. A deep copy, alone or within what holds the module, is that of the copied module."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.tree: ModuleTree | None = None  # in a copy, read at the first call: its module may be half copied
+        self.param_names: list[str] = []
+        self.buffer_names: list[str] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Applied, (self.module,)
+
+    def read(self) -> ModuleTree:
+        """Read the parts of the module."""
+        module = self.module
+        if torch.compiler.is_compiling():  # a graph break, where those are allowed
+            raise RuntimeError(
+                "functional: expected a call outside of what torch.compile traces, as it reads all parts of the "
+                "module, found one inside. Write apply = functional(module) before, and compile what calls apply."
+            )
+        lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise ValueError(
+                f"functional: expected parameters with shapes, found that {lazy[0]!r} gets its own when the module "
+                "first runs. Call the module once before."
+            )
+        _refuse_fully_sharded(module)
+        self.tree = ModuleTree(module)
+        self.param_names = [name for name, _ in module.named_parameters()]
+        self.buffer_names = [name for name, _ in module.named_buffers()]
+        return self.tree
+
+    def __call__(self, params: State, buffers: State, *args: Any, **kwargs: Any) -> tuple[Any, State]:
+        tree = self.read() if self.tree is None else self.tree
+        given = _named("params", params, self.param_names, "named_parameters")
+        for name, x in _named("buffers", buffers, self.buffer_names, "named_buffers").items():
             given[name] = x.detach().clone()  # losses may change buffers in place
         for embedding, name in tree.embeddings:
             if embedding.max_norm is not None:
                 given[name] = params[name].clone()  # rows are shortened in place
         if torch.compiler.is_compiling():
-            (output, replaced, moved), runs_again = run_traced(module, tree, given, args, kwargs), True
+            (output, replaced, moved), runs_again = run_traced(self.module, tree, given, args, kwargs), True
         else:
-            output, replaced, moved, runs_again = _called(module, tree, given, params, args, kwargs)
+            output, replaced, moved, runs_again = _called(self.module, tree, given, params, args, kwargs)
         if replaced is not None:
             raise ValueError(
                 f"functional: expected a forward that leaves its parameters, found that it replaces {replaced!r}. Make "
@@ -106,8 +130,6 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         returned = {name: x.detach().clone() if runs_again else x.detach() for name, x in moved.items()}
         note_moved_buffers(buffers, returned)
         return output, returned
-
-    return apply
 
 
 def _refuse_fully_sharded(module: nn.Module) -> None:

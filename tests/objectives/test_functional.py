@@ -1,12 +1,14 @@
 """Modules as pure functions: the module's numbers, its buffers as values, right where it runs again."""
 
 import copy
+import io
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
@@ -389,3 +391,44 @@ def test_modules_with_flat_parameters_of_fsdp_are_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.fsdp.FullyShardedDataParallel", FullyShardedDataParallel)
     with pytest.raises(ValueError, match=r"functional: expected a module without .*, found FullyShardedDataParallel"):
         fj.functional(FullyShardedDataParallel(nn.Linear(2, 2)))
+
+
+class Keeping(nn.Module):
+    """A module that keeps the functions of a part, and of itself, as trainers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.whole, self.call = fj.functional(self), fj.functional(self.net)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def pickled(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, AveragedModel], ids=["deepcopy", "pickle", "average"])
+def test_a_copy_of_a_module_that_keeps_its_function_has_the_function_of_the_copy(copied):
+    module, x = Keeping(), torch.randn(6, 4)
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    module.whole(params, buffers, x)
+    module.eval()
+    other = copied(module)
+    other = other.module if isinstance(other, AveragedModel) else other
+    other.train()
+    other.net[2].p = 0.0
+    assert other.call.module is other.net
+    assert other.whole.module is other
+    assert module.call.module is module.net
+    own = dict(other.net.named_parameters()), dict(other.net.named_buffers())
+    for found, moved in (other.whole(params, buffers, x), other.call(*own, x)):
+        torch.testing.assert_close(found, copy.deepcopy(other.net)(x), rtol=0, atol=0)
+        assert max(int(v) for name, v in moved.items() if name.endswith("tracked")) > int(
+            buffers["net.1.num_batches_tracked"]
+        )
+    torch.testing.assert_close(module.whole(params, buffers, x)[0], module(x), rtol=0, atol=0)
