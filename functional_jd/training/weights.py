@@ -46,7 +46,7 @@ class FoundWeights(NamedTuple):
     Attributes:
         weights: `[m]`, one per loss, in leaf order, in the dtype of the losses, at least float32.
         losses: the values.
-        state: what the rule remembers, for the next call.
+        state: what the rule remembers, for the next call; None where a first batch was not finite.
     """
 
     weights: Tensor
@@ -99,7 +99,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
         constant weights the gradient of `weights @ losses`, but for the heads of `multitask` losses. A gradient that is
         not finite, or not with the scale, gives weights that are not finite where the rule looks at it, so that a
-        `GradScaler` skips the step and backs off; then the state that was given is returned, as in a skipped step.
+        `GradScaler` skips the step and backs off. Then, or where a loss is not finite, the state that was given is
+        returned, as in a skipped step; in a call without a state None, so that the rule starts with the next batch (in
+        a graph or under a transform, which cannot return it, what the rule made of that batch).
         Pure; composes with vmap, grad, jvp and compile.
 
     Differs:
@@ -148,8 +150,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             _warn_of_graph(params)
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in tree_leaves(seen.losses)), torch.float32)
         memory = decided.rule_state
-        if state is not None:  # a trainer skips a batch that is not finite, and the rule shall not remember it
-            memory = select(weights.isfinite().all(), memory, state)
+        if tree_leaves(memory):
+            memory = _remembered(weights, seen.losses, memory, state)
         return FoundWeights(weights.to(dtype), seen.losses, memory)
 
     return weights_of
@@ -167,6 +169,15 @@ def _warn_of_graph(params: Params) -> None:
                 stacklevel=user_level(),
             )
             return
+
+
+def _remembered(weights: Tensor, losses: Losses, memory: Tree, state: Tree) -> Tree:
+    """The memory, if a batch was finite; else what was given: trainers skip such a batch, and rules must forget it."""
+    taken = torch.stack([weights.isfinite().all(), *(x.isfinite().all() for x in tree_leaves(losses))]).all()
+    if state is not None:
+        return select(taken, memory, state)
+    traced = torch.compiler.is_compiling() or under_transform()
+    return memory if traced or bool(taken) else None
 
 
 def _check_scale(scale: Any) -> None:

@@ -60,9 +60,7 @@ def test_a_rule_that_returns_a_direction_is_told_so():
 @pytest.mark.parametrize("rest", [(2, 3), (1,), (), (4,)], ids=str)
 def test_the_rest_has_the_shape_of_the_direction(rest):
     weights = AffineWeights(torch.ones(2, 1, dtype=torch.float64), numbers(rest))
-    with pytest.raises(
-        ValueError, match=r"combine: expected the rest of leaf 'w' of shape \[3\], that of"
-    ):
+    with pytest.raises(ValueError, match=r"combine: expected the rest of leaf 'w' of shape \[3\], that of"):
         combine({"w": numbers((2, 3))}, {"w": weights})
     good = combine({"w": numbers((2, 3))}, {"w": weights._replace(rest=numbers((3,), 2))})["w"]
     torch.testing.assert_close(good, numbers((2, 3)).sum(0) + numbers((3,), 2))

@@ -125,6 +125,40 @@ def test_a_rule_does_not_remember_a_batch_that_is_not_finite(build):
     assert torch.equal(found, expected)
 
 
+REMEMBERING = {
+    "cr_mogm": lambda: jd.cr_mogm(jd.upgrad()),
+    "nash_mtl": lambda: jd.nash_mtl(every=3),
+    "gradvac": lambda: jd.gradvac(jd.random.key(0)),
+    "pcd": jd.pcd,
+    "famo": jd.famo,
+    "gradnorm": jd.gradnorm,
+    "excess_mtl": jd.excess_mtl,
+    "uw": jd.uw,
+    "imtl_l": jd.imtl_l,
+    "dwa": jd.dwa,
+}
+
+
+@pytest.mark.parametrize("build", REMEMBERING.values(), ids=REMEMBERING)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_rule_starts_with_the_first_batch_that_is_finite(build, bad):
+    def losses(params, x):
+        return torch.stack([(params["w"] - x).square().sum() + 0.1, (params["w"] + 2 * x).abs().sum() + 1])
+
+    params, x = {"w": torch.tensor([1.0, 2.0, -1.0])}, torch.tensor([0.3, 0.1, 0.7])
+    weights_of = jd.weights_fn(losses, build())
+    broken = weights_of(params, torch.tensor([0.3, bad, 0.7]))
+    assert broken.state is None
+    expected, found = None, broken.state
+    for shift in (0.0, 0.5, 1.0):
+        alone = weights_of(params, x + shift, state=expected)
+        after = weights_of(params, x + shift, state=found)
+        assert after.weights.isfinite().all()
+        assert after.weights.abs().sum() > 0
+        assert torch.equal(after.weights, alone.weights)
+        expected, found = alone.state, after.state
+
+
 def test_weights_that_carry_a_graph_to_a_leaf_that_is_no_parameter_are_told():
     params, x = problem(range(9))
     taken = {name: p.clone().requires_grad_() for name, p in params.items()}
