@@ -11,8 +11,9 @@ from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
 from functional_jd.precision.autocast import with_op_tables
-from functional_jd.torch_compat.slow_path import StateJournal, WatchingMode, refuse_export
+from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.watching import StateJournal, WatchingMode
 
 
 def is_differentiable(values: Any) -> bool:

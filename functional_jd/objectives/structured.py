@@ -14,7 +14,8 @@ from functional_jd.core.declared import Declared
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.slow_path import StateJournal, attempt
+from functional_jd.torch_compat.slow_path import attempt
+from functional_jd.torch_compat.watching import StateJournal
 
 Dims = int | None | Sequence[int | None]
 """The dimension of the examples: one for all arguments, or one per argument; `None` marks a shared argument."""

@@ -12,7 +12,8 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_optimizer, in_dtype_of
-from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
+from functional_jd.torch_compat.watching import StateJournal
 
 
 @displayed_as(outline)

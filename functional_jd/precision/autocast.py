@@ -25,7 +25,6 @@ from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_stat
 from functional_jd.torch_compat.noticing import Noticing, can_notice
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
-from functional_jd.torch_compat.slow_path import StateJournal, Watch, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
     any_autocast,
     constant_while_tracing,
@@ -38,6 +37,7 @@ from functional_jd.torch_compat.torch_internals import (
     under_transform,
     untraced,
 )
+from functional_jd.torch_compat.watching import StateJournal, Watch, WatchingMode
 
 
 def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:

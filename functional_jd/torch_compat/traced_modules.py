@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
 from functional_jd.torch_compat.module_tree import HOLDERS, STANDARD, ModuleTree, check_part
-from functional_jd.torch_compat.slow_path import IN_PLACE_NAMES
 from functional_jd.torch_compat.torch_internals import function_name, module_tensors, traceable, untraced
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

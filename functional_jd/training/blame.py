@@ -8,7 +8,8 @@ from functional_jd.core.heads import split_heads
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat.slow_path import StateJournal, is_out_of_memory, random_state, set_random_state
+from functional_jd.torch_compat.slow_path import is_out_of_memory, random_state, set_random_state
+from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.prepare import prepare
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step as step_of_package

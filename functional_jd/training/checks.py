@@ -23,14 +23,9 @@ from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
 from functional_jd.torch_compat.moved_buffers import noting_moved_buffers
 from functional_jd.torch_compat.own_parameters import Noted, noting_parameters
-from functional_jd.torch_compat.slow_path import (
-    StateJournal,
-    random_state,
-    random_state_outside_torch,
-    set_random_state,
-    user_level,
-)
+from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
+from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.first_values import warn_of_residuals
 from functional_jd.training.lost_state import warn_of_lost_state
 from functional_jd.training.signatures import blame_batch

@@ -11,7 +11,8 @@ from functional_jd.core.types import PLAIN_TENSORS, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import is_key, may_be_key
 from functional_jd.random import split
-from functional_jd.torch_compat.slow_path import StateJournal, user_level
+from functional_jd.torch_compat.slow_path import user_level
+from functional_jd.torch_compat.watching import StateJournal
 
 # Of so many parts of a key, which split(key, n) begins with whatever n is, losses may draw with any.
 _PARTS = 8

@@ -20,13 +20,9 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
-from functional_jd.torch_compat.slow_path import (
-    StateJournal,
-    random_state,
-    random_state_outside_torch,
-    set_random_state,
-)
+from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
+from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
 from functional_jd.training.driver import started
 from functional_jd.training.first_values import warn_of_values

@@ -20,7 +20,6 @@ from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, VIEWS, ParameterView, same, view_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
-from functional_jd.torch_compat.slow_path import SEEN, SEEN_WITH, WatchingMode
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     GRAPH_ATTRIBUTES,
@@ -40,6 +39,7 @@ from functional_jd.torch_compat.torch_internals import (
     unwrapped,
     without_view,
 )
+from functional_jd.torch_compat.watching import SEEN, SEEN_WITH, WatchingMode
 
 
 class LayerUse(NamedTuple):

@@ -17,7 +17,7 @@ from functional_jd.engines.gramian.recorder import KNOWN, Known, LayerRecorder, 
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.slow_path import IN_PLACE_NAMES
+from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
 from functional_jd.torch_compat.torch_internals import function_name, traceable, traced_grad, transform_level, untraced
 from functional_jd.torch_compat.vmap_levels import varies_in_vmap
 

@@ -16,7 +16,8 @@ from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds.from_rows import gramian_from_rows, weighted_from_rows
 from functional_jd.engines.kinds.results import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted
 from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, own_buffers, with_carried
-from functional_jd.torch_compat.slow_path import StateJournal, attempt
+from functional_jd.torch_compat.slow_path import attempt
+from functional_jd.torch_compat.watching import StateJournal
 
 
 def _carrying(losses: Any, batch: Args, extras: Extras) -> CarryingLosses:

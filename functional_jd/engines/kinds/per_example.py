@@ -40,8 +40,9 @@ from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
 from functional_jd.precision.autocast import autocast_as_now
 from functional_jd.random import split
-from functional_jd.torch_compat.slow_path import StateJournal, attempt, random_state, set_random_state
+from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
+from functional_jd.torch_compat.watching import StateJournal
 
 
 def jacobian(losses: PerExample, args: Args, options: Options) -> FoundJacobian:

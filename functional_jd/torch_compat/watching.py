@@ -1,0 +1,131 @@
+"""A mode that sees every op, and a journal of what was changed in place, from which it is undone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from functional_jd.torch_compat.assignments import put_back
+from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.in_place import IN_PLACE, WITH_FLAG, WITH_STATISTICS, changes_in_place, targets_of
+from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
+from functional_jd.torch_compat.repaired_ops import REPAIRED
+from functional_jd.torch_compat.torch_internals import (
+    GRAPH_ATTRIBUTES,
+    graph_attribute,
+    is_wrapped,
+    transform_level,
+    untraced,
+)
+
+
+@dataclass(eq=False)
+class StateJournal:
+    """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
+
+    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves, `numbers`
+    those that modules assign to: the module, the name, where it stands, and the number before.
+    """
+
+    # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
+    before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = field(default_factory=dict)
+    averages: list[Tensor] = field(default_factory=list)
+    numbers: list[tuple[nn.Module, str, dict[str, Any], float]] = field(default_factory=list)
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what this op is about to change."""
+        drawn = kwargs.get("generator")
+        if drawn is not None and id(drawn) not in self.before:
+            self.before[id(drawn)] = drawn, partial(drawn.set_state, drawn.get_state()), None
+        if func == _SET_DATA and not is_wrapped(args[0]):
+            old = args[0].data
+            self.before.setdefault((id(args[0]), "data"), (args[0], partial(func, args[0], old), old))
+        elif func in _SET_REQUIRES_GRAD and not is_wrapped(args[0]) and args[0].is_leaf:
+            put = partial(Tensor.requires_grad_, args[0], args[0].requires_grad)
+            self.before.setdefault((id(args[0]), "requires_grad"), (args[0], put, None))
+        elif changes_in_place(func, args, kwargs):
+            for x in targets_of(func, args, kwargs):
+                # What has a history in the graph was made by the losses themselves.
+                state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
+                if state and id(x) not in self.before:
+                    old = x.detach().clone()
+                    self.before[id(x)] = x, partial(x.copy_, old), old
+                    if func in WITH_STATISTICS:
+                        self.averages.append(x)
+
+    def note_attribute(self, module: nn.Module, name: str) -> None:
+        """Keep what a module is about to lose."""
+        if (id(module), name) not in self.before:
+            self.before[id(module), name] = module, put_back(module, name), None
+            old = vars(module).get(name)
+            if isinstance(old, int | float) and not isinstance(old, bool):
+                self.numbers.append((module, name, vars(module), old))
+
+    def undo(self, *, again: bool = False) -> None:
+        """Put everything back to what it was; `again`: it may have to be put back once more."""
+        with torch.no_grad():
+            for _, put, _ in reversed(self.before.values()):
+                put()
+        if not again:
+            self.before.clear()
+
+    def watch(self, *, examples: bool = False) -> TorchFunctionMode:
+        """A mode that notes every op, and for the loss of one example does what `Watch` says."""
+        return Watch(self, transform_level() if examples else None)
+
+
+class Watch(TorchFunctionMode):
+    """A mode that sees every op, for what cannot be known without.
+
+    Args:
+        journal: notes what is changed in place.
+        level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
+            there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
+        repaired: whether ops that torch differentiates wrongly under a transform take their repaired forms.
+        where: the function in whose name batch normalization is refused.
+    """
+
+    def __init__(
+        self, journal: StateJournal | None, level: Any = None, *, repaired: bool = False, where: str = "per_example"
+    ):
+        super().__init__()
+        self.journal, self.where, self.level = journal, where, level
+        self.forms: dict[Any, Any] = REPAIRED if repaired else {}
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
+            return func(*args, **kwargs)
+        return self.call(func, *args, **kwargs)
+
+    def call(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an op of `SEEN`, or one with an argument of `SEEN_WITH`."""
+        if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
+            return graph_attribute(func, *args)
+        if self.level is not None and func in BATCH_NORMS and changes_in_place(func, args, kwargs):
+            refuse_statistics_of_one(args, kwargs, self.where)
+        if self.journal is not None:
+            self.journal.note(func, args, kwargs)
+        func = self.forms.get(func, func)
+        form = None if self.level is None or kwargs else batched_form(func, args)
+        return (form or func)(*args, **kwargs)
+
+
+class WatchingMode(TorchFunctionMode):
+    """A mode that stands in for the `Watch` directly around it, by calling its `call`: a second mode costs as much as a
+    small op for every op.
+    """
+
+    watch: Watch | None = None
+
+
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
+_SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore
+SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *IN_PLACE, *WITH_FLAG, *RECURRENT, *REPAIRED}
+SEEN_WITH = {"out", "generator"}
+"""The ops with which a `Watch` may have something to do, and the arguments by which others concern it."""
