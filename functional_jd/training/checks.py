@@ -28,6 +28,7 @@ from functional_jd.torch_compat.torch_internals import has_values
 from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.first_values import warn_of_residuals
 from functional_jd.training.lost_state import warn_of_lost_state
+from functional_jd.training.private import warn_of_moved_buffers
 from functional_jd.training.signatures import blame_batch
 
 # Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
@@ -118,6 +119,8 @@ def check_learning(
             values, buffers, noted = _evaluated(plan, params, journal)
         _refuse_written(plan, points, noted, journal)
         warn_of_lost_state(plan, journal, moved, drawn, buffers)
+        if optimizer.sensitivity is not None:
+            warn_of_moved_buffers(plan, journal, drawn, buffers)
     except Exception as error:
         blame_batch(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise

@@ -81,7 +81,8 @@ def train_state(
             that `keyed` draws with and that is returned as it was, or with which all examples draw alike; single losses
             and something larger in one tuple; parameters that no loss reaches; gradients that pass through float16
             without a scale; `levenberg_marquardt` and `natural_gradient` with losses that are squares, or with Adam;
-            examples of both signs, as residuals have, under rules for losses, such as `mean`, `upgrad` and `config`.
+            examples of both signs, as residuals have, under rules for losses, such as `mean`, `upgrad` and `config`;
+            buffers other than keys that the losses move under `private` or `noised`.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that

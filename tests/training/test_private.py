@@ -87,12 +87,63 @@ def test_without_examples_buffers_stay_and_keys_go_on():
         return loss(params, x * (1 + normal(own["key"], x.shape)), y), own | {"mean": own["mean"] + x}
 
     how = fj.private(drawn, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
-    state = fj.train_state(PARAMS, *batch(2), buffers={"key": key(1), "mean": torch.ones(5).double()}, **how)
+    with pytest.warns(UserWarning, match="move the buffer 'mean'"):
+        state = fj.train_state(PARAMS, *batch(2), buffers={"key": key(1), "mean": torch.ones(5).double()}, **how)
     nobody, _ = fj.step(state, *batch(0), **how)
     somebody, _ = fj.step(state, *batch(2), **how)
     assert nobody.buffers["mean"].tolist() == [1.0] * 5
     check_within(somebody.buffers["mean"], 1 + batch(2)[0].mean(0), 8 * eps())
     assert not any(torch.equal(after.buffers["key"], key(1)) for after in (nobody, somebody))
+
+
+STARTS = {"mean": [1.0] * 5, "count": 1, "pair": [1, 2], "on": True}
+MOVES = {
+    "mean": lambda old, x: 0.9 * old + 0.1 * x.float(),
+    "mean in place": lambda old, x: old.mul_(0.9),
+    "count": lambda old, x: old + 1,
+    "pair": lambda old, x: old + 1,  # no key, though it looks like one
+    "on": lambda old, x: ~old,
+}
+
+
+@pytest.mark.parametrize("way", MOVES)
+@pytest.mark.parametrize("noise", ["private", "noised", "without"])
+def test_buffers_that_move_without_noise_are_told(way, noise):
+    name = way.split()[0]
+    move = lambda params, own, x, y: (loss(params, x, y), own | {name: MOVES[way](own[name], x)})
+    how = fj.private(move, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    how |= {"private": {}, "noised": {"losses": fj.per_example(move)}, "without": {"optimizer": fj.sgd(0.5)}}[noise]
+    buffers = {name: torch.tensor(start) for name, start in STARTS.items()} | {"key": key(1)}
+    begin = lambda: fj.train_state(PARAMS, *batch(2), buffers=buffers, **how)
+    if noise == "without":
+        begin()  # no warning: warnings are errors
+        return
+    with pytest.warns(UserWarning, match=f"train_state: the losses of noised training move the buffer '{name}', which"):
+        begin()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_keys_and_buffers_that_stay_are_not_told(whole):
+    def drawn(params, own, x, y):
+        at = own if whole else own["dropout_key"]
+        later = split(at)[1]
+        value = loss(params, x * (1 + normal(at, x.shape)), y)
+        return value, later if whole else own | {"dropout_key": later, "table": own["table"].clone()}
+
+    how = fj.private(drawn, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    own = key(1) if whole else {"dropout_key": key(1), "table": torch.tensor([1.0, torch.nan])}
+    fj.train_state(PARAMS, *batch(2), buffers=own, **how)  # no warning: warnings are errors
+
+
+def test_a_key_by_another_name_is_told_once():
+    def dropped(params, own, x, y):
+        masked = fj.random.keyed(lambda x: nn.functional.dropout(x, 0.5))(own["seed"], x)
+        return loss(params, masked, y), {"seed": split(own["seed"])[1]}
+
+    how = fj.private(dropped, optimizer=fj.sgd(0.5), key=key(3), **SETTINGS)
+    with pytest.warns(UserWarning, match="all examples draw the same numbers") as told:
+        fj.train_state(PARAMS, *batch(2), buffers={"seed": key(1)}, **how)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("transform", ["vmap", "compile"])
