@@ -9,6 +9,7 @@ import torch
 from bounds import check_stable, check_within, eps
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import functional_jd as fj
@@ -241,6 +242,81 @@ def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guid
     assert bool(info.moved) == (spoiled is None or every == 100)
     assert torch.equal(found["in_parts"].optimizer.key, expected.optimizer.key)
     torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_that_were_drawn(guide):
+    found, _ = guide
+    assert len(found["take"].graphs) == 1
+    x, kind, params = found["x"], found["kind"], {"w": torch.full((20, 5), 0.1)}
+    scored = lambda params, x, kind: functional.cross_entropy(x @ params["w"], kind)
+    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.sgd(0.1), "key": key(0)}
+    drawn = fj.private(scored, **how)
+    weighted = fj.private(lambda params, x, kind, w: w * scored(params, x, kind), **how)
+    state, take = fj.train_state(params, x, kind, **drawn), fj.compiled(fj.step, backend="eager")
+    for n in (17, 15, 0, 1):
+        after, info = take(state, *found["padded"](x[:n], kind[:n]), **weighted)
+        expected, _ = fj.step(state, x[:n], kind[:n], **drawn)
+        assert info.moved
+        torch.testing.assert_close(after.params, expected.params, rtol=1e-6, atol=1e-7)
+    assert len(take.graphs) == 1
+
+
+INDEXING = {
+    "cross_entropy": lambda scores, kind: functional.cross_entropy(scores, kind),
+    "gather": lambda scores, kind: scores.square().gather(0, kind[None])[0],
+    "embedding": lambda scores, kind: functional.embedding(kind, scores[:, None]).square().sum(),
+    "one_hot": lambda scores, kind: (scores - functional.one_hot(kind, 5)).square().sum(),
+}
+
+
+def graphs_by_size(f, sizes):
+    """How many graphs there are after each size."""
+    torch.compiler.reset()
+    graphs, counts = [], []
+    kept = lambda graph, _: graphs.append(graph) or graph.forward
+    compiled = torch.compile(f, dynamic=True, fullgraph=True, backend=kept)
+    for n in sizes:
+        compiled(n)
+        counts.append(len(graphs))
+    return counts
+
+
+def examples_of(scored, plain=False):
+    """Steps on so many examples, or the gradient of each in plain torch."""
+    params, x, kind = {"w": torch.full((20, 5), 0.1)}, torch.ones(32, 20), torch.arange(32) % 5
+    of_one = lambda params, x, kind: scored(x @ params["w"], kind)
+    how = fj.private(of_one, optimizer=fj.sgd(0.1), key=key(0), **SETTINGS)
+    state = fj.train_state(params, x, kind, **how)
+    rows = torch.vmap(torch.func.grad(of_one), (None, 0, 0))
+    return lambda batch: rows(params, *batch) if plain else fj.step(state, *batch, **how), lambda n: (x[:n], kind[:n])
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    # In plain torch, `vmap` of the gradient of `one_hot` does not compile at all.
+    [*((name, False) for name in INDEXING), *((name, True) for name in INDEXING if name != "one_hot")],
+)
+def test_as_the_guide_says_a_loss_with_an_index_is_a_graph_for_each_size(name, plain):
+    f, of_size = examples_of(INDEXING[name], plain)
+    assert graphs_by_size(f, map(of_size, (17, 15))) == [1, 2]
+
+
+def test_as_the_guide_says_a_ninth_size_stops():
+    f, of_size = examples_of(INDEXING["cross_entropy"])
+    assert torch._dynamo.config.recompile_limit == 8
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit),
+    ):
+        graphs_by_size(f, map(of_size, (17, 15, 9)))
+
+
+def test_as_the_guide_says_a_loss_without_an_index_is_one_graph_and_one_more_for_0_and_1():
+    scored = lambda scores, kind: -(scores.log_softmax(-1) * (torch.arange(len(scores)) == kind)).sum()
+    f, of_size = examples_of(scored)
+    assert graphs_by_size(f, map(of_size, (17, 15, 9, 1, 0, 20))) == [1, 1, 1, 2, 3, 3]
+    scores = torch.linspace(-1, 2, 5)
+    torch.testing.assert_close(scored(scores, torch.tensor(3)), functional.cross_entropy(scores, torch.tensor(3)))
 
 
 def test_a_grid_over_bounds_protects_where_rule_and_noise_have_one():
