@@ -37,6 +37,8 @@ def clipped(max_norm: Number) -> Aggregator:
     Differs:
         The direction is the sum, not the mean: a private mean divides by the expected size of a batch, not by the size
         that was drawn. Opacus sums too, divides by the expected size after it has added noise, and adds 1e-6 to norms.
+        For an embedding with `padding_idx`, torch sets the gradient of that entry to zero, and so do rows here; those
+        of Opacus keep it, in norms and sums.
     """
     max_norm = hyper_parameter(max_norm, "clipped: max_norm", POSITIVE, "A common value is 1.")
 
