@@ -261,6 +261,55 @@ def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_t
     assert len(take.graphs) == 1
 
 
+def rows_by_hand(params, keys, x, price):
+    """Of both losses of the guide: the sum of the gradients of the examples, clipped, with noise, by the batch size."""
+    residual = lambda w, i: x[i] @ w - price[i]
+    rows = []
+    for of_one, at in zip((lambda r: r.square().sum(), lambda r: r.abs().sum()), keys, strict=True):
+        total = torch.zeros_like(params["w"])
+        for i in range(len(x)):
+            w = params["w"].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(of_one(residual(w, i)), w)
+            total += gradient / max(1.0, float(gradient.norm()) * 2**0.5)
+        (now,) = split(split(at)[0], 1)  # one leaf
+        rows.append((total + 1.1 * normal(now, total.shape)) / 16)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("every", [1, 3, 100], ids=["all", "a third", "nobody"])
+def test_private_conflicts_of_the_guide_are_clipped_sums_with_noise_and_upgrad_of_them(guide, every):
+    found, _ = guide
+    drawn = torch.arange(1, 33) % every == 0
+    x, price, params = found["x"][drawn], found["price"][drawn], {"w": torch.linspace(-1, 1, 20)[:, None]}
+    noise = {name: part["optimizer"].init(params) for name, part in found["parts"].items()}
+    moments = found["descent"].init(params)
+    rows, later, finite = found["noisy_rows"](params, noise, x, price)
+    expected = rows_by_hand(params, split(key(3), 2), x, price)
+    assert finite
+    torch.testing.assert_close(rows["w"], expected, rtol=1e-5, atol=1e-6)
+    after, _, carried = found["private_step"]((params, moments, noise), x, price)
+    direction = fj.aggregate(fj.upgrad(), {"w": expected}).direction
+    torch.testing.assert_close(after["w"], params["w"] - 0.1 * direction["w"], rtol=1e-4, atol=1e-5)
+    for name, at in zip(noise, split(key(3), 2), strict=True):
+        assert torch.equal(later[name].key, split(at)[1])
+        assert torch.equal(carried[name].key, later[name].key)
+    spoiled = found["private_step"]((params, moments, noise), found["x"], torch.full((32, 1), torch.nan))
+    assert torch.equal(spoiled[0]["w"], params["w"])
+    assert all(torch.equal(spoiled[2][name].key, noise[name].key) for name in noise)
+
+
+def test_no_example_moves_the_rows_of_private_conflicts_together_by_more_than_the_bound(guide):
+    found, _ = guide
+    x, price, params = found["x"], found["price"].clone(), {"w": torch.linspace(-1, 1, 20)[:, None]}
+    price[3] = 1e3  # its gradients are long
+    noise = {name: part["optimizer"].init(params) for name, part in found["parts"].items()}
+    rows = lambda kept: found["noisy_rows"](params, noise, x[kept], price[kept])[0]["w"].double() * 16
+    everybody = torch.arange(32)
+    moved = torch.stack([(rows(everybody) - rows(everybody[everybody != i])).norm() for i in everybody])
+    assert moved.max() <= 1 + 1e-4  # sums of 32 in float32
+    assert moved[3] >= 1 - 1e-4  # the bound is attained
+
+
 INDEXING = {
     "cross_entropy": lambda scores, kind: functional.cross_entropy(scores, kind),
     "gather": lambda scores, kind: scores.square().gather(0, kind[None])[0],
