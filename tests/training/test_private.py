@@ -261,6 +261,15 @@ def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_t
     assert len(take.graphs) == 1
 
 
+def test_norms_of_layers_in_the_guide_are_those_of_the_rows(guide):
+    found, _ = guide
+    head, trunk, x, price = found["arguments"]
+    for index, name in enumerate(("head", "trunk")):
+        rows = [torch.func.grad(found["layered"], index)(head, trunk, *one) for one in zip(x, price, strict=True)]
+        expected = torch.stack([sum(g.square().sum() for g in row.values()) for row in rows])
+        torch.testing.assert_close(found[f"squares_of_{name}"].float(), expected, rtol=1e-4, atol=1e-5)
+
+
 def rows_by_hand(params, keys, x, price):
     """Of both losses of the guide: the sum of the gradients of the examples, clipped, with noise, by the batch size."""
     residual = lambda w, i: x[i] @ w - price[i]
