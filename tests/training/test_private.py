@@ -270,6 +270,23 @@ def test_norms_of_layers_in_the_guide_are_those_of_the_rows(guide):
         torch.testing.assert_close(found[f"squares_of_{name}"].float(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_persons_in_the_guide_are_clipped_as_one(guide):
+    found, _ = guide
+    x, price, mask = found["people"]
+    params = {"w": torch.linspace(-1, 1, 20)[:, None]}
+    how = fj.private(found["of_person"], **found["of_people"])
+    state = fj.train_state(params, x, price, mask, **how)
+    nobody, _ = fj.step(state, x[:0], price[:0], mask[:0], **how)  # the same noise
+    after, _ = fj.step(state, x, price, mask, **how)
+    total = torch.zeros_like(params["w"])
+    for person, counts in enumerate(mask.bool()):
+        if counts.any():
+            own, asked = x[person][counts], price[person][counts]
+            gradient = 2 * own.mT @ (own @ params["w"] - asked) / counts.sum()
+            total += gradient / gradient.norm().clamp(min=1)
+    torch.testing.assert_close(nobody.params["w"] - after.params["w"], 0.1 * total / 4, rtol=1e-4, atol=1e-6)
+
+
 def rows_by_hand(params, keys, x, price):
     """Of both losses of the guide: the sum of the gradients of the examples, clipped, with noise, by the batch size."""
     residual = lambda w, i: x[i] @ w - price[i]
