@@ -201,6 +201,17 @@ def test_mistakes_are_named():
             fj.private(loss, **(given | {"optimizer": optimizer}))
 
 
+def test_by_label_goes_inside():
+    halves = fj.by_label({"weight": fj.sgd(0.5), "bias": fj.sgd(0.5)}, lambda name, _: name.split(".")[-1])
+    apart = fj.private(loss, optimizer=halves, key=key(3), **SETTINGS)
+    given = batch(4)
+    found, expected = (
+        fj.step(fj.train_state(PARAMS, *given, **how), *given, **how)[0].params for how in (apart, method())
+    )
+    for name, p in expected.items():
+        check_within(found[name], p, 8 * eps() * (1 + p.abs()))
+
+
 def test_no_noise_is_told():
     with pytest.warns(
         UserWarning, match=r"private: noise_multiplier 0 adds no noise, so that nothing is protected\. A"
