@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, TensorDataset
 
 import functional_jd as fj
 from functional_jd.random import key, normal, split
@@ -199,6 +200,18 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=f"private: expected an optimizer for the noisy mean.*{words}"):
             fj.private(loss, **(given | {"optimizer": optimizer}))
+
+
+def test_a_loader_returns_empty_batches_from_a_sampler_and_not_from_a_batch_sampler():
+    data, drawn = TensorDataset(*batch(4)), [[1, 3], [], [0]]
+    loader = DataLoader(data, sampler=drawn, batch_size=None)
+    assert [[*map(len, given)] for given in loader] == [[2, 2], [0, 0], [1, 1]]
+    assert torch.equal(next(iter(loader))[0], data.tensors[0][[1, 3]])
+    with pytest.raises(IndexError):
+        [*DataLoader(data, batch_sampler=drawn)]
+    how = method()
+    after = fj.fit(partial(fj.step, **how), fj.train_state(PARAMS, *batch(1), **how), loader)
+    assert torch.equal(after.optimizer.key, split(split(split(key(3))[1])[1])[1])  # three steps
 
 
 def test_by_label_goes_inside():
