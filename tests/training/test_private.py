@@ -173,6 +173,24 @@ def test_other_dimensions_of_examples_and_autocast_keep_what_is_private():
     assert fj.step(state, x[:, :0], y[:, :0], **how)[1].losses.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("engine", ["jacobian", "gramian"])
+def test_in_bfloat16_no_example_moves_parameters_by_more_than_the_bound_and_noise_is_in_float32(engine):
+    params, (x, y) = {name: p.float() for name, p in PARAMS.items()}, (z.float() for z in batch(6))
+    how = fj.private(loss, optimizer=fj.sgd(6.0), key=key(3), **SETTINGS)
+    how["losses"] = fj.autocast(how["losses"], dtype=torch.bfloat16)
+    state = fj.train_state(params, x, y, **how)
+    after = lambda kept: fj.step(state, x[kept], y[kept], engine=engine, **how)[0].params
+    everybody = torch.arange(6)
+    rest = (after(everybody[everybody != i]) for i in everybody)
+    moved = [sum(float((after(everybody)[n] - p).double().square().sum()) for n, p in r.items()) ** 0.5 for r in rest]
+    assert max(moved) <= 0.3 * (1 + 1e-5)  # sums in float32
+    assert min(moved) > 0.1
+    nobody, (now, _) = after(everybody[:0]), split(key(3))
+    for at, name in zip(split(now, len(params)), sorted(params), strict=True):
+        assert nobody[name].dtype == torch.float32
+        check_within(nobody[name], params[name] - 1.7 * 0.3 * normal(at, params[name].shape), 1e-6)
+
+
 def test_losses_that_are_not_private_refuse_a_batch_without_examples():
     how = method() | {"losses": fj.per_example(loss)}
     state = fj.train_state(PARAMS, *batch(3), **how)
