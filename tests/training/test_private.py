@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
+from scipy.stats import kstest
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -310,6 +311,17 @@ def test_norms_of_layers_in_the_guide_are_those_of_the_rows(guide):
         rows = [torch.func.grad(found["layered"], index)(head, trunk, *one) for one in zip(x, price, strict=True)]
         expected = torch.stack([sum(g.square().sum() for g in row.values()) for row in rows])
         torch.testing.assert_close(found[f"squares_of_{name}"].float(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_of_ones_own_in_the_guide_is_normal_and_added_to_the_clipped_sum(guide):
+    found, _ = guide
+    drawn = found["secure_normal"]((40, 100)).flatten()
+    assert not torch.equal(drawn, found["secure_normal"]((40, 100)).flatten())
+    assert drawn.mean().abs() < 6 / 4000**0.5
+    assert (drawn.var() - 1).abs() < 6 * (2 / 4000) ** 0.5
+    assert kstest(drawn.numpy(), "norm").pvalue > 1e-6
+    noise = (found["noisy"]["w"] * 16 - found["total"]["w"]) / 1.1
+    assert 0.2 < noise.std() < 3  # of 20 numbers
 
 
 def test_persons_in_the_guide_are_clipped_as_one(guide):
