@@ -42,13 +42,13 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
         A pytree with leaves `[*p]` in the Jacobian's dtypes, summed in at least float32. For a `MultitaskJacobian` the
         dict `{"shared": ..., "heads": ...}` that `multitask` losses take as params.
 
+    Raises:
+        ValueError: weights of another structure or shape.
+
     Laws:
         Linear in the weights, and in the Jacobian except for `rest`. Non-finite values propagate, also with weight 0.
         Weights are rounded to the dtype of the sum: below float64, weights above 3e38 overflow, and those below 1e-38
         vanish. Rules that balance rows of norms 1e-19 and 1e19 give such weights.
-
-    Raises:
-        ValueError: weights of another structure or shape.
 
     Example:
         >>> aggregation.combine({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, torch.tensor([1.0, 0.5]))
