@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation import lifts, per_objective, views
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import check_flag, check_type
@@ -253,14 +254,22 @@ def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> No
         written: list[str] = json.loads(bytes(checkpoint[entry].tolist()).decode())
         expected = [] if given[what] is None else function_names(given[what], what == "aggregator")
         if written != expected:
-            found = f"a state of {' of '.join(written)}"
-            wanted = (
-                f"that of {' of '.join(expected)}" if expected else f"{what}= to be given, which the checkpoint names"
-            )
+            shown, found = _told_apart(expected, written)
+            wanted = f"a state of {shown}" if expected else f"{what}= to be given, which the checkpoint names"
             raise ValueError(
-                f"from_checkpoint: expected {wanted}, found {found}. Pass the {what} that wrote the checkpoint and "
+                f"from_checkpoint: expected {wanted}, found {'one' if expected else 'a state'} of {found}. Pass the "
+                f"{what} that wrote the checkpoint and "
                 "start `like` with it. To go on with another one, write a checkpoint without names."
             )
+
+
+def _told_apart(*names: list[str]) -> list[str]:
+    """Rules and optimizers as the user calls them: without views, and functions that many of them are made of."""
+    shown = [[name for name in each if name not in _MADE_OF] or each for each in names]
+    return [" of ".join(each) for each in (names if shown[0] == shown[1] else shown)]
+
+
+_MADE_OF = {"by_group", "value", "_shares", *vars(views), *vars(lifts), *vars(per_objective)}
 
 
 def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:

@@ -397,3 +397,23 @@ def test_other_rules_and_optimizers_are_refused_by_name():
     for schedule in (rate, lambda steps: 0.1 / (steps + 1)):
         slower = {"aggregator": fj.cagrad(0.5), "optimizer": fj.adamw(schedule)}
         assert same(fj.from_checkpoint(fj.to_checkpoint(state, **how), state, **slower), state)
+
+
+@pytest.mark.parametrize(
+    ("written", "other", "words"),
+    [
+        (fj.nash_mtl(), fj.upgrad(), "expected a state of upgrad, found one of nash_mtl. Pass"),
+        (fj.pcgrad(fj.random.key(0)), fj.tchebycheff(), "expected a state of tchebycheff, found one of pcgrad. Pass"),
+        (
+            fj.cr_mogm(fj.mgda()),
+            fj.cr_mogm(fj.upgrad()),
+            "of cr_mogm of upgrad, found one of cr_mogm of mgda. Pass",
+        ),
+        (fj.grouped({"value": fj.mean()}), fj.pcd(), "expected a state of pcd, found one of grouped of mean. Pass"),
+        (fj.constant([1.0, 1.0]), fj.mean(), "expected a state of mean, found one of no_gradients of stateless of per"),
+    ],
+)
+def test_another_rule_is_told_by_the_names_that_users_call(written, other, words):
+    kept = fj.to_checkpoint({"w": torch.ones(2)}, aggregator=written)
+    with pytest.raises(ValueError, match=f"^from_checkpoint: .*{words}"):
+        fj.from_checkpoint(kept, {"w": torch.ones(2)}, aggregator=other)
