@@ -31,8 +31,9 @@ def fit(
             `compiled` makes of that, or your own.
         state: from `train_state`, or from the last `fit`. `train_state` starts the rule on one batch: of a generator,
             spend the first on it, `train_state(params, *next(batches), **method)`.
-        batches: a `DataLoader`, a list, a generator. A tuple or a list is spread over the arguments of `step`; anything
-            else, such as a tensor or a dict, is one argument.
+        batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
+            `step`; anything else, such as a tensor or a dict, is one argument. Losses that take a NamedTuple whole get
+            it by `((batch,) for batch in loader)`.
         on_step: `on_step(info, state)`, called after every step. A function that may be called with one argument is
             given the info alone: `history.append`, with `history = []`, keeps all that plots and logs need. Whatever it
             raises ends the loop.

@@ -46,6 +46,8 @@ def blame_batch(where: str, losses: LossFunction, with_buffers: bool, batch: Seq
     cure = "Pass what the losses take, in its order."
     if any(isinstance(x, tuple | list | dict) for x in batch):
         cure = "If the batch is a tuple, spread it: *batch; a dict is one argument, which the losses take whole."
+    if len(own) == 1 and len(batch) > 1:
+        cure = f"A tuple or a NamedTuple is spread: let the losses take {len(batch)} arguments, or wrap it: (batch,)."
     found = f"one argument, a {type(held).__name__}" if held is not None else f"{len(batch)} arguments"
     raise TypeError(
         f"{where}: expected a batch of {', '.join(map(repr, own)) or 'nothing'}, as the losses take after "
@@ -87,8 +89,8 @@ def blame_step(where: str, step: Callable[..., Any], batch: Sequence[Any], error
         ) from error
     raise TypeError(
         f"{where}: expected a step of the state and of what a batch holds, found one that cannot be called with the "
-        f"state and {len(batch)} of its arguments: {error}. A batch that is a tuple or a list is spread; anything "
-        "else, such as a dict, is one argument."
+        f"state and {len(batch)} of its arguments: {error}. A batch that is a tuple, a NamedTuple or a list is spread: "
+        "to pass it as one argument, wrap it: (batch,). Anything else, such as a dict, is one argument."
     ) from error
 
 

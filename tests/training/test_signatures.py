@@ -1,6 +1,7 @@
 """What is said where losses or a step do not take what a batch holds."""
 
 from functools import partial, wraps
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -185,8 +186,25 @@ def test_a_step_of_ones_own_is_told_how_batches_are_spread():
         return fj.step(state, *batch, losses=losses, **METHOD)
 
     state = fj.train_state(W, X, X, losses=losses, **METHOD)
-    with pytest.raises(TypeError, match=r"^fit: expected a step .* 2 of its arguments: .* a tuple or a list is spread"):
+    with pytest.raises(TypeError, match=r"^fit: expected a step .* 2 of its arguments: .* is spread: .*wrap it"):
         fj.fit(own, state, [(X, X)])
     fj.fit(own, state, [[(X, X)]])
     with pytest.raises(TypeError, match=r"^failing.<locals>.inner\(\) missing"):
         fj.fit(lambda state, x, y: failing(state, x, y), state, [(X, X)])
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_losses_of_a_named_tuple_are_told_to_wrap_it():
+    how = METHOD | {"losses": lambda params, batch: losses(params, batch.x, batch.y)}
+    state = fj.train_state(W, Pair(X, X), **how)
+    with pytest.raises(TypeError, match=r"^step: .* 'batch', .* found 2 arguments: .* or wrap it: \(batch,\)\."):
+        fj.fit(partial(fj.step, **how), state, [Pair(X, X)])
+    ended = fj.fit(partial(fj.step, **how), state, [(Pair(X, X),)])
+    expected, _ = fj.step(state, Pair(X, X), **how)
+    torch.testing.assert_close(ended.params, expected.params, rtol=0, atol=0)
+    spread = METHOD | {"losses": losses}
+    torch.testing.assert_close(fj.fit(partial(fj.step, **spread), state, [Pair(X, X)]).params, expected.params)
