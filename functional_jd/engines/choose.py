@@ -107,8 +107,12 @@ def choose_engine(
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
     few = m * n < _BY_EXAMPLE * max(1, positions // m) if examples else n < max(_RECORDED_FROM, _BY_TASK * positions)
     if few:
-        return EngineChoice("jacobian", "parameters are few for so many positions: rows cost less than recorded layers")
-    return EngineChoice("gramian", "parameters are many for so few positions: recorded layers cost less than rows")
+        return EngineChoice("jacobian", f"parameters are few {_BESIDE}: forming all gradients costs less than {_INNER}")
+    return EngineChoice("gramian", f"parameters are many {_BESIDE}: {_INNER} costs less than forming all gradients")
+
+
+_BESIDE = "beside the batch (examples times the length of a sequence)"
+_INNER = "computing their inner products layer by layer"
 
 
 def choose_replica_engine(view: View, scale: Tensor) -> EngineChoice:

@@ -64,6 +64,18 @@ def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, s
     assert fj.chosen_engine(state, torch.empty(batch), losses=lambda params, x: x[0], aggregator=rule).engine == engine
 
 
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (TINY, "few beside the batch (examples times the length of a sequence): forming all gradients costs less than"),
+        ([(512, 512)] * 2, "layer by layer costs less than forming all gradients"),
+    ],
+)
+def test_reasons_name_what_costs_less(shapes, reason):
+    leaves = [torch.empty(shape, device="meta") for shape in shapes]
+    assert reason in choose_engine(fj.upgrad().view, 2, leaves, torch.ones(()), positions=16).reason
+
+
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
     leaves, losses = {"table": torch.empty(1000, 300)}, lambda params, *tokens: params["table"][0]
     state = fj.TrainState(leaves, (), (), (), fj.precision.no_scale())
