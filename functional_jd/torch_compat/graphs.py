@@ -37,8 +37,10 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
             raise
         raise RuntimeError(
             "compiled: expected operators whose shapes and choices do not depend on values, found "
-            f"{str(error).splitlines()[0]}. Choose by torch.where in the place of `if` and of x[mask], and keep "
-            "numbers as tensors, without .item() or .numpy(). torch.optim.Adam reads its count of steps: take adamw."
+            f"{str(error).splitlines()[0]}. Choose by torch.where in the place of `if` and of x[mask], index by "
+            "x[i[None]][0] in the place of x[i], and keep numbers as tensors, without .item() or .numpy(): in losses, "
+            "in rules, and in schedules, which get the steps as a tensor. Of torch.optim, Adam reads its count of "
+            "steps: take adamw."
         ) from error
 
     values = [node.meta.get("val") for node in graph.graph.output_node().all_input_nodes]

@@ -57,7 +57,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         ValueError: when called: `f` changes an argument or a tensor of its closure in place, or draws numbers without
             a key (`random.keyed` draws by one); a tensor requires grad; a transform of torch.func is active, or
             `keyed`, `autocast` or another mode. Compile what is outermost: `compiled(torch.func.grad(f))`.
-        RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]` or `x.item()`.
+        RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]`, `x[i]` of a tensor i without
+            dimensions, or `x.item()`; a schedule of a rate, too.
 
     Laws:
         With `backend="eager"` torch runs the operators of `f`: the same bits, but to rounding where a rule looks at

@@ -181,6 +181,18 @@ def test_derivatives_go_through_skipped_steps():
     assert all(x.isfinite().all() and x.any() for x in tree_leaves(found))
 
 
+@pytest.mark.parametrize(
+    "schedule", [lambda taken: 0.1 if taken < 5 else 0.01, lambda taken: torch.tensor([0.1, 0.01])[taken.clamp(max=1)]]
+)
+def test_a_schedule_that_reads_the_steps_is_told_so(schedule):
+    how = COMMON | {"optimizer": jd.adamw(schedule)}
+    state = jd.train_state(PARAMS, X[0], **how)
+    with pytest.raises(RuntimeError, match=r"x\[i\[None\]\]\[0\] .* in schedules, which get the steps"):
+        graph_of(partial(jd.step, **how))(state, X[0])
+    cured = COMMON | {"optimizer": jd.adamw(lambda taken: torch.tensor([0.1, 0.01])[taken.clamp(max=1)[None]][0])}
+    equal(graph_of(partial(jd.step, **cured))(state, X[0]), jd.step(state, X[0], **cured))
+
+
 def test_inside_torch_compile_it_is_the_function():
     inner = graph_of(lambda x: 2 * x)
     torch.compiler.reset()
