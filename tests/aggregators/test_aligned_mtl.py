@@ -87,6 +87,20 @@ def test_zero_equal_and_opposite_rows_are_finite():
     check_within(direction(torch.stack([g, -g])), 0 * g, 8 * eps() * g.norm())
 
 
+@pytest.mark.parametrize("m", [2, 20])
+def test_rows_of_very_different_lengths_count_as_dependent_from_the_bound_on(m):
+    bound = 1 / (8 * m * eps()) ** 0.5
+    assert bound == pytest.approx({2: 1.7e7, 20: 5e6}[m], rel=0.07)
+    for factor, shares in ((0.99, True), (1.01, False)):
+        lengths = torch.ones(m, dtype=torch.float64)
+        lengths[0] = factor * bound
+        found = direction(torch.diag(lengths))
+        if shares:  # orthogonal rows: each has its share of the shortest length
+            torch.testing.assert_close(found, torch.full_like(found, 1 / m))
+        else:  # only the longest is left, and its length with it
+            torch.testing.assert_close(found, torch.where(lengths > 1, lengths / m, 0))
+
+
 def differences(f, x, h=1e-5):
     steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
     slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
