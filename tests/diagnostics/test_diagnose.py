@@ -370,3 +370,16 @@ def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
 def test_what_a_step_without_a_gramian_returned_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^diagnose: .* found \(\), .* no gradients.*jacobian_fn"):
         diagnose(())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "m", "told"), [(torch.float64, 2, 1.2e7), (torch.float64, 20, 4e6), (torch.float32, 2, 500)]
+)
+def test_the_condition_is_told_up_to_what_inner_products_tell(dtype, m, told):
+    bound = (16 * m * torch.finfo(dtype).eps) ** -0.5
+    assert bound == pytest.approx(told, rel=0.07)
+    for factor, finite in ((0.99, True), (1.01, False)):
+        lengths = torch.ones(m, dtype=torch.float64)
+        lengths[0] = factor * bound
+        condition = diagnose(torch.diag(lengths**2).to(dtype), gramian=True).condition.item()
+        assert condition == (pytest.approx(factor * bound, rel=1e-6) if finite else math.inf)
