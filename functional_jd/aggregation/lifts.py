@@ -27,7 +27,7 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
         An `Aggregator` whose state is `()`.
 
     Raises:
-        TypeError: `view` or `weigh` is not callable, `on_host` is no flag.
+        TypeError: `view` or `weigh` is not callable, `weigh` is a view, `on_host` is no flag.
 
     Example:
         >>> def shy(temperature=1.0):
@@ -36,6 +36,11 @@ def stateless(view: View | Callable[..., Any], weigh: Callable[[Any], Weights], 
     check_function("stateless", "view", view, "Pass gramian, losses or another view, uncalled.")
     check_function("stateless", "weigh", weigh, "Pass weigh(view) -> weights.")
     check_flag("stateless", "on_host", on_host)
+    if isinstance(weigh, View):
+        raise TypeError(
+            f"stateless: expected a view and then weigh, found the view {weigh.__name__} as weigh. Pass "
+            f"stateless({weigh.__name__}, weigh)."
+        )
     return Aggregator(view, lambda _: (), lambda view, _: (weigh(view), ()), on_host)
 
 

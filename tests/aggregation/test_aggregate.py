@@ -258,6 +258,11 @@ MISTAKES = {
     "no other": (lambda: aggregate(stateless(cross_gramian, torch.diag), ONES), ValueError, "found only one"),
     "no losses": (lambda: aggregate(geometric(), ONES), ValueError, "needs the losses, found none. Pass them"),
     "no function": (lambda: scalarized(ONES), TypeError, "scalarized: s must be a function, found Tensor"),
+    "swapped": (
+        lambda: stateless(torch.diag, gramian),
+        TypeError,
+        r"^stateless: .* found the view gramian as weigh\. Pass stateless\(gramian, weigh\)",
+    ),
     "no scalar": (
         lambda: aggregate(scalarized(torch.exp), ONES, losses=torch.ones(2)),
         ValueError,
