@@ -25,8 +25,8 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
             fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
-        A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive; twice
-        differentiable with respect to the Gramian and to alpha.
+        A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive, but 0 for rows
+        of zeros and for some stationary Jacobians; twice differentiable with respect to the Gramian and to alpha.
 
     Raises:
         ValueError: alpha negative or not finite.

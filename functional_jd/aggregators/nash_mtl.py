@@ -40,8 +40,8 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
             fixed number of steps, for the hardest problem, without a synchronization.
 
     Returns:
-        A rule that needs the Gramian. Weights `[m]`, float64, positive; twice differentiable with respect to the
-        Gramian, and to `max_norm`.
+        A rule that needs the Gramian. Weights `[m]`, float64, positive, but 0 for rows of zeros and where there is no
+        solution; twice differentiable with respect to the Gramian, and to `max_norm`.
 
     Raises:
         TypeError: `every` is a tensor.
