@@ -49,7 +49,7 @@ from functional_jd.testing.measures import (
 
 @checked
 def pure(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
-    """The same arguments give the same bits in every call, and nothing that the rule is given is modified.
+    """The same arguments give the same bits in every call, and nothing that the rule is given or closes over changes.
 
     The global random number generator of torch is not used: randomness comes from the key in the state. Exact.
 

@@ -14,6 +14,7 @@ from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
+from functional_jd.torch_compat.written_tensors import WrittenTensors
 
 TOLERANCE = 2.0**-26
 
@@ -137,15 +138,32 @@ def check_same(found: Tree, expected: Tree, message: str) -> None:
 
 
 def watched(rule: Aggregator) -> Aggregator:
-    """The rule, which must leave what it sees as it was."""
+    """The rule, which must leave what it sees as it was, and what it finds in its closure."""
 
     def update(view: Any, state: Any) -> Any:
         before = tree_map(torch.clone, view)
         found = rule.update(view, state)
         check_same(view, before, "an argument has changed: the rule writes into what it sees")
+        _check_closure(rule.update, view, state)
         return found
 
-    return rule._replace(update=update)
+    def init(view: Any) -> Any:
+        _check_closure(rule.init, view)
+        return rule.init(view)
+
+    return rule._replace(init=init, update=update)
+
+
+def _check_closure(f: Callable[..., Any], *arguments: Any) -> None:
+    """Two calls write into tensors of their own, and not both into one: that would be of the closure, or global."""
+    calls = [WrittenTensors(), WrittenTensors()]
+    for call in calls:
+        given = tree_map(torch.clone, arguments)
+        with torch.random.fork_rng(devices=[]), call:
+            f(*given)
+    for memory in calls[0].by_memory.keys() & calls[1].by_memory.keys():
+        shape = list(calls[0].by_memory[memory].shape)
+        raise AssertionError(f"the rule writes into a tensor {shape} that is neither its view nor its state")
 
 
 def structure_of(tree: Tree) -> Any:

@@ -1,7 +1,7 @@
 """Graphs of operators: written down without values, searched for changes in place, and compiled."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -99,7 +99,7 @@ def written_bases(graph: fx.GraphModule) -> set[fx.Node]:
 
 def _written(graph: fx.GraphModule) -> Iterator[fx.Node]:
     for node in graph.graph.nodes:
-        for given in _written_to(node):
+        for given in written_by(node.target, node.args, node.kwargs):
             for each in given if isinstance(given, list | tuple) else [given]:
                 base = base_of(each)
                 if isinstance(base, fx.Node):
@@ -134,14 +134,15 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _written_to(node: fx.Node) -> Iterator[Any]:
-    schema = getattr(node.target, "_schema", None)
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that a call of an operator writes into, each a tensor or a list, or what stands for them."""
+    schema = getattr(operator, "_schema", None)
     if schema is None:
         return
     for index, argument in enumerate(schema.arguments):
         hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
         if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
-            yield node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 
 def base_of(node: Any) -> Any:

@@ -1,5 +1,6 @@
 """Every law can fail: for each there is a rule that breaks it, and one that keeps it."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,17 @@ def doubled_in_place():
     return stateless(gramian, lambda G: torch.ones_like(G.diagonal().mul_(2)))
 
 
+def tallying():
+    """Right weights, and a tally of all calls in a tensor of the closure."""
+    tally = torch.zeros(2)
+
+    def weigh(view):
+        tally[0].add_(1)
+        return ones(view)
+
+    return stateless(no_gradients, weigh)
+
+
 def hesitating():
     """Decides in Python when it starts."""
     init = lambda view: view.new_zeros(()) if view.sum() > 0 else view.new_ones(())
@@ -140,6 +152,7 @@ BROKEN = {
     "counts calls": (laws.pure, counting),
     "changes its input": (laws.pure, scribbling),
     "changes what it sees": (laws.pure, doubled_in_place),
+    "counts calls in a tensor": (laws.pure, tallying),
     "draws from torch": (laws.pure, chance),
     "state changes form": (laws.shaped, growing),
     "weights in half precision": (laws.shaped, half),
@@ -221,6 +234,27 @@ def drawing(view):
 def test_an_impure_rule_is_told_what_it_changes(rule, message):
     with pytest.raises(AssertionError, match=message):
         laws.pure(rule, J, losses=torch.ones(3, dtype=torch.float64))
+
+
+def written(view):
+    numbers = torch.from_numpy(np.ones(len(view)))
+    return numbers.mul_(2).add_(torch.tensor(1.0).sub_(1)).index_fill_(0, torch.tensor([0]), 1)
+
+
+def test_a_rule_may_write_into_what_it_made_itself():
+    laws.pure(stateless(no_gradients, written), J)
+    later = remembering(lambda steps: 1 + steps, lambda steps: steps.clone().add_(1))
+    laws.pure(later, J)
+
+
+def starting_in(memory):
+    return Aggregator(no_gradients, lambda view: memory.add_(1).clone(), lambda view, state: (ones(view), state))
+
+
+@pytest.mark.parametrize("rule", [tallying(), starting_in(torch.zeros(2))], ids=["update", "init"])
+def test_a_rule_that_writes_into_its_closure_is_told_so(rule):
+    with pytest.raises(AssertionError, match=r"writes into a tensor \[2?\] that is neither its view nor its state"):
+        laws.pure(rule, J)
 
 
 def test_what_is_not_a_number_twice_is_the_same():
