@@ -23,7 +23,7 @@ from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
 from functional_jd.testing.derivatives import hyper_parameters_are_values
 from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Law, compiled
-from functional_jd.testing.measures import Case
+from functional_jd.testing.measures import Case, runs
 from functional_jd.testing.strategies import Range, numbers
 from functional_jd.testing.strategies import jacobians as any_jacobians
 from functional_jd.testing.written import Written, first_argument
@@ -143,7 +143,8 @@ def obeys(
         TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
 
     Laws:
-        `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation.
+        `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation; on the
+        others the rule must not raise, uncompiled.
 
     Example:
         >>> def shy(temperature=1.0):
@@ -217,6 +218,8 @@ def counterexample(
     """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
     strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
     if law is compiled:
+        if (raising := counterexample(rule, runs, jacobians, settings, hyper)) is not None:
+            return raising._replace(law=law)
         with _without_logs():
             return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
     failed: list[Counterexample] = []

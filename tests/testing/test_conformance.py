@@ -28,6 +28,7 @@ from functional_jd.testing import (
     BY_CLAIM,
     Layer,
     Range,
+    conformance,
     hyper_parameters_are_values,
     jacobians,
     laws,
@@ -217,8 +218,9 @@ def test_without_a_profile_a_search_is_the_same_each_time():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(caplog):
+def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(caplog, monkeypatch):
     seen = []
+    monkeypatch.setattr(conformance, "runs", lambda *_, **__: None)  # what is not compiled
 
     def weigh(G):
         if not torch.compiler.is_compiling():
@@ -231,6 +233,19 @@ def test_one_case_of_several_rows_is_compiled_and_records_go_on_to_handlers(capl
     assert seen[0] > 1
     logging.getLogger().warning("after")
     assert caplog.messages[-1] == "after"
+
+
+def test_a_rule_that_raises_for_few_rows_does_not_compile_there_either():
+    def weigh(G):
+        if len(G) == 1:
+            raise ArithmeticError("one row")
+        return torch.ones_like(G[0])
+
+    cases = sampled_from([torch.ones(m, 2, dtype=torch.float64) for m in (1, 2, 3)])
+    found = laws_of(stateless(gramian, weigh), laws.compiled, jacobians=cases, settings=FEW)
+    assert "compiled                  broken\n    # ArithmeticError: one row\n" in str(found)
+    assert "from functional_jd.testing.laws import compiled" in str(found)
+    assert found["compiled"].jacobian.shape == (1, 1)
 
 
 def test_jacobians_are_those_asked_for():
