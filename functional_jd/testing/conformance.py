@@ -33,7 +33,7 @@ Builder = Callable[..., Aggregator]
 Drawn = tuple[Case, dict[str, float]]
 """A case, and the hyper-parameters."""
 
-_SETTINGS = hypothesis.settings(max_examples=100, derandomize=True, database=None, deadline=None)
+SETTINGS = hypothesis.settings(max_examples=100, derandomize=True, database=None, deadline=None)
 
 
 class Counterexample(NamedTuple):
@@ -153,7 +153,7 @@ def obeys(
         >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
         >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
-    _check_search("obeys", laws, jacobians, settings)
+    check_search("obeys", laws, jacobians, settings)
     _check_subject(rule, hyper, "obeys")
     written = first_argument(_caller(), "obeys")
 
@@ -173,7 +173,7 @@ def laws_of(
     *laws: Law,
     jacobians: Cases | None = None,
     hyper: Mapping[str, Range] | None = None,
-    settings: hypothesis.settings = _SETTINGS,
+    settings: hypothesis.settings = SETTINGS,
 ) -> Findings:
     """Test which laws a rule obeys, on a hundred Jacobians per law, without pytest.
 
@@ -194,7 +194,7 @@ def laws_of(
     Laws:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
-    _check_search("laws_of", laws, jacobians, settings)
+    check_search("laws_of", laws, jacobians, settings)
     _check_subject(rule, hyper, "laws_of")
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
@@ -216,12 +216,12 @@ def counterexample(
     hyper: Mapping[str, Range] | None = None,
 ) -> Counterexample | None:
     """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
-    strategy = _cases(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
+    strategy = cases_of(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
     if law is compiled:
         if (raising := counterexample(rule, runs, jacobians, settings, hyper)) is not None:
             return raising._replace(law=law)
         with _without_logs():
-            return _counterexample(rule, law, *_nontrivial_case(strategy, settings))
+            return _counterexample(rule, law, *nontrivial_case(strategy, settings))
     failed: list[Counterexample] = []
 
     def fails(drawn: Drawn) -> bool:
@@ -255,13 +255,13 @@ def _refuse_record(_: logging.LogRecord) -> bool:
     return False
 
 
-def _check_search(where: str, laws: Any, jacobians: Any, settings: Any) -> None:
+def check_search(where: str, laws: Any, jacobians: Any, settings: Any) -> None:
     """Refuse what is no law, no strategy, or no settings of hypothesis."""
     for law in laws:
         check_function(where, "laws", law, "Pass functions of functional_jd.testing, uncalled.")
     if jacobians is not None:
         check_type(where, "jacobians", jacobians, st.SearchStrategy, "Call it: jacobians(rows=3).")
-    if settings is not None or where == "laws_of":
+    if settings is not None or where != "obeys":
         check_type(where, "settings", settings, hypothesis.settings, "Pass hypothesis.settings(...).")
 
 
@@ -333,7 +333,7 @@ def _counterexample(
     return None
 
 
-def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
+def nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
     """Return a case with several rows and no leaf of zeros; if there is none, any case."""
     generate_only = hypothesis.settings(settings, phases=[Phase.generate])
     try:
@@ -343,7 +343,7 @@ def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
 
 
 @st.composite
-def _cases(draw: st.DrawFn, rule: Aggregator | Builder, jacobians: Cases, ranges: Mapping[str, Range]) -> Drawn:
+def cases_of(draw: st.DrawFn, rule: Aggregator | Builder, jacobians: Cases, ranges: Mapping[str, Range]) -> Drawn:
     """Draw hyper-parameters, a Jacobian, and the other Jacobians and losses that the rule needs."""
     hyper = {name: draw(numbers(within)) for name, within in ranges.items()}
     jacobian = draw(jacobians)

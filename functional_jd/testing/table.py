@@ -6,16 +6,19 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import hypothesis
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, start
+from functional_jd.aggregation.aggregate import Aggregator, check_rule, start
+from functional_jd.aggregation.views import as_view
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.core.arguments import check_type
+from functional_jd.core.arguments import check_mapping, check_type
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Params
 from functional_jd.random import key
+from functional_jd.testing.conformance import SETTINGS, cases_of, check_search, laws_of, nontrivial_case
 from functional_jd.testing.laws import (
     Law,
     homogeneous,
@@ -27,12 +30,14 @@ from functional_jd.testing.laws import (
     strongly_stationary,
     weakly_stationary,
 )
-from functional_jd.testing.strategies import Range, Size, jacobians
+from functional_jd.testing.strategies import Range, Size
+from functional_jd.testing.strategies import jacobians as any_jacobians
 
 Builder = Callable[..., Aggregator]
 
 _VIEWS = {
     "no_gradients": "nothing",
+    "losses": "losses",
     "gramian": "Gramian",
     "cross_gramian": "Gramian of two batches",
     "full_jacobian": "Jacobian",
@@ -94,25 +99,62 @@ def rule_of(name: str, **hyper: Any) -> Aggregator:
 def jacobians_for(name: str) -> st.SearchStrategy[Any]:
     """Return a strategy for the Jacobians that the rule accepts."""
     entry = RULES[name]
-    return jacobians(entry.rows, like=entry.like, wide=entry.wide)
+    return any_jacobians(entry.rows, like=entry.like, wide=entry.wide)
 
 
-def rules_table() -> str:
-    """Return the rules as a Markdown table: what each looks at and remembers, and the laws that it claims.
+def rules_table(
+    rules: Mapping[str, Aggregator] | None = None,
+    *,
+    jacobians: st.SearchStrategy[Any] | None = None,
+    settings: hypothesis.settings = SETTINGS,
+) -> str:
+    """Return rules as a Markdown table: what each looks at and remembers, and the laws that it obeys.
+
+    Args:
+        rules: rules by name, such as `{"shy": shy(), "upgrad": upgrad()}`: each is tested as `laws_of` tests it, some
+            seconds long, and a law is marked where no counterexample was found. `None`: all rules of the package, with
+            the laws that they claim, which its tests test.
+        jacobians: a strategy, for rules that do not accept all Jacobians: `jacobians(rows=3)`.
+        settings: settings of hypothesis, as for `laws_of`.
 
     Returns:
         Two header lines, then one line per rule.
+
+    Raises:
+        TypeError: `rules` is not a dict of rules by name, `jacobians` no strategy, or `settings` none.
+
+    Example:
+        >>> table = rules_table({"mine": stateless(views.gramian, torch.diag), "mean": mean()})
     """
     lines = [_row(["rule", "looks at", "remembers", *_COLUMNS.values()])]
     lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
+    if rules is not None:
+        check_mapping("rules_table", "rules", rules, 'Pass for instance {"mine": mine(), "upgrad": upgrad()}.')
+        check_search("rules_table", (), jacobians, settings)
+        for rule in rules.values():
+            check_rule(rule, "rules_table")
+        return "\n".join([*lines, *(_found_row(name, rule, jacobians, settings) for name, rule in rules.items())])
     for name, entry in RULES.items():
         build = builder(name)
         if _takes_rules(name):
             marks = ["as its rules"] + [""] * (len(_COLUMNS) - 1)
         else:
             marks = [_mark(entry, law) for law in _COLUMNS]
-        lines.append(_row([f"`{name}{_signature(build)}`", _view_of(name), _state_of(name), *marks]))
+        seen = "what its rules look at" if _takes_rules(name) else _seen_by(rule_of(name))
+        lines.append(_row([f"`{name}{_signature(build)}`", seen, _state_of(name), *marks]))
     return "\n".join(lines)
+
+
+def _found_row(
+    name: str, rule: Aggregator, jacobians: st.SearchStrategy[Any] | None, settings: hypothesis.settings
+) -> str:
+    """What was found of a rule that claims nothing."""
+    strategy = cases_of(rule, any_jacobians() if jacobians is None else jacobians, {})
+    (rows, others, losses), _ = nontrivial_case(strategy, settings)
+    marks = [
+        "✓" if found else "" for found in laws_of(rule, *_COLUMNS, jacobians=jacobians, settings=settings).values()
+    ]
+    return _row([f"`{name}`", _seen_by(rule), _remembered(start(rule, rows, *others, losses=losses)), *marks])
 
 
 def with_rules_table(text: str) -> str:
@@ -162,11 +204,9 @@ def _takes_rules(name: str) -> bool:
     return any("Aggregator" in str(p.annotation) for p in inspect.signature(builder(name)).parameters.values())
 
 
-def _view_of(name: str) -> str:
-    if _takes_rules(name):
-        return "what its rules look at"
-    view: str = rule_of(name).view.__name__
-    return _VIEWS.get(view, view)
+def _seen_by(rule: Aggregator) -> str:
+    view = as_view(rule.view)
+    return "what its rules look at" if view.groups else _VIEWS.get(view.__name__, view.needs)
 
 
 def _state_of(name: str) -> str:
@@ -174,7 +214,10 @@ def _state_of(name: str) -> str:
     row = torch.ones(2, dtype=torch.float64) if like is None else like
     m = rows if isinstance(rows, int) else rows[1]
     jacobian = tree_map(lambda leaf: leaf.expand(m, *leaf.shape), row)
-    state = start(rule_of(name), jacobian, jacobian, losses=torch.ones(m, dtype=torch.float64))
+    return _remembered(start(rule_of(name), jacobian, jacobian, losses=torch.ones(m, dtype=torch.float64)))
+
+
+def _remembered(state: Any) -> str:
     if isinstance(state, Tensor):
         return "key" if state.dtype == torch.int64 else "a tensor"
     if isinstance(state, dict):

@@ -230,6 +230,10 @@ TESTING = {
     ),
     "gramians": Call(testing.gramians, lambda: {"rows": 2, "rank": (1, 2), "wide": True}, {"wide": SWITCH}),
     "param_trees": Call(testing.param_trees, lambda: {"dtype": torch.float64}),
-    "rules_table": Call(testing.rules_table, dict),
+    "rules_table": Call(
+        testing.rules_table,
+        lambda: {"rules": {"mine": jd.mean()}, "jacobians": testing.jacobians(2, 2), "settings": _FAST},
+        {"rules": OPTION | kinds({"dict"}), "jacobians": OPTION},
+    ),
     "with_rules_table": Call(testing.with_rules_table, lambda: {"text": "<!-- rules --><!-- /rules -->"}),
 }
