@@ -353,6 +353,74 @@ def trained(shown, state, method, steps):
     return state
 
 
+def test_only_until_its_first_step_a_state_may_hold_the_memory_of_the_module():
+    module = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    how = {"losses": lambda p: p["weight"].square().sum(1), "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
+    start = jd.train_state(dict(module.named_parameters()), **how)
+    later, _ = jd.step(start, **how)
+    held = [state.params["weight"].data_ptr() == module.weight.data_ptr() for state in (start, later)]
+    assert held == [True, False]
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1.0, 50.0])
+def test_the_norm_to_clip_by_differs_from_that_of_torch_by_the_share_that_the_page_says(norm):
+    assert "by a share of 1e-6 / norm" in (GUIDES / "recipes_optimizers.md").read_text(encoding="utf-8")
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    p.grad = norm * torch.tensor([0.6, 0.8], dtype=torch.float64)
+    ours = jd.optimizers.clip_by_norm(p.grad.clone(), norm / 2)
+    torch.nn.utils.clip_grad_norm_([p], norm / 2)
+    torch.testing.assert_close(1 - p.grad / ours, torch.full_like(ours, 1e-6 / norm), rtol=2e-3, atol=1e-15)
+
+
+def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
+    model, split = copy.deepcopy(shown["model"]), jd.random.split
+    start = jd.train_state(
+        shown["pieces"], *batch_of(shown), buffers={"key": jd.random.key(0), **shown["kept"]}, **shown["complete"]
+    )
+    model.trunk.load_state_dict(shown["pieces"]["shared"] | shown["kept"]["trunk"])
+    for name, head in model.heads.items():
+        head.load_state_dict(shown["pieces"]["heads"][name] | shown["kept"]["heads"][name])
+    optimizer, key = torch.optim.AdamW(model.parameters(), lr=1e-3), jd.random.key(0)
+    state = trained(shown, start, shown["complete"], 3)
+    for _ in range(3):  # the modules themselves, with masks of the same keys
+        now, key = split(key)
+        h = jd.random.keyed(model.trunk)(now, shown["x"])
+        key, *keys = split(key, 3)
+        out = {name: jd.random.keyed(head)(now, h) for now, (name, head) in zip(keys, model.heads.items(), strict=True)}
+        values = [
+            functional.cross_entropy(out["kind"], shown["kind"]),
+            functional.mse_loss(out["price"], shown["price"]),
+        ]
+        rows = [torch.autograd.grad(value, [*model.trunk.parameters()], retain_graph=True) for value in values]
+        found = jd.aggregate(jd.upgrad(), [torch.stack(column) for column in zip(*rows, strict=True)])
+        optimizer.zero_grad()
+        sum(values).backward()
+        for p, direction in zip(model.trunk.parameters(), found.direction, strict=True):
+            p.grad = direction
+        optimizer.step()
+    torch.testing.assert_close(
+        {**state.params["shared"], **state.buffers["trunk"]}, dict(model.trunk.state_dict()), rtol=1e-4, atol=1e-5
+    )
+    for name, head in model.heads.items():
+        ours = {**state.params["heads"][name], **state.buffers["heads"][name]}
+        torch.testing.assert_close(ours, dict(head.state_dict()), rtol=1e-4, atol=1e-5)
+    assert torch.equal(state.buffers["key"], key)
+    assert not torch.equal(state.params["shared"]["0.weight"], shown["pieces"]["shared"]["0.weight"])
+
+
+def test_a_model_that_was_filled_is_exported_as_any_other(shown):
+    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
+    model, x = copy.deepcopy(shown["model"]), shown["x"]
+    assert "`torch.export.export(model.eval(), (x,))`" in page
+    served = torch.export.export(model.eval(), (x,)).module()(x)
+    torch.testing.assert_close(served, model(x))
+    fitted = shown["fitted"]
+    for name, head in model.heads.items():
+        h, _ = jd.functional(model.trunk)(fitted.params["shared"], fitted.buffers["trunk"], x)
+        found, _ = jd.functional(head)(fitted.params["heads"][name], fitted.buffers["heads"][name], h)
+        torch.testing.assert_close(served[name], found)
+
+
 def test_a_trunk_of_rate_zero_stays_until_its_steps_have_come(shown):
     how, start = shown["by_rate"], shown["waiting"]
     waited = trained(shown, start, how, 99)
