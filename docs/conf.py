@@ -67,6 +67,7 @@ CONTENTS = {
         f"docs/guides/{page}"
         for page in (
             "objectives",
+            "private",
             "by_hand",
             "recipes",
             "recipes_*",

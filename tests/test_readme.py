@@ -23,6 +23,7 @@ GUIDES = [
     for page in (
         "by_hand",
         "objectives",
+        "private",
         "diagnose",
         "own_rule",
         "own_kind",

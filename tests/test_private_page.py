@@ -1,0 +1,198 @@
+"""What the guide to private training says, and shows in its blocks, is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import kstest
+from torch.nn import functional
+
+import functional_jd as fj
+from functional_jd.random import key, normal, split
+
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "private.md"
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """What the reader of the guide has, and the block for batches that exceed memory."""
+    found = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for code in blocks:
+            exec(compile(code, PAGE.name, "exec"), found)
+    return found, next(code for code in blocks if "in_parts" in code)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("spoiled", [None, torch.inf, 1e30], ids=["finite", "infinite", "overflow"])
+@pytest.mark.parametrize("every", [1, 3, 100], ids=["all", "a third", "nobody"])
+def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guide, every, spoiled, clipping):
+    session, block = guide
+    x, price = session["x"], session["price"].clone()
+    drawn = torch.arange(1, 33) % every == 0
+    if spoiled is not None:
+        price[2] = spoiled
+    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.adamw(0.1), "key": key(0)}
+    private = fj.private(session["loss"], **how, clipping=clipping)
+    training = fj.train_state(session["linear"], x, session["price"], **private)
+    found = session | {"price": price, "drawn": drawn, "private": private, "training": training}
+    exec(block, found)
+    expected, info = fj.step(training, x[drawn], price[drawn], **private)
+    assert bool(info.moved) == (spoiled is None or every == 100)
+    assert torch.equal(found["in_parts"].optimizer.key, expected.optimizer.key)
+    torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_that_were_drawn(guide):
+    found, _ = guide
+    assert len(found["take"].graphs) == 1
+    x, kind, params = found["x"], found["kind"], {"w": torch.full((20, 5), 0.1)}
+    scored = lambda params, x, kind: functional.cross_entropy(x @ params["w"], kind)
+    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.sgd(0.1), "key": key(0)}
+    drawn = fj.private(scored, **how)
+    weighted = fj.private(lambda params, x, kind, w: w * scored(params, x, kind), **how)
+    state, take = fj.train_state(params, x, kind, **drawn), fj.compiled(fj.step, backend="eager")
+    for n in (17, 15, 0, 1):
+        after, info = take(state, *found["padded"](x[:n], kind[:n]), **weighted)
+        expected, _ = fj.step(state, x[:n], kind[:n], **drawn)
+        assert info.moved
+        torch.testing.assert_close(after.params, expected.params, rtol=1e-6, atol=1e-7)
+    assert len(take.graphs) == 1
+
+
+def test_noise_of_ones_own_in_the_guide_is_normal_and_added_to_the_clipped_sum(guide):
+    found, _ = guide
+    drawn = found["secure_normal"]((40, 100)).flatten()
+    assert not torch.equal(drawn, found["secure_normal"]((40, 100)).flatten())
+    assert drawn.mean().abs() < 6 / 4000**0.5
+    assert (drawn.var() - 1).abs() < 6 * (2 / 4000) ** 0.5
+    assert kstest(drawn.numpy(), "norm").pvalue > 1e-6
+    noise = (found["noisy"]["w"] * 16 - found["total"]["w"]) / 1.1
+    assert 0.2 < noise.std() < 3  # of 20 numbers
+
+
+def test_persons_in_the_guide_are_clipped_as_one(guide):
+    found, _ = guide
+    x, price, mask = found["people"]
+    params = {"w": torch.linspace(-1, 1, 20)[:, None]}
+    how = fj.private(found["of_person"], **found["of_people"])
+    state = fj.train_state(params, x, price, mask, **how)
+    nobody, _ = fj.step(state, x[:0], price[:0], mask[:0], **how)  # the same noise
+    after, _ = fj.step(state, x, price, mask, **how)
+    total = torch.zeros_like(params["w"])
+    for person, counts in enumerate(mask.bool()):
+        if counts.any():
+            own, asked = x[person][counts], price[person][counts]
+            gradient = 2 * own.mT @ (own @ params["w"] - asked) / counts.sum()
+            total += gradient / gradient.norm().clamp(min=1)
+    torch.testing.assert_close(nobody.params["w"] - after.params["w"], 0.1 * total / 4, rtol=1e-4, atol=1e-6)
+
+
+def rows_by_hand(params, keys, x, price):
+    """Of both losses of the guide: the sum of the gradients of the examples, clipped, with noise, by the batch size."""
+    residual = lambda w, i: x[i] @ w - price[i]
+    rows = []
+    for of_one, at in zip((lambda r: r.square().sum(), lambda r: r.abs().sum()), keys, strict=True):
+        total = torch.zeros_like(params["w"])
+        for i in range(len(x)):
+            w = params["w"].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(of_one(residual(w, i)), w)
+            total += gradient / max(1.0, float(gradient.norm()) * 2**0.5)
+        (now,) = split(split(at)[0], 1)  # one leaf
+        rows.append((total + 1.1 * normal(now, total.shape)) / 16)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("every", [1, 3, 100], ids=["all", "a third", "nobody"])
+def test_private_conflicts_of_the_guide_are_clipped_sums_with_noise_and_upgrad_of_them(guide, every):
+    found, _ = guide
+    drawn = torch.arange(1, 33) % every == 0
+    x, price, params = found["x"][drawn], found["price"][drawn], {"w": torch.linspace(-1, 1, 20)[:, None]}
+    noise = {name: part["optimizer"].init(params) for name, part in found["parts"].items()}
+    moments = found["descent"].init(params)
+    rows, later, finite = found["noisy_rows"](params, noise, x, price)
+    expected = rows_by_hand(params, split(key(3), 2), x, price)
+    assert finite
+    torch.testing.assert_close(rows["w"], expected, rtol=1e-5, atol=1e-6)
+    after, _, carried = found["private_step"]((params, moments, noise), x, price)
+    direction = fj.aggregate(fj.upgrad(), {"w": expected}).direction
+    torch.testing.assert_close(after["w"], params["w"] - 0.1 * direction["w"], rtol=1e-4, atol=1e-5)
+    for name, at in zip(noise, split(key(3), 2), strict=True):
+        assert torch.equal(later[name].key, split(at)[1])
+        assert torch.equal(carried[name].key, later[name].key)
+    spoiled = found["private_step"]((params, moments, noise), found["x"], torch.full((32, 1), torch.nan))
+    assert torch.equal(spoiled[0]["w"], params["w"])
+    assert all(torch.equal(spoiled[2][name].key, noise[name].key) for name in noise)
+
+
+def test_no_example_moves_the_rows_of_private_conflicts_together_by_more_than_the_bound(guide):
+    found, _ = guide
+    x, price, params = found["x"], found["price"].clone(), {"w": torch.linspace(-1, 1, 20)[:, None]}
+    price[3] = 1e3  # its gradients are long
+    noise = {name: part["optimizer"].init(params) for name, part in found["parts"].items()}
+    rows = lambda kept: found["noisy_rows"](params, noise, x[kept], price[kept])[0]["w"].double() * 16
+    everybody = torch.arange(32)
+    moved = torch.stack([(rows(everybody) - rows(everybody[everybody != i])).norm() for i in everybody])
+    assert moved.max() <= 1 + 1e-4  # sums of 32 in float32
+    assert moved[3] >= 1 - 1e-4  # the bound is attained
+
+
+INDEXING = {
+    "cross_entropy": lambda scores, kind: functional.cross_entropy(scores, kind),
+    "gather": lambda scores, kind: scores.square().gather(0, kind[None])[0],
+    "embedding": lambda scores, kind: functional.embedding(kind, scores[:, None]).square().sum(),
+    "one_hot": lambda scores, kind: (scores - functional.one_hot(kind, 5)).square().sum(),
+}
+
+
+def graphs_by_size(f, sizes):
+    """How many graphs there are after each size."""
+    torch.compiler.reset()
+    graphs, counts = [], []
+    kept = lambda graph, _: graphs.append(graph) or graph.forward
+    compiled = torch.compile(f, dynamic=True, fullgraph=True, backend=kept)
+    for n in sizes:
+        compiled(n)
+        counts.append(len(graphs))
+    return counts
+
+
+def examples_of(scored, plain=False):
+    """Steps on so many examples, or the gradient of each in plain torch."""
+    params, x, kind = {"w": torch.full((20, 5), 0.1)}, torch.ones(32, 20), torch.arange(32) % 5
+    of_one = lambda params, x, kind: scored(x @ params["w"], kind)
+    how = fj.private(of_one, optimizer=fj.sgd(0.1), key=key(0), max_norm=0.3, noise_multiplier=1.7, batch_size=6.0)
+    state = fj.train_state(params, x, kind, **how)
+    rows = torch.vmap(torch.func.grad(of_one), (None, 0, 0))
+    return lambda batch: rows(params, *batch) if plain else fj.step(state, *batch, **how), lambda n: (x[:n], kind[:n])
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    # In plain torch, `vmap` of the gradient of `one_hot` does not compile at all.
+    [*((name, False) for name in INDEXING), *((name, True) for name in INDEXING if name != "one_hot")],
+)
+def test_as_the_guide_says_a_loss_with_an_index_is_a_graph_for_each_size(name, plain):
+    f, of_size = examples_of(INDEXING[name], plain)
+    assert graphs_by_size(f, map(of_size, (17, 15))) == [1, 2]
+
+
+def test_as_the_guide_says_a_ninth_size_stops():
+    f, of_size = examples_of(INDEXING["cross_entropy"])
+    assert torch._dynamo.config.recompile_limit == 8
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit),
+    ):
+        graphs_by_size(f, map(of_size, (17, 15, 9)))
+
+
+def test_as_the_guide_says_a_loss_without_an_index_is_one_graph_and_one_more_for_0_and_1():
+    scored = lambda scores, kind: -(scores.log_softmax(-1) * (torch.arange(len(scores)) == kind)).sum()
+    f, of_size = examples_of(scored)
+    assert graphs_by_size(f, map(of_size, (17, 15, 9, 1, 0, 20))) == [1, 1, 1, 2, 3, 3]
+    scores = torch.linspace(-1, 2, 5)
+    torch.testing.assert_close(scored(scores, torch.tensor(3)), functional.cross_entropy(scores, torch.tensor(3)))
