@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
 from operator import getitem
 from typing import Any
 
@@ -12,6 +14,9 @@ from functional_jd.torch_compat.private_names import private
 from functional_jd.torch_compat.torch_internals import constant_while_tracing
 
 _number_of_function_modes: Any = private("_C._len_torch_function_stack", "compiled", otherwise=lambda: 1)
+
+_map_only: Any = private("utils._pytree.tree_map_only", "compiled")
+_DispatchMode: Any = private("utils._python_dispatch.TorchDispatchMode", "compiled", otherwise=nullcontext)
 
 _VALUES_WANTED = ("DataDependentOutputException", "DynamicOutputShapeException", "UserWarning")
 
@@ -28,10 +33,11 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     try:
         with mode, warnings.catch_warnings():
             warnings.filterwarnings("error", message="Accessing the data pointer of FakeTensor")
-            graph = make_fx(f)(*without_values)
+            graph = make_fx(_with_zero_tangents(f, inputs))(*without_values)
     except (RuntimeError, UserWarning) as error:
         kind = type(error).__name__
-        if kind == "FakeTensorDeviceMismatchError" and "meta" in str(error):
+        lost = kind == "FakeTensorDeviceMismatchError" or "invalid gradient" in str(error)
+        if lost and "meta" in str(error):
             raise _lost_tangents() from error
         if kind not in _VALUES_WANTED and "numpy()" not in str(error):
             raise
@@ -49,11 +55,52 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
     return graph
 
 
+class _ZeroTangents(_DispatchMode):
+    """Puts on a device the zeros of forward mode that torch makes on "meta", where tensors have no values."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # torch's control flow compiles what it is given, with this mode on as without
+        return True
+
+    ignore_compile_internals = is_infra_mode
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_overload(func):  # control flow wants its containers as they are
+            args, kwargs = _map_only((Tensor, torch.device), self._placed, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _placed(self, given: Any) -> Any:
+        if isinstance(given, torch.device):
+            return self.device if given.type == "meta" else given
+        lost = given.device.type == "meta" and given._is_zerotensor()
+        return torch.zeros(given.shape, dtype=given.dtype, device=self.device) if lost else given
+
+
+def _with_zero_tangents(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> Callable[..., list[Any]]:
+    """The function, whose zero tangents are on the device of the inputs if they have one device."""
+    devices = {x.device for x in inputs}
+
+    @wraps(f)
+    def run(*args: Any) -> list[Any]:
+        with _ZeroTangents(*devices) if len(devices) == 1 else nullcontext():
+            return f(*args)
+
+    return run
+
+
 def _lost_tangents() -> RuntimeError:
     """In forward mode torch 2.13 to 2.15 makes zero tangents of tensors without values on their device, "meta"."""
     return RuntimeError(
         "compiled: expected operators that torch differentiates without values, found forward mode (jvp, jacfwd, "
-        "hessian) where it does not. Take reverse mode: torch.func.grad, jacrev; of second derivatives, jacrev twice."
+        "hessian) where it does not. Take reverse mode: torch.func.grad, jacrev; of second derivatives, jacrev twice. "
+        "Residuals with a hessian, one per point, compile in per_example."
     )
 
 
@@ -191,6 +238,10 @@ def with_inputs_for_constants(graph: fx.GraphModule) -> list[Tensor]:
 
 def machine_code(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Compile a graph by inductor, for tensors of these shapes."""
+    for node in graph.graph.nodes:
+        if str(node.target) == "aten._efficientzerotensor.default":  # it has no memory, which inductor would read
+            node.target = torch.ops.aten.zeros.default
+    graph.recompile()
     compile_: Any = private("_inductor.standalone_compile", "compiled")  # loads much: only when it is called for
     with torch.no_grad():
         return compile_(graph, [x.detach() for x in inputs], dynamic_shapes="from_example_inputs")

@@ -50,6 +50,27 @@ def test_a_graph_has_the_derivatives_that_were_taken():
     assert torch.equal(graphs.written(f, [X])(X)[0], X.cos())
 
 
+def test_zeros_of_forward_mode_are_on_the_device_of_the_inputs():
+    vectors = lambda x: torch.vmap(lambda row: torch.func.jvp(lambda r: HELD.diag() @ r, (row,), (row,))[1])(x)
+    each_matrix = lambda x, w: torch.vmap(torch.vmap(lambda r, w: torch.func.jvp(lambda r: w @ r, (r,), (r,))[1]))(x, w)
+    w = torch.arange(24.0).reshape(2, 3, 2, 2)
+    inputs = [torch.stack([X, X]).reshape(2, 3, 2), w]
+    for f, given in ((vectors, [X]), (each_matrix, inputs)):
+        graph = graphs.written(lambda *args, f=f: [f(*args)], given)
+        values = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        assert {value.device.type for value in values} == {"cpu"}
+        assert torch.equal(graph(*given)[0], f(*given))
+
+
+def test_control_flow_is_written_down():
+    scan = pytest.importorskip("torch._higher_order_ops").scan
+    both = lambda carry, row: ([carry[0] + row[0]], [carry[0] * row[0]])
+    running = lambda x: scan(both, [x[0].clone()], [x])[1]
+    graph = graphs.written(running, [X])
+    assert any("scan" in str(node.target) for node in graph.graph.nodes)
+    assert torch.equal(graph(X)[0], running(X)[0])
+
+
 def test_modes_are_those_that_functions_see():
     assert graphs.function_modes() == []
     with torch.device("cpu"):

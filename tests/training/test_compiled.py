@@ -152,19 +152,73 @@ def test_a_compiled_transform_is_the_transform():
         torch.testing.assert_close(graph_of(f)(torch.tensor(0.1), X), f(torch.tensor(0.1), X))
 
 
-def test_what_torch_cannot_differentiate_without_values_is_said():
+def test_forward_mode_compiles():
     def after_one(rate, x):
         method = COMMON | {"optimizer": jd.sgd(rate)}
         state, _ = jd.step(jd.train_state(PARAMS, x[0], **method), x[1], **method)
         return losses(state.params, x[3]).sum()
 
     rate = torch.tensor(0.1)
-    with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
-        graph_of(torch.func.jacfwd(after_one))(rate, X)
-    torch.testing.assert_close(graph_of(torch.func.jacrev(after_one))(rate, X), torch.func.jacfwd(after_one)(rate, X))
+    equal(graph_of(torch.func.jacfwd(after_one))(rate, X), torch.func.jacfwd(after_one)(rate, X))
     norm = torch.nn.LayerNorm(3)
+    along = lambda x: torch.func.jvp(norm, (x,), (x,))
+    equal(graph_of(along)(X), along(X))
+
+
+def wave(p, x):
+    return p["v"] @ torch.tanh(p["w"] @ x + p["b"])
+
+
+def along_ones(f, x):
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+DERIVATIVES = {
+    "jvp": lambda p, x: along_ones(partial(wave, p), x).sum(),
+    "jvp of jvp": lambda p, x: along_ones(partial(along_ones, partial(wave, p)), x).sum(),
+    "jvp of grad": lambda p, x: along_ones(torch.func.grad(lambda x: wave(p, x).sum()), x).sum(),
+    "jacfwd": lambda p, x: torch.func.jacfwd(partial(wave, p))(x).sum(),
+    "hessian": lambda p, x: torch.func.hessian(lambda x: wave(p, x).sum())(x).diagonal().sum(),
+    "columns": lambda p, x: along_ones(lambda x: p["v"] @ torch.tanh(p["w"] @ x[:, None] + p["b"][:, None]), x).sum(),
+}
+
+
+def residual_step(derivative):
+    """A step of residuals that differentiate products of matrices and vectors, and its arguments."""
+    draw = torch.Generator().manual_seed(0)
+    p = {name: torch.randn(*shape, generator=draw) for name, shape in {"w": (4, 3), "b": (4,), "v": (2, 4)}.items()}
+    how = {
+        "losses": jd.per_example(derivative),
+        "aggregator": jd.natural_gradient(),
+        "optimizer": jd.line_search(jd.sgd(1.0), [1.0, 0.1]),
+        "engine": "jacobian",
+    }
+    return partial(jd.step, **how), (jd.train_state(p, X[0], **how), X[0])
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
+def test_derivatives_inside_residuals_compile_on_the_fast_way(derivative):
+    """Each of these was evaluated example by example, or refused: tangents had no device."""
+    take, given = residual_step(derivative)
+    equal(graph_of(take)(*given), take(*given))
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
+def test_inductor_compiles_derivatives_inside_residuals():
+    """A tangent of zeros without memory ended the process."""
+    for name in ("jvp", "hessian"):
+        take, given = residual_step(DERIVATIVES[name])
+        (found, _), (expected, _) = jd.compiled(take)(*given), take(*given)
+        torch.testing.assert_close(found.params, expected.params)
+
+
+def test_what_torch_cannot_differentiate_without_values_is_said():
+    f = lambda p: torch.vmap(lambda x: DERIVATIVES["hessian"](p, x))(X[0])
+    _, (state, _) = residual_step(DERIVATIVES["hessian"])
     with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
-        graph_of(lambda x: torch.func.jvp(norm, (x,), (x,)))(X)
+        graph_of(torch.func.jacrev(f))(state.params)
 
 
 def test_derivatives_go_through_skipped_steps():
