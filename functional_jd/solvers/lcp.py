@@ -304,8 +304,8 @@ def _descended(M: Tensor, q: Tensor, free: Tensor, old: _Solutions, looks: bool 
 def _warn_of_descents(problems: int, m: int) -> None:
     warnings.warn(
         f"{problems} projections on the dual cone of {m} rows that nearly depend on one another, as residuals at "
-        f"neighbouring points do, are searched one by one, which may take seconds: "
-        "upgrad projects every row. dualproj projects one vector; for residuals take natural_gradient, "
+        f"neighbouring points do, are searched one by one, which may take seconds. "
+        "Of the rules, upgrad projects every row, dualproj one vector; for residuals take natural_gradient, "
         "levenberg_marquardt or losses that are their means.",
         SlowPathWarning,
         stacklevel=user_level(),
