@@ -120,21 +120,25 @@ def diagnose(
     if gramian is not None:
         check_flag("diagnose", "gramian", gramian)
     G, J, eps = _gramian_and_jacobian(jacobian_or_gramian, gramian)
-    m = len(G)
     with autocast_disabled():
         C, lengths = cosines(G)
         norms = torch.where(G.diagonal() == 0, 0, lengths)
-        share = (_ROUNDINGS * eps < -C).to(G.dtype).sum() / max(m * (m - 1), 1)
-        rank, condition = _rank_and_condition(G, m * _ROUNDINGS * eps)
+        rank, condition = _rank_and_condition(G, len(G) * _ROUNDINGS * eps)
         return Diagnosis(
             norms=norms,
             cosines=C.clamp(-1, 1),
             alignment=_alignment(J, G, C, lengths, direction_or_weights, eps),
-            conflict=torch.where(G.isfinite().all(), share, torch.nan),
+            conflict=torch.where(G.isfinite().all(), share_in_conflict(C, eps), torch.nan),
             stationarity=_norm_of_combination(C, mgda().update(G, ())[0] * lengths, eps),
             rank=rank,
             condition=condition,
         )
+
+
+def share_in_conflict(C: Tensor, eps: float) -> Tensor:
+    """The share of the pairs of rows with a negative cosine, of their cosines `[m, m]` with this rounding error."""
+    m = len(C)
+    return (_ROUNDINGS * eps < -C).to(C.dtype).sum() / max(m * (m - 1), 1)
 
 
 def _is_square_matrix(value: Any) -> bool:

@@ -13,7 +13,7 @@ from functional_jd.core.arguments import check_flag, check_integer, described, r
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
-from functional_jd.diagnostics.diagnose import diagnose
+from functional_jd.diagnostics.diagnose import share_in_conflict
 from functional_jd.plotting.style import (
     CONFLICT,
     PALETTE,
@@ -28,6 +28,7 @@ from functional_jd.plotting.style import (
     text_color,
 )
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.solvers.dual_cone import cosines
 from functional_jd.training.state import StepInfo
 
 SIZE = (7.0, 2.8)
@@ -83,7 +84,7 @@ def weights(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
         )
     ax = axes_or_new("weights", ax, SIZE)
     table = _table("weights", [info.weights for info in infos])
-    _plot_lines(ax, table, _names(infos[0].losses))
+    _plot_lines(ax, table, _row_names(infos[0], table))
     if _is_wide(table):
         _set_log(ax, table)
     return _finish(ax, "weight", _skipped_steps(infos))
@@ -113,7 +114,7 @@ def norms(infos: Sequence[StepInfo], ax: Ax | None = None) -> Ax:
         )
     table = _table("norms", [_gramian(info).diagonal().sqrt() for info in infos])
     ax = axes_or_new("norms", ax, SIZE)
-    _plot_lines(ax, table, _names(infos[0].losses))
+    _plot_lines(ax, table, _row_names(infos[0], table))
     _set_log(ax, table)
     return _finish(ax, "gradient norm", _skipped_steps(infos))
 
@@ -222,8 +223,7 @@ def history(
     if diagnoses:
         plots.append(lambda ax: conflicts(diagnoses, ax, every=every))
     elif _have_gramians(infos):
-        gramians = torch.stack([_gramian(info).detach() for info in infos])
-        plots.append(lambda ax: conflicts(torch.vmap(diagnose)(gramians).conflict.tolist(), ax))
+        plots.append(lambda ax: conflicts([_conflict(info) for info in infos], ax))
     ax = stacked_axes((SIZE[0], 2.2 * len(plots)), len(plots)) if ax is None else ax
     if not isinstance(ax, Sequence | np.ndarray) or len(ax) != len(plots):
         found = len(ax) if isinstance(ax, Sequence | np.ndarray) else described(ax)
@@ -283,6 +283,12 @@ def _names(losses: Losses) -> list[str]:
     return [f"objective {name}" for name in names] if isinstance(losses, Tensor) and losses.ndim else names
 
 
+def _row_names(info: StepInfo, table: Array) -> list[str]:
+    """The names of the losses; of rows whose losses were replaced, for instance by means, their numbers."""
+    names, rows = _names(info.losses), table.shape[1]
+    return names if len(names) == rows else [f"row {index}" for index in range(rows)]
+
+
 def _have_weight_per_row(infos: Sequence[StepInfo]) -> bool:
     return all(isinstance(info.weights, Tensor) and info.weights.ndim == 1 for info in infos)
 
@@ -294,6 +300,16 @@ def _have_gramians(infos: Sequence[StepInfo]) -> bool:
 def _gramian(info: StepInfo) -> Tensor:
     """The Gramian of a step that was taken; of others, in which rows may be missing, NaN."""
     return torch.where(torch.as_tensor(info.moved), torch.as_tensor(info.gramian), torch.nan)
+
+
+def _conflict(info: StepInfo) -> Tensor:
+    """The share of pairs of rows that conflict in a step, `[]`; NaN in one that was not taken.
+
+    That alone of a diagnosis: the rest searches, which takes long with many rows.
+    """
+    gramian = _gramian(info).detach()
+    share = share_in_conflict(cosines(gramian.double())[0], torch.finfo(gramian.dtype).eps)
+    return torch.where(gramian.isfinite().all(), share, torch.nan)
 
 
 def _skipped_steps(infos: Sequence[StepInfo]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 
 import matplotlib as mpl
 import numpy as np
@@ -422,6 +423,37 @@ def test_gramians_in_the_infos_give_norms_and_conflicts():
     np.testing.assert_array_equal(drawn[3].get_lines()[0].get_ydata(), [100.0, np.nan, 0.0])
     with pytest.raises(ValueError, match=r"norms: expected infos with a Gramian, found none.*diagnose"):
         plotting.norms(_infos())
+
+
+def _residual_infos(m=80, steps=3):
+    """The records of residuals at close points, one row per point."""
+    x = torch.linspace(0, 1, m, dtype=torch.float64)
+    J = torch.stack([torch.cos((k + 1) * x) for k in range(12)], 1)
+    J = J * torch.where(torch.arange(m) % 2 == 0, 1.0, -1.0)[:, None]
+    residuals = {"edge": x[:2], "inside": x[2:] - 0.5}
+    info = jd.StepInfo(
+        residuals, torch.ones(m, dtype=torch.float64), torch.ones(m, dtype=torch.bool), torch.tensor(True), J @ J.T
+    )
+    return [info] * steps, J
+
+
+def test_the_history_of_residuals_searches_nothing(monkeypatch):
+    """A diagnosis of every step took minutes, and warned of a rule that nobody had called."""
+    monkeypatch.setattr(sys.modules["functional_jd.diagnostics.diagnose"], "mgda", lambda: pytest.fail("a search"))
+    infos, J = _residual_infos()
+    *_, conflicts = plotting.history(infos)
+    unit = J / J.norm(dim=1, keepdim=True)
+    negative = (unit @ unit.T < -1e-12).double().sum() / (80 * 79)
+    np.testing.assert_allclose(conflicts.get_lines()[0].get_ydata(), [100 * negative] * 3)
+
+
+def test_rows_whose_losses_were_replaced_by_means_are_numbered():
+    infos, _ = _residual_infos(m=8)
+    means = [i._replace(losses={name: r.square().mean() for name, r in i.losses.items()}) for i in infos]
+    losses, weights, norms, _ = plotting.history(means)
+    assert _labels(losses) == ["edge", "inside"]
+    for ax in (weights, norms):
+        assert _labels(ax) == [f"row {index}" for index in range(8)]
 
 
 def test_records_of_every_few_steps_stand_at_these_steps():
