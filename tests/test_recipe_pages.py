@@ -5,13 +5,16 @@ import csv
 import re
 import sys
 import warnings
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import optree
 import pytest
 import torch
+from numpy.polynomial import Chebyshev
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -597,3 +600,40 @@ def test_the_solution_and_the_coefficient_are_found(physicist):
     assert float(sum(r.square().sum() for r in physicist["elsewhere"].values())) < 1e-5
     assert float(physicist["finding"].params["k"]) == pytest.approx(4, abs=0.01)
     assert physicist["info"].gramian is not None
+
+
+def by_collocation(physicist):
+    """The covariance row of "k" with twelve polynomials in the place of the network: one number for each residual."""
+    best, sigma = physicist["best"], physicist["sigma"]
+    x, k = np.linspace(0, 2, 30), float(best["k"])
+    curve = torch.vmap(partial(physicist["wave"], best))(torch.from_numpy(x)[:, None]).numpy()
+    seen = physicist["places"]["seen"][:, 0].numpy()
+    basis = [Chebyshev.basis(degree, domain=[0, 2]) for degree in range(12)]
+    equation = np.stack([*(each.deriv(2)(x) + k * each(x) for each in basis), curve], 1) / 0.05
+    data = np.stack([*(each(seen) for each in basis), 0 * seen], 1) / sigma
+    return np.linalg.pinv(np.concatenate([equation, data]))[-1]
+
+
+def test_the_error_bar_is_that_of_collocation(physicist):
+    expected = float(np.linalg.norm(by_collocation(physicist)))
+    for found in (physicist["deviation"](100), physicist["deviation"](200), physicist["deviation"](100, prior=10.0)):
+        assert float(found) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_pseudo_inverse_is_no_error_bar_with_fewer_residuals_than_parameters(physicist):
+    few = physicist["places"] | {"inside": torch.linspace(0, 2, 15, dtype=torch.float64)[:, None]}
+    rows, _ = jd.jacobian_fn(physicist["scaled"])(physicist["best"], few, physicist["values_seen"])
+    J = torch.cat([rows[name].reshape(24, -1) for name in ("w", "b", "v", "k")], 1)
+    assert J.shape == (24, 25)
+    expected = float(np.linalg.norm(by_collocation(physicist)))
+    assert float(torch.linalg.pinv(J)[-1].norm()) > 5 * expected
+    apart = [float(physicist["deviation"](5, prior=prior)) for prior in (1.0, 10.0)]  # 14 residuals
+    assert apart[1] > 2 * apart[0], "what the page tells to look at does not tell"
+
+
+def test_trainings_with_new_noise_are_those_of_the_linearized_problem(physicist):
+    keys = jd.random.split(jd.random.key(1), 10)
+    noise = torch.stack([jd.random.normal(key, (9,), dtype=torch.float64) for key in keys]).numpy()
+    expected = noise @ by_collocation(physicist)[-9:]
+    found = physicist["refits"]["k"].numpy()
+    assert np.abs((found - found.mean()) - (expected - expected.mean())).max() < 0.05 * expected.std()
