@@ -584,6 +584,21 @@ def test_a_system_has_the_same_residuals_by_names_and_as_vectors(physicist):
     torch.testing.assert_close(vectors[7], torch.stack([slope[0] - value[1], slope[1] + value[0]]))
 
 
+@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize("name", ["system", "vectors"])
+def test_a_system_with_jvp_is_one_graph(physicist, name):
+    """`matrix @ vector` in a `jvp` was differentiated example by example, or refused."""
+    weights = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(2, 8)}
+    t = torch.linspace(0, 1, 12)[:, None]
+    points = {"u": t, "v": t} if name == "system" else t
+    how = physicist["solve"] | {"losses": physicist[name]}
+    state = jd.train_state(weights, points, **how)
+    found, _ = jd.compiled(partial(jd.step, **how), backend="eager")(state, points)
+    expected, _ = jd.step(state, points, **how)
+    for name, leaf in expected.params.items():
+        assert torch.equal(found.params[name], leaf)
+
+
 def test_residuals_in_the_plane_are_those_of_the_hessian(physicist):
     weights = {"w": torch.randn(8, 2), "b": torch.randn(8), "v": torch.randn(1, 8)}
     x, normal = torch.rand(2), torch.tensor([-1.0, 0.0])
