@@ -608,6 +608,18 @@ def test_residuals_in_the_plane_are_those_of_the_hessian(physicist):
     assert {name: len(r) for name, r in physicist["poisson"].items()} == {"inside": 32, "side": 8, "average": 1}
 
 
+def test_an_integral_in_every_residual_takes_its_grid_from_around_it(physicist):
+    page = (GUIDES / "physics.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"`(lambda params, x: slope.*?)`", page)
+    weights = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(1, 8)}
+    x, grid = torch.rand(5, 1), torch.rand(7, 1)
+    wave = physicist["wave"]
+    slope = lambda params, x: torch.func.grad(wave, 1)(params, x)[0]
+    found = jd.per_example(eval(code, physicist | {"slope": slope, "grid": grid}))(weights, x)
+    average = torch.stack([wave(weights, at) for at in grid]).mean()
+    torch.testing.assert_close(found, torch.stack([slope(weights, at) - average for at in x]))
+
+
 def test_the_solution_and_the_coefficient_are_found(physicist):
     x = torch.linspace(0, 1, 11)[:, None]
     found = torch.vmap(lambda x: physicist["wave"](physicist["solving"].params, x))(x)
