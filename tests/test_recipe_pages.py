@@ -532,6 +532,14 @@ def test_weights_per_point_count_in_the_sum_of_squares(shown):
     torch.testing.assert_close(shown["own"]["inside"].sum(), torch.tensor(1.0))
 
 
+def test_the_plot_of_kinds_has_a_line_for_each(physicist):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    ax = jd.plotting.losses(physicist["infos"])
+    assert [line.get_label() for line in ax.get_lines()] == ["inside", "seen"]
+    assert ax.get_lines()[1].get_ydata()[3] == pytest.approx(float(physicist["infos"][3].losses["seen"]))
+    plt.close("all")
+
+
 def test_held_weights_in_a_loop_are_those_of_every_eighth_step(shown):
     page, calls = blocks(GUIDES / "cheaper_rules.md"), []
     session = shown | {name: copy.deepcopy(shown[name]) for name in ("trunk", "heads")}
