@@ -730,10 +730,10 @@ def test_a_compiled_step_and_one_over_replicas_choose_as_an_eager_step_does(engi
     [
         (fj.mean, (), "weighted", "no gradients"),
         (fj.mean, (4,), "jacobian", "one row per objective"),
-        (fj.upgrad, (), "gramian", "for so few positions"),
-        (partial(fj.clipped, 1.0), (4,), "gramian", "for so few positions"),
-        (fj.gradnorm, (), "gramian", "for so few positions"),
-        (partial(fj.natural_gradient, 1.0), (), "gramian", "for so few positions"),
+        (fj.upgrad, (), "gramian", "parameters are many beside the batch"),
+        (partial(fj.clipped, 1.0), (4,), "gramian", "parameters are many beside the batch"),
+        (fj.gradnorm, (), "gramian", "parameters are many beside the batch"),
+        (partial(fj.natural_gradient, 1.0), (), "gramian", "parameters are many beside the batch"),
         (lambda: fj.trimmed_mean(1), (), "jacobian", "the rows themselves"),
     ],
 )
