@@ -130,6 +130,21 @@ def test_the_state_keeps_its_structure_and_counts():
     assert state.calls == 1
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [(0, 0), (2, 2), (0, 1)])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, torch.tensor(1.0)])
+def test_a_repeated_call_shows_that_the_gramian_is_not_finite(max_norm, place, bad):
+    rule, J = nash_mtl(max_norm, every=3), torch.tensor([[1.0, 0.5, 0.0], [-0.5, 1.0, 0.2], [0.3, 0.0, 2.0]])
+    G = (J @ J.T).double()
+    _, state = rule.update(G, rule.init(G))
+    broken = G.clone()
+    broken[place] = broken[place[::-1]] = bad
+    for weights in (rule.update(broken, state)[0], torch.vmap(rule.update, (0, None))(broken[None], state)[0][0]):
+        assert weights.isnan().all()
+    assert rule.update(broken, state)[1].weights.isnan().all()
+    assert rule.update(G, state)[0].isfinite().all()
+
+
 def test_scales_of_rows_do_not_matter():
     scales = torch.tensor([[1e-18], [1.0], [1e18]], dtype=torch.float64)
     check_within(direction(scales * J3), direction(J3), gramian_bound(J3))
