@@ -58,7 +58,8 @@ def weighted_fn(
     Laws:
         Equal to `combine(unscale(jacobian), weights)` to rounding, where every row is finite; linear in the weights.
         Composes with vmap, grad, jvp and compile; the result is detached unless an input or the weights require grad.
-        Weights that are not finite give a direction that is not finite. Weight 0 does not hide a row that overflows.
+        Weights that are not finite are not `finite` (the direction may be, as of a loss that `torch.where` cuts off).
+        Weight 0 does not hide a row that overflows.
         The cotangent of a loss has the loss's dtype, at least float32: its weight is rounded to that. float64 weights
         of float32 losses count to 6e-8 of their size.
 
@@ -81,7 +82,7 @@ def weighted_fn(
             check_weights("weighted_fn", weights, objective_count(values))
             direction, finite = unchecked(weights, last=last)
             if finite is None:
-                return direction, all_finite(direction)
+                return direction, all_finite((direction, weights))
             return zeros_unless(finite, direction), finite
 
         return (values, aux) if has_aux else values, pullback

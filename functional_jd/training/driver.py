@@ -88,7 +88,9 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         rows_finite = decided.rows_finite if rows_finite is None else rows_finite
         verdict = decided.verdict
         if direction_finite is None or rows_finite is None:
-            direction_finite = all_finite((direction, seen.losses))
+            # Where an example is left out by torch.where, one backward pass hides a weight that is not finite.
+            own = decided.weights if isinstance(decided.weights, Tensor) or plan.view.groups is not None else ()
+            direction_finite = all_finite((direction, seen.losses, own))
             finite = direction_finite if rows_finite is None else rows_finite & direction_finite
             verdict = Verdict(finite, finite, plan.scale)
         elif verdict is None:

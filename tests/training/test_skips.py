@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import functional_jd as jd
 from functional_jd import StepInfo, TrainingStalled
 from functional_jd.training.skips import SkipWatch, was_taken
 
@@ -133,3 +134,58 @@ def test_other_infos_are_not_looked_at():
 def test_the_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(TrainingStalled("why", {"w": 1})))
     assert (str(error), error.state) == ("why", {"w": 1})
+
+
+def known_labels(params, x, y):
+    known = y.isfinite()
+    errors = (x @ params["w"] - y.nan_to_num()).square()
+    return {"a": (x @ params["w"] - 1).square().mean(), "b": torch.where(known, errors, 0.0).sum()}
+
+
+def shared_known_labels():
+    def heads(own, h, x, y):
+        errors = torch.where(y.isfinite(), (h * own["b"] - y.nan_to_num()).square(), 0.0)
+        return {"a": (h * own["a"] - 1).square().mean(), "b": errors.sum()}
+
+    return jd.multitask(lambda shared, x, y: x @ shared["w"], heads)
+
+
+BAD = torch.tensor([1.0, torch.nan], dtype=torch.float64)
+WITHOUT_WEIGHT = {
+    "geometric_mean": jd.geometric_mean,
+    "famo": jd.famo,
+    "cr_mogm": lambda: jd.cr_mogm(jd.geometric_mean()),
+    "none": lambda: jd.stateless(jd.views.no_gradients, lambda _: BAD),
+    "norms": lambda: jd.stateless(jd.views.norms, lambda _: BAD),
+    "gramian": lambda: jd.stateless(jd.views.gramian, lambda _: BAD),
+    "rows": lambda: jd.stateless(jd.views.full_jacobian, lambda _: BAD),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHT)
+@pytest.mark.parametrize("engine", ["auto", "jacobian"])
+@pytest.mark.parametrize("shape", [None, (), (2,)])
+@pytest.mark.parametrize("tasks", [False, True], ids=["plain", "multitask"])
+def test_a_weight_that_is_not_finite_skips_though_the_loss_hides_it(name, engine, shape, tasks):
+    losses = shared_known_labels() if tasks else known_labels
+    params = {"w": torch.ones(3)}
+    if tasks:
+        params = {"shared": params, "heads": {"a": torch.ones(()), "b": torch.ones(())}}
+    x, y = torch.randn(8, 3), torch.randn(8)
+    method = {"losses": losses, "aggregator": WITHOUT_WEIGHT[name](), "optimizer": jd.adamw(0.1), "engine": engine}
+    scale = None if shape is None else jd.scale_state(4.0, shape=shape)
+    state = jd.train_state(params, x, y, scale=scale, **method)
+    if name in ("geometric_mean", "famo", "cr_mogm"):
+        state, info = jd.step(state, x, y, **method)
+        assert info.moved
+    after, info = jd.step(state, x, torch.full_like(y, torch.nan), **method)
+    assert not info.moved
+    torch.testing.assert_close(after.params, state.params, rtol=0, atol=0)
+    torch.testing.assert_close(after.aggregator, state.aggregator, rtol=0, atol=0)
+
+
+def test_the_pullback_of_one_pass_says_that_a_weight_is_not_finite_though_the_loss_hides_it():
+    params, x, y = {"w": torch.ones(3)}, torch.randn(8, 3), torch.full((8,), torch.nan)
+    _, pullback = jd.weighted_fn(known_labels)(params, x, y)
+    assert not pullback(BAD)[1]
+    assert pullback(torch.ones(2, dtype=torch.float64))[1]
