@@ -46,10 +46,11 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
     if missing := [key for key in tree if key not in groups]:
         raise ValueError(
             f"grouped: expected a rule for every group of parameters, found none for {', '.join(map(repr, missing))}. "
-            "Add one, such as that of another group."
+            "Groups are the top-level keys of the parameters: add a rule, such as that of another group."
         )
     if unused := [key for key in groups if key not in tree]:
         raise ValueError(
             f"grouped: expected a group of parameters for every rule, found none for {', '.join(map(repr, unused))}; "
-            f"the groups are {', '.join(map(repr, tree))}. Check its spelling."
+            f"the groups are the top-level keys of the parameters, {', '.join(map(repr, tree))}. Check the spelling, "
+            "or take a dict with a key for each group."
         )

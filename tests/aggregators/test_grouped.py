@@ -181,10 +181,11 @@ def test_a_batch_is_the_loop_also_compiled():
 
 def test_a_group_without_a_rule_and_a_rule_without_a_group_are_named():
     J = {"trunk": number(0), "head": number(1)}
-    with pytest.raises(ValueError, match=r"grouped: expected a rule for every group .* none for 'head'"):
+    with pytest.raises(ValueError, match=r"grouped: expected a rule for every .* none for 'head'.* top-level keys"):
         aggregate(grouped({"trunk": mean()}), J)
     with pytest.raises(
-        ValueError, match=r"grouped: expected a group .* none for 'tail'; the groups are 'trunk', 'head'"
+        ValueError,
+        match=r"grouped: expected a group .* none for 'tail'; the groups are the top-level keys .*, 'trunk', 'head'",
     ):
         aggregate(grouped({"trunk": mean(), "head": mean(), "tail": mean()}), J)
 
