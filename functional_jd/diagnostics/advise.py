@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ class Thresholds(NamedTuple):
 
 
 def advise(
-    diagnoses: Sequence[Diagnosis] | Diagnosis | Gramian, losses: Tensor | Sequence[Tensor] | None = None
+    diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gramian,
+    losses: Tensor | Sequence[Tensor] | None = None,
 ) -> Advice:
     """Advise on a rule, from the gradients of a window of training steps under `mean`.
 
@@ -87,8 +88,9 @@ def advise(
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.
-            Or Gramians `[k, m, m]`, float64. Ten steps or more, on different batches; steps that are not finite are
-            left out.
+            Or Gramians, float64: a sequence of k tensors `[m, m]`, such as `[info.gramian for info in history]` of a
+            rule that receives them, or one tensor `[k, m, m]`. Ten steps or more, on different batches; steps that are
+            not finite are left out.
         losses: `[k, m]`, or k tensors `[m]`: the losses of these steps. They do not decide: the record tells which
             share of them rose.
 
@@ -148,12 +150,12 @@ def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[
 
 def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
+    if isinstance(given, Sequence) and not isinstance(given, Diagnosis | str):
+        given = _stacked(given)
     if isinstance(given, Tensor):
         given = _from_gramians(given)
-    elif isinstance(given, Sequence) and not isinstance(given, Diagnosis | str):
-        given = _stacked(given)
     if not isinstance(given, Diagnosis):
-        refuse("advise", "diagnoses", "a sequence of Diagnosis, or Gramians [k, m, m]", given, "See diagnose.")
+        _refuse_window(given)
     found = given.norms, given.cosines, given.rank
     for tensor in found:
         _require_values(tensor)
@@ -165,14 +167,27 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return norms, cosines, ranks
 
 
-def _stacked(given: Sequence[Any]) -> Diagnosis | None:
-    """The diagnoses of single steps as that of a batch."""
-    if not given or not all(isinstance(found, Diagnosis) for found in given):
-        return None
-    counts = sorted({len(found.norms) for found in given if found.norms.ndim})
+def _refuse_window(found: Any) -> NoReturn:
+    expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
+    if isinstance(found, tuple) and not found:
+        cure = "A step has () as Gramian where its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
+        raise TypeError(f"advise: diagnoses must be {expected}, found (). {cure}")
+    refuse("advise", "diagnoses", expected, found, "See diagnose.")
+
+
+def _stacked(given: Sequence[Any]) -> Diagnosis | Tensor:
+    """The diagnoses, or the Gramians, of single steps as those of a batch."""
+    kind = Diagnosis if given and isinstance(given[0], Diagnosis) else Tensor
+    for found in given or [given]:
+        if not isinstance(found, kind):
+            _refuse_window(found)
+    if kind is Tensor:
+        for gramian in given:
+            _require_values(gramian)
+    counts = sorted({len(norms) for found in given if (norms := found.norms if kind is Diagnosis else found).ndim})
     if len(counts) > 1:
         raise ValueError(f"advise: expected diagnoses of the same objectives, found {counts} of them.")
-    return Diagnosis(*map(torch.stack, zip(*given, strict=True)))
+    return torch.stack(list(given)) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*given, strict=True)))
 
 
 def _from_gramians(gramians: Tensor) -> Diagnosis:

@@ -1,5 +1,7 @@
 """Advice: every verdict on Jacobians made for it, its figures by hand, and what must not change it."""
 
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import given
@@ -135,6 +137,14 @@ def test_diagnoses_are_taken_one_by_one_and_from_vmap():
     assert advise(torch.vmap(lambda G: diagnose(G, gramian=True))(gramians), torch.ones(3, 2)) == expected
 
 
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_gramians_and_diagnoses_are_taken_one_by_one_from_any_sequence(kind):
+    for gramians in STEADY.values():
+        each = kind(diagnose(G, gramian=True) for G in gramians)
+        assert advise(each, torch.ones(3, 2)) == advise(gramians, torch.ones(3, 2))
+        assert advise(kind(gramians), torch.ones(3, 2)) == advise(gramians, torch.ones(3, 2))
+
+
 def test_steps_that_are_not_finite_are_left_out():
     gramians = torch.cat([torch.full((1, 2, 2), torch.nan).double(), STEADY["project"]])
     losses = torch.tensor([[torch.inf, 1.0], [1.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
@@ -170,7 +180,14 @@ def test_advice_shows_itself_and_stands_below_a_diagnosis():
     [
         (([],), TypeError, "sequence of Diagnosis"),
         (("upgrad",), TypeError, "sequence of Diagnosis"),
-        (([torch.eye(2)],), TypeError, "sequence of Diagnosis"),
+        (([torch.eye(2)],), ValueError, "at least two steps with finite gradients, found 1 of 1"),
+        (([torch.eye(2), torch.eye(3)],), ValueError, r"same objectives, found \[2, 3\]"),
+        (([torch.ones(2), torch.ones(2)],), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
+        (([torch.tensor(1.0)] * 2,), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2\]"),
+        (([torch.eye(2), diagnose(torch.eye(2))],), TypeError, "Gramians .*, found Diagnosis"),
+        (([diagnose(torch.eye(2)), torch.eye(2)],), TypeError, "sequence of Diagnosis .*, found "),
+        (([torch.eye(2, device="meta")] * 2,), TypeError, "tensors with values"),
+        (([(), ()],), TypeError, r"found \(\)\. A step has .* gramian_fn"),
         ((torch.eye(2),), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
         ((torch.ones(3, 2, 2, dtype=torch.int64),), ValueError, "found torch.int64"),
         ((torch.zeros(0, 2, 2),), ValueError, "at least two steps"),
