@@ -148,8 +148,9 @@ def _is_square_matrix(value: Any) -> bool:
 def _refuse_no_gramian(value: Any) -> None:
     if isinstance(value, tuple) and not value:
         raise ValueError(
-            "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule looks at no "
-            "gradients. Pass jacobian_fn(losses)(params, *batch)[0]."
+            "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule receives "
+            "none: it looks at rows, at norms or at no gradients. Pass gramian_fn(losses)(params, *batch)[0] or "
+            "jacobian_fn(losses)(params, *batch)[0]. Norms alone: squared_norms_fn(losses)(params, *batch)[0].sqrt()."
         )
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import functional_jd as jd
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian
@@ -368,8 +369,19 @@ def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
 
 
 def test_what_a_step_without_a_gramian_returned_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"^diagnose: .* found \(\), .* no gradients.*jacobian_fn"):
+    said = r"^diagnose: .* found \(\), .* rows, at norms or at no grad.*gramian_fn.*jacobian_fn.*squared_norms_fn"
+    with pytest.raises(ValueError, match=said):
         diagnose(())
+
+
+def test_what_is_named_in_the_place_of_a_gramian_that_a_step_does_not_have_is_diagnosed():
+    losses, w = lambda w: torch.stack([w.square().sum(), (3 * w - 1).square().sum()]), torch.tensor([1.0, 2.0])
+    for rule in (jd.mean(), jd.clipped(1.0), jd.db_mtl(), jd.moco(), jd.trimmed_mean(0)):
+        how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.1)}
+        assert jd.step(jd.train_state(w, **how), **how)[1].gramian == ()
+    found = diagnose(jd.gramian_fn(losses)(w)[0])
+    assert_same(found, diagnose(jd.jacobian_fn(losses)(w)[0], gramian=False))
+    torch.testing.assert_close(jd.squared_norms_fn(losses)(w)[0].sqrt(), found.norms)
 
 
 @pytest.mark.parametrize(
