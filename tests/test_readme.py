@@ -104,6 +104,22 @@ def test_what_is_shown_below_a_block_is_what_it_prints(shown):
         assert text == found
 
 
+def test_a_comparison_that_swallows_nan_is_mended_as_the_page_says(shown):
+    page = shown[0]["own_rule"]
+    page["test_a_temperature_out_of_range"]()
+    rows, nan = page["rows"], torch.tensor(torch.nan)
+
+    def weights(c, cure):
+        clipping = lambda n: torch.where(n > c, c / n, 1) * (torch.where(c > 0, 1.0, torch.nan) if cure else 1)
+        rule = functional_jd.stateless(functional_jd.views.norms, clipping)
+        return functional_jd.aggregate(rule, rows).weights
+
+    assert weights(nan, cure=False).isfinite().all()
+    assert weights(nan, cure=True).isnan().all()
+    assert weights(torch.tensor(-1.0), cure=True).isnan().all()
+    assert torch.equal(weights(torch.tensor(1.0), cure=True), weights(torch.tensor(1.0), cure=False))
+
+
 def side(diff, sign, session):
     """What one side of a diff leaves behind, beginning with the modules of the session, as they are."""
     lines = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ")]

@@ -39,7 +39,9 @@ def hyper_parameters_are_values(
     derivative, and to the change of slope from one side to the other: so a kink is allowed, a wrong slope is not.
 
     Args:
-        build: `build(**hyper) -> rule`; it must raise ValueError for numbers out of range.
+        build: `build(**hyper) -> rule`. At the end of a range it must raise ValueError for the next number, to be
+            tested on one side. The law looks no farther: that all numbers out of range are refused, and that such
+            tensors give NaN weights, it does not test.
         hyper: the hyper-parameters to test, as numbers.
         jacobian: the Jacobian.
         others: the Jacobians on other batches, for a rule that uses them.
