@@ -84,6 +84,36 @@ def test_what_is_reported_to_tensorboard_is_what_the_step_found(shown):
     assert not [tag for tag in written if tag.startswith("diagnosis")], "no gradients were looked at"
 
 
+PYTREES = {
+    "graddrop": lambda: jd.graddrop(jd.random.key(0)),
+    "trimmed_mean": lambda: jd.trimmed_mean(0),
+    "db_mtl": jd.db_mtl,
+    "moco": jd.moco,
+    "grouped": lambda: jd.grouped({"trunk": jd.upgrad(), "kind": jd.mean(), "price": jd.mean()}),
+}
+
+
+@pytest.mark.parametrize("name", PYTREES)
+def test_weights_that_are_a_pytree_are_not_reported_under_names_of_losses(shown, name):
+    written, (info, scale) = {}, one_step(shown, PYTREES[name]())
+    writer = SimpleNamespace(add_scalar=lambda tag, value, index: written.update({tag: value}))
+    shown["report"](writer, 0, info, scale)
+    assert written.keys() == {"losses/kind", "losses/price", "scales/kind", "scales/price", "skipped"}
+    assert not isinstance(info.weights, torch.Tensor)
+    pages = [ROOT / "README.md", GUIDES / "recipes.md", GUIDES / "diagnose.md"]
+    assert all(re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in pages)
+    if name == "grouped":
+        assert info.weights["trunk"].shape == (2,)
+
+
+def test_weights_keep_the_dtype_in_which_a_rule_returns_them(shown):
+    for values in (torch.tensor([1, 2]), torch.tensor([True, False])):
+        rule = jd.stateless(jd.views.no_gradients, lambda zeros, values=values: values)
+        assert torch.equal(one_step(shown, rule)[0].weights, values)
+        assert torch.equal(jd.aggregate(rule, torch.eye(2)).weights, values)
+    assert one_step(shown, jd.upgrad())[0].weights.dtype == torch.float64
+
+
 def one_step(shown, rule):
     batch = shown["x"], shown["kind"], shown["price"]
     how = {"losses": shown["losses"], "aggregator": rule, "optimizer": jd.sgd(0.1)}

@@ -56,7 +56,8 @@ class Aggregation(NamedTuple):
 
     Attributes:
         direction: pytree like params, in their dtypes: the weighted sum of the rows.
-        weights: float64 `[m]`, a dict of those of groups, or a pytree like the Jacobian.
+        weights: `[m]`, float64 of the rules of the package, else of the dtype that the rule returns; a dict of those of
+            groups; or a pytree like the Jacobian.
         state: the rule's state for the next call.
     """
 

@@ -99,11 +99,12 @@ class StepInfo(NamedTuple):
 
     Attributes:
         losses: the values before the step, unscaled, in the structure that the losses gave them.
-        weights: how much each row counted: float64 `[m]`, or a pytree like the Jacobian.
+        weights: how much each row counted, `[m]`: float64 of the rules of the package, else of the dtype that the rule
+            returns. Or a pytree like the Jacobian, or a dict of those of groups.
         finite: bool with the scale's shape: which losses and rows were finite; none, if the direction is not.
         moved: bool `[]`: whether the step was taken. It was skipped unless all are finite.
         gramian: float64 `[m, m]`, the Gramian that the rule received, alone or with the losses: zero for rows
-            that overflowed, and `diagnose(info.gramian)` costs no derivative. Else `()`.
+            that overflowed, and `diagnose(info.gramian)` costs no derivative. `()` of a rule that receives none.
         aux: what the losses returned as aux, with `has_aux=True`; else `()`.
     """
 
