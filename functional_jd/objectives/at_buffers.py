@@ -61,9 +61,11 @@ def at_buffers(losses: LossFunction, buffers: Tree) -> LossFunction:
     if isinstance(losses, PerExample):
         keys = [name for name, x in zip(tree_names(buffers), leaves, strict=True) if is_key(name, x, buffers)]
         if keys:
+            found = "a key and nothing else" if isinstance(buffers, Tensor) else repr(keys[0])
             raise ValueError(
-                f"at_buffers: expected buffers without a key, found {keys[0]!r}, of which every example has its own in "
-                "a step. Pass keys for each example in the batch."
+                f"at_buffers: expected buffers without a key, found {found}, of which every example has its own in a "
+                "step. Pass keys for each example in the batch, or, to evaluate without dropout, per_example of a loss "
+                "without the key."
             )
         alone = losses.loss
         return replace(losses, loss=lambda params, *example: _first(alone(params, copies(), *example)))

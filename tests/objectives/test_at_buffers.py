@@ -142,6 +142,12 @@ REFUSED = {
     "no function": (3, {}, TypeError, "losses must be a function"),
     "no tensors": (plain, {"n": 3}, TypeError, "a pytree of tensors"),
     "a key": (fj.per_example(scaled), {"key": fj.random.key(0)}, ValueError, "without a key, found 'key'"),
+    "a key alone": (
+        fj.per_example(scaled),
+        fj.random.key(0),
+        ValueError,
+        "without a key, found a key and nothing else, .* or, to evaluate without dropout, per_example of a loss",
+    ),
 }
 
 
