@@ -65,7 +65,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         values to choose a solver or to stop a search: `config`, `imtl_g`, and small dampings of residuals. Results
         carry no gradient. Calling `f` to write it down leaves no trace in generators or arguments; what it caches in a
         module stays, as of any call. There is a `RuntimeWarning` at the eighth graph, which tells what differs from
-        call to call.
+        call to call, and of tensors whose sizes differ the shapes.
 
     Differs:
         What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, also
@@ -164,12 +164,12 @@ class Compiled:
     def _warn(self, arguments: Any) -> None:
         *_, before, last = self.graphs
         names = tree_names(arguments)
-        changed = [name for name, old, new in zip(names, before[2:], last[2:], strict=False) if old != new]
-        differs = _called(changed[0]) if changed else "their structure"
+        pairs = zip(names, before[2:], last[2:], strict=False)
+        changed = next((found for found in pairs if found[1] != found[2]), None)
+        differs, cure = ("their structure", _CURE) if changed is None else _difference(*changed)
         warnings.warn(
             f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls "
-            f"differ in {differs}. Pass numbers that change as tensors, make the functions "
-            "among the arguments once, and call the function itself where shapes are rare.",
+            f"differ in {differs}. {cure}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -306,6 +306,27 @@ def _unhashable(arguments: Any, leaves: list[Any]) -> TypeError:
                 "Pass a tensor, or a dict or tuple of tensors, or bind it with functools.partial."
             )
     return TypeError("compiled: expected containers whose keys are hashable.")
+
+
+def _difference(name: str, before: Any, last: Any) -> tuple[str, str]:
+    """In what an argument of two kinds differs, and what to do."""
+    tensors = isinstance(before, tuple) and isinstance(last, tuple) and len(before) == len(last) == _OF_TENSOR
+    if not tensors or before[1] == last[1] or before[3:] != last[3:]:
+        return _called(name), _CURE
+    return (
+        f"the shape of {_called(name)}: {list(before[1])} and then {list(last[1])}",
+        "Pad batches to one size, with a weight of 0 in the loss for what is added, or call the function itself where "
+        "shapes are rare.",
+    )
+
+
+_OF_TENSOR = 6
+"""So many words the kind of a tensor has: its shape is the second, and strides follow from it."""
+
+_CURE = (
+    "Pass numbers that change as tensors, make the functions among the arguments once, and call the function itself "
+    "where shapes are rare."
+)
 
 
 def _called(name: str) -> str:

@@ -487,6 +487,37 @@ def test_many_graphs_are_told_with_what_differs():
         f(X, rate=7.0)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    {
+        "shapes": (lambda f, n: f(torch.ones(n, 4), rate=2.0), r"the shape of argument 0: \[7, 4\] .* \[8, 4\]. Pad"),
+        "rows": (
+            lambda f, n: f(torch.ones(4), rate=torch.ones(n, 4)),
+            r"the shape of 'rate': .* \[8, 4\]. Pad batches",
+        ),
+        "numbers": (lambda f, n: f(torch.ones(4), rate=n), r"differ in 'rate'\. Pass numbers that change as tensors"),
+        "texts": (
+            lambda f, n: f(torch.ones(4), rate=float(n)),
+            r"differ in 'rate'\. Pass numbers that change as tensors",
+        ),
+        "dtypes": (
+            lambda f, n: f(torch.ones(n, 4, dtype=(torch.float32, torch.float64)[n % 2]), rate=2.0),
+            r"differ in argument 0\. Pass",
+        ),
+        "structure": (lambda f, n: f(torch.ones(4), 2.0, *[torch.ones(4)] * n), r"differ in their structure\. Pass"),
+    }.values(),
+    ids=["shapes", "rows", "numbers", "texts", "dtypes", "structure"],
+)
+def test_many_graphs_of_many_shapes_are_told_with_the_shapes_and_to_pad(call, words):
+    f = graph_of(lambda x, rate, *rest: rate * x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(1, 8):
+            call(f, n)
+    with pytest.warns(RuntimeWarning, match=words):
+        call(f, 8)
+
+
 def test_fit_says_that_it_compiles():
     take = graph_of(partial(jd.step, **COMMON))
     assert is_compiled(take)
