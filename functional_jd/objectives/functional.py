@@ -151,7 +151,12 @@ def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, ar
     _refuse_fully_sharded(module)
     before = _marks(params.values())
     with Filled(tree, tree.holding(given)) as filled:
-        output = module(*args, **kwargs)
+        try:
+            output = module(*args, **kwargs)
+        except RuntimeError as error:
+            if "were not batched" in str(error) and "running_mean" in str(error):
+                error.add_note(_UNMAPPED_STATISTICS)
+            raise
         replaced, moved = tree.after(filled.contents, given)
     if are_noted():
         note_parameters(tree_leaves(output), tree.replaced(given), params)
@@ -165,6 +170,14 @@ def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, ar
     if output.__class__ is not Tensor:
         _refuse_parts(output, tree)
     return output, replaced, moved, filled.runs_again
+
+
+_UNMAPPED_STATISTICS = (
+    "functional: the buffers that were passed are not mapped by vmap, but what the layer computes is. Give each of the "
+    "S members its own statistics, as a mapped argument: buffers = {n: b.expand(S, *b.shape) for n, b in "
+    "module.named_buffers()} and torch.vmap(f, in_dims=(0, 0, None))(params, buffers, x), where f calls apply(params, "
+    "buffers, x). track_running_stats need not be False."
+)
 
 
 def _marks(tensors: Any) -> list[Any]:
