@@ -61,6 +61,64 @@ def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_t
         assert info.moved
         torch.testing.assert_close(after.params, expected.params, rtol=1e-6, atol=1e-7)
     assert len(take.graphs) == 1
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        found["padded"](x, kind)
+    after, _ = fj.step(state, x, kind, torch.ones(len(x)), **weighted)
+    expected, _ = fj.step(state, x, kind, **drawn)
+    torch.testing.assert_close(after.params, expected.params, rtol=1e-6, atol=1e-7)
+
+
+def test_norms_as_the_guide_finds_them_are_those_of_the_gradients(guide):
+    found, _ = guide
+    x, price, params = found["x"], found["price"], {"w": torch.linspace(-1, 1, 20)[:, None]}
+    how = {"noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.sgd(0.1), "key": key(0)}
+    rows = 2 * x * (x @ params["w"] - price)
+    max_norm = float(rows.norm(dim=1).median())
+    private = fj.private(found["loss"], max_norm=max_norm, **how)
+    _, info = fj.step(fj.train_state(params, x, price, **private), x, price, **private)
+    is_clipped = info.weights < 1
+    assert abs(is_clipped.float().mean() - 0.5) < 0.04  # the median itself is one of 32
+    torch.testing.assert_close((max_norm / info.weights)[is_clipped].float(), rows.norm(dim=1)[is_clipped])
+    norms = fj.squared_norms_fn(private["losses"])(params, x, price)[0].sqrt()
+    torch.testing.assert_close(norms.float(), rows.norm(dim=1))
+
+
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_automatic_clipping_as_the_guide_says_has_one_number_for_bound_and_rate(guide, rate):
+    found, _ = guide
+    x, price, how = found["x"], found["price"], {"noise_multiplier": 1.1, "batch_size": 16.0, "key": key(0)}
+    stepped = []
+    for bound, lr in ((2.0, rate), (1.0, 2 * rate)):
+        private = fj.private(found["loss"], max_norm=bound, optimizer=fj.sgd(lr), clipping="automatic", **how)
+        stepped.append(fj.step(fj.train_state(found["linear"], x, price, **private), x, price, **private)[0].params)
+    torch.testing.assert_close(*stepped)
+
+
+def test_the_module_in_the_guide_is_given_one_example_at_a_time(guide):
+    found, _ = guide
+    model, x, kind = found["model"], found["x"], found["kind"]
+    assert found["net_info"].moved
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    values = torch.vmap(found["of_module"], (None, 0, 0))(params, x, kind)
+    torch.testing.assert_close(values, functional.cross_entropy(model(x), kind, reduction="none"))
+
+
+def test_a_loader_of_opacus_draws_empty_batches_that_a_step_takes(guide):
+    loaders = pytest.importorskip("opacus.data_loader")
+    found, _ = guide
+    x, price = found["x"], found["price"]
+    private = fj.private(
+        found["loss"], max_norm=1.0, noise_multiplier=1.1, batch_size=1.6, optimizer=fj.sgd(0.1), key=key(0)
+    )
+    state, sizes = fj.train_state(found["linear"], x, price, **private), set()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for batch in loaders.DPDataLoader(torch.utils.data.TensorDataset(x, price), sample_rate=0.05):
+            sizes.add(len(batch[0]))
+            state, info = fj.step(state, *batch, **private)
+            assert info.moved
+    assert 0 in sizes
+    assert len(sizes) > 1
 
 
 def test_noise_of_ones_own_in_the_guide_is_normal_and_added_to_the_clipped_sum(guide):
