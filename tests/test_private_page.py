@@ -46,6 +46,19 @@ def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guid
     torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+def test_the_parts_of_a_batch_in_the_guide_take_nested_parameters(guide):
+    session, block = guide
+    loss = lambda params, x, price: session["loss"](params["linear"], x, price)
+    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.adamw(0.1), "key": key(0)}
+    private = fj.private(loss, **how)
+    training = fj.train_state({"linear": session["linear"]}, session["x"], session["price"], **private)
+    drawn = torch.arange(32) % 2 == 0
+    found = session | {"drawn": drawn, "private": private, "training": training}
+    exec(block, found)
+    expected, _ = fj.step(training, session["x"][drawn], session["price"][drawn], **private)
+    torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
+
+
 def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_that_were_drawn(guide):
     found, _ = guide
     assert len(found["take"].graphs) == 1
