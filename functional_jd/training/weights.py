@@ -99,9 +99,11 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with
         constant weights the gradient of `weights @ losses`, but for the heads of `multitask` losses. A gradient that is
         not finite, or not with the scale, gives weights that are not finite where the rule looks at it, so that a
-        `GradScaler` skips the step and backs off. Then, or where a loss is not finite, the state that was given is
+        `GradScaler` skips the step and backs off. Where weights or a loss are not finite, the state that was given is
         returned, as in a skipped step; in a call without a state None, so that the rule starts with the next batch (in
-        a graph or under a transform, which cannot return it, what the rule made of that batch).
+        a graph or under a transform, which cannot return it, what the rule made of that batch). A rule that does not
+        look at gradients, such as `mean`, `constant`, `dwa`, `famo`, `uw` or `random_weights`, gives finite weights
+        where they alone are not finite, and its next state: it remembers the batch, whether or not the step is skipped.
         Pure; composes with vmap, grad, jvp and compile.
 
     Differs:

@@ -239,6 +239,24 @@ def test_a_scale_that_is_too_large_gives_weights_that_are_not_finite_and_no_memo
     torch.testing.assert_close(found.state, first.state, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "build", [jd.mean, jd.dwa, jd.famo, jd.uw, jd.imtl_l, lambda: jd.random_weights(jd.random.key(0))]
+)
+def test_a_rule_that_looks_at_no_gradient_remembers_a_batch_whose_gradients_overflow(build):
+    params, x = problem([3, 1, -2, 5, 7, -4, 2, 6, -3])
+    own, half = {name: p.half() for name, p in params.items()}, x.half()
+    weights_of = jd.weights_fn(lambda params, x: {"near": losses(params, x)["near"].float()}, build())
+    first = weights_of(own, half, scale=jd.scale_state(1.0))
+    too_large = jd.scale_state(2.0**16)
+    found, expected = (
+        weights_of(own, half, state=first.state, scale=too_large),
+        weights_of(own, half, state=first.state),
+    )
+    assert found.weights.isfinite().all()
+    assert torch.equal(found.weights, expected.weights)
+    torch.testing.assert_close(found.state, expected.state, rtol=0, atol=0)
+
+
 def test_a_number_is_no_scale():
     params, x = problem(range(9))
     with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\(scaler"):
