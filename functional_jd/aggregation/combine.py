@@ -120,7 +120,7 @@ def check_row_weights(where: str, weights: Tensor, m: int) -> None:
         found = described(weights) if weights.is_complex() else list(weights.shape)
         raise ValueError(
             f"{where}: expected one weight per row, [{m}], found {found}. "
-            "Check the number of objectives of the rule and of its preference. A rule returns weights, and no direction."
+            "Check the number of objectives of the rule and of its preference. A rule returns weights, no direction."
         )
 
 

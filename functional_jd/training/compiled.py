@@ -324,8 +324,8 @@ _OF_TENSOR = 6
 """So many words the kind of a tensor has: its shape is the second, and strides follow from it."""
 
 _CURE = (
-    "Pass numbers that change as tensors, make the functions among the arguments once, or build them from such a tensor "
-    "inside of the function, and call the function itself where shapes are rare."
+    "Pass numbers that change as tensors, make the functions among the arguments once, or build them from such a "
+    "tensor inside of the function, and call the function itself where shapes are rare."
 )
 
 
