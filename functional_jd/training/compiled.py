@@ -9,12 +9,13 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_jd.core.arguments import check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
+from functional_jd.torch_compat.called_modules import noting_modules
 from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
@@ -47,8 +48,8 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
     Returns:
         A function of the arguments of `f` that returns what `f` does, up to rounding. Arguments are of one kind if
         they have the same structure, tensors of the same shapes, strides, dtypes and devices, and otherwise equal
-        values; functions are equal only to themselves. Whether autocast is on, the default dtype and
-        `torch.use_deterministic_algorithms` belong to it too.
+        values; functions are equal only to themselves. Whether autocast is on, the default dtype,
+        `torch.use_deterministic_algorithms` and the modes (`training`) of the modules that `f` calls belong to it too.
 
     Raises:
         TypeError: `f` is not callable, or `backend` neither a name nor a function. When called: an argument is neither
@@ -68,7 +69,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         call to call, and of tensors whose sizes differ the shapes.
 
     Differs:
-        What `f` finds elsewhere than in its arguments is found once: `module.training`, hooks, Python numbers, also
+        What `f` finds elsewhere than in its arguments is found once: hooks, Python numbers, also
         those that it reads from tensors of its closure. Of such a tensor itself the graph has the object, and sees new
         values. Dicts are of one kind whatever the order of their keys. `torch.compile` guards most of these.
 
@@ -116,6 +117,9 @@ class Compiled:
             graph = self.graphs.get(kind)
         except TypeError as error:
             raise _unhashable((args, kwargs), given) from error
+        while graph is not None and (modes := _modes(graph.modules)) != graph.modes:
+            kind = (*kind, modes)
+            graph = self.graphs.get(kind)
         if graph is None or transform_level() != _NO_TRANSFORM or function_modes():
             _check((args, kwargs), given)
         if graph is None:
@@ -131,6 +135,7 @@ class Compiled:
 
     def _add(self, kind: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         outputs: list[Any] = []
+        called: dict[int, nn.Module] = {}
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -143,7 +148,8 @@ class Compiled:
             return [x for x in leaves if isinstance(x, Tensor)]
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]):
-            of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
+            with noting_modules(called):
+                of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
             graph = graphs.written(of_tensors, tensors)
         for node in graphs.changed_in_place(graph):
             raise ValueError(
@@ -158,7 +164,7 @@ class Compiled:
             )
         constants = graphs.with_inputs_for_constants(graph)
         run = self.backend(graph, [*tensors, *(x.detach() for x in constants)])
-        made = self.graphs[kind] = _Graph(run, constants, *outputs)
+        made = self.graphs[kind] = _Graph(run, constants, [*called.values()], *outputs)
         return made
 
     def _warn(self, arguments: Any) -> None:
@@ -176,10 +182,13 @@ class Compiled:
 
 
 class _Graph:
-    """A compiled graph, the tensors of closures that it takes, and the structure of what it returns."""
+    """A compiled graph, the tensors of closures that it takes, the modules that it calls, and the structure of what it
+    returns.
+    """
 
-    def __init__(self, run: Run, constants: list[Tensor], structure: Any, leaves: list[Any]):
+    def __init__(self, run: Run, constants: list[Tensor], modules: list[nn.Module], structure: Any, leaves: list[Any]):
         self.run, self.constants, self.structure, self.leaves = run, constants, structure, leaves
+        self.modules, self.modes = modules, _modes(modules)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         found = iter(self.run(*tensors, *(x.detach() for x in self.constants)))
@@ -218,6 +227,11 @@ def _kind(leaf: Any) -> Any:
         strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
     bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
     return type(leaf) in PLAIN_TENSORS, leaf.shape, strides, leaf.dtype, leaf.device, bits
+
+
+def _modes(modules: list[nn.Module]) -> tuple[bool, ...]:
+    """Which modules are in training mode."""
+    return tuple([module.training for module in modules])
 
 
 def _is_hashable(leaf: Any) -> bool:

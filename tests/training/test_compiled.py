@@ -560,3 +560,31 @@ def test_machine_code_follows_closures():
     assert (f(x)[0] == 3).all()
     f(x)[1].add_(1)
     assert f(x)[1] == 4, "the closure itself, as in eager code"
+
+
+@pytest.mark.parametrize("way", ["functional", "functional_call"])
+def test_the_modes_of_modules_choose_the_graph(way):
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    pure = jd.functional(net)
+
+    def losses(params, buffers, x):
+        moved = {name: b.clone() for name, b in buffers.items()}
+        if way == "functional":
+            output, moved = pure(params, buffers, x)
+        else:
+            output = torch.func.functional_call(net, (params, moved), (x,))
+        return {"a": output[:, 0].exp().mean(), "b": output[:, 1].square().mean()}, moved
+
+    x = torch.randn(8, 4)
+    method = {"losses": losses, "aggregator": jd.mean(), "optimizer": jd.sgd(lr=0.1)}
+    params, buffers = dict(net.named_parameters()), dict(net.named_buffers())
+    state = jd.train_state({name: p.detach() for name, p in params.items()}, x, buffers=buffers, **method)
+    step = jd.compiled(jd.step, backend="eager")
+    found = []
+    for change in (net.eval, net.train, net[2].eval, net.eval, net.train):
+        change()
+        (after, _), (expected, _) = step(state, x, **method), jd.step(state, x, **method)
+        torch.testing.assert_close((after.params, after.buffers), (expected.params, expected.buffers), rtol=0, atol=0)
+        found.append(len(step.graphs))
+    assert found == [1, 2, 3, 3, 3], "one for each set of modes"
