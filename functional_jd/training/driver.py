@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import goes_to_host, initial_state, narrow_device, weigh
 from functional_jd.aggregation.observation import Observation, Products
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation.views import equal_weights, gramian
 from functional_jd.core.host import run_on_host
 from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
@@ -88,9 +88,10 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         rows_finite = decided.rows_finite if rows_finite is None else rows_finite
         verdict = decided.verdict
         if direction_finite is None or rows_finite is None:
-            # Where an example is left out by torch.where, one backward pass hides a weight that is not finite.
-            own = decided.weights if isinstance(decided.weights, Tensor) or plan.view.groups is not None else ()
-            direction_finite = all_finite((direction, seen.losses, own))
+            # One backward pass hides a weight that is not finite where the loss is constant, as under `torch.where`.
+            may_hide = plan.view.products == "none" and plan.rule.view is not equal_weights
+            hidden = _as_losses(decided.weights, seen.losses) if may_hide else ()
+            direction_finite = all_finite((direction, seen.losses, hidden))
             finite = direction_finite if rows_finite is None else rows_finite & direction_finite
             verdict = Verdict(finite, finite, plan.scale)
         elif verdict is None:
@@ -112,6 +113,12 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         seen.carried,
         products,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _as_losses(weights: Weights, losses: Losses) -> Tree:
+    """Weights in the dtype of the losses, with which they are looked at in one launch."""
+    dtype = tree_leaves(losses)[0].dtype
+    return tree_map(lambda own: own.to(dtype), weights)
 
 
 def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Decided]:
