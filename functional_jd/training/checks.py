@@ -168,6 +168,11 @@ def check_reached(plan: Plan) -> None:
             UserWarning,
             stacklevel=user_level(),
         )
+    unlearned = _unlearned(values, params)
+    if (
+        unlearned and plan.kind.row_params(plan.losses, params) is params
+    ):  # of tasks on a trunk, weights are the trunk's
+        _warn_of_unlearned(plan.where, unlearned, "so their gradients do not count in the weights")
 
 
 def _as_points(plan: Plan) -> tuple[list[Tensor], Params]:
@@ -301,9 +306,13 @@ def _report_unlearned(plan: Plan, unlearned: list[str], params: Params) -> None:
             "so the trunk cannot learn. Use the parameters that features receives, functional(trunk)(shared, ...) and "
             "not trunk(...), and do not detach the features."
         )
+    _warn_of_unlearned(plan.where, unlearned, "so they do not learn from it")
+
+
+def _warn_of_unlearned(where: str, unlearned: list[str], what: str) -> None:
     warnings.warn(
-        f"{plan.where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "
-        "on this batch, so they do not learn from it. Use the parameters that the losses receive, "
+        f"{where}: no loss reaches {', '.join(unlearned[:3])}{' and others' * (len(unlearned) > 3)} "
+        f"on this batch, {what}. Use the parameters that the losses receive, "
         "functional(model)(params, ...) and not model(...), or leave out what is constant by partition.",
         UserWarning,
         stacklevel=user_level(),

@@ -92,8 +92,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             are refused in calls without a state.
 
     Warns:
-        UserWarning: in calls without a state, losses that do not depend on the parameters, gradients that pass
-            through float16 without a scale, or weights that carry a graph to a leaf tensor that is no `nn.Parameter`.
+        UserWarning: in calls without a state, losses that do not depend on the parameters, parameters that no loss
+            reaches, gradients that pass through float16 without a scale, or weights that carry a graph to a leaf tensor
+            that is no `nn.Parameter`.
 
     Laws:
         `combine(jacobian_fn(losses)(params, *batch)[0], weights)` is the direction that `aggregate` returns, and with

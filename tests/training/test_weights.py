@@ -159,6 +159,23 @@ def test_a_rule_starts_with_the_first_batch_that_is_finite(build, bad):
         expected, found = alone.state, after.state
 
 
+def test_parameters_that_no_loss_reaches_are_told():
+    net = nn.ModuleDict({"body": nn.Linear(5, 6), "head": nn.Linear(6, 2)})
+    body, x = jd.functional(net["body"]), torch.randn(8, 5)
+
+    def losses(params, x):  # the head is called directly
+        own = {name.removeprefix("body."): p for name, p in params.items() if name.startswith("body.")}
+        return net["head"](body(own, {}, x)[0].tanh()).square().mean(0)
+
+    params = dict(net.named_parameters())
+    with pytest.warns(
+        UserWarning, match=r"weights_fn: no loss reaches 'head\.bias', 'head\.weight' on this batch, so their"
+    ):
+        found = jd.weights_fn(losses, jd.config())(params, x)
+    jd.weights_fn(losses, jd.config())(params, x, state=found.state)
+    jd.weights_fn(losses, jd.config())({name: p for name, p in params.items() if name.startswith("body.")}, x)
+
+
 def test_weights_that_carry_a_graph_to_a_leaf_that_is_no_parameter_are_told():
     params, x = problem(range(9))
     taken = {name: p.clone().requires_grad_() for name, p in params.items()}
