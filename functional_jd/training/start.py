@@ -273,6 +273,7 @@ def refuse_frozen(where: str, params: Params) -> None:
         raise ValueError(
             f"{where}: expected parameters that require grad, since all of them are trained, found frozen "
             f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
-            "trained, constant = objectives.partition(params, lambda name, p: p.requires_grad), merge(trained, constant) in "
-            "the losses (of multitask losses in `features`: a function around them would be plain losses)."
+            "trained, constant = objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
+            "objectives.merge(trained, constant) (of multitask losses in `features`: a function around them would be "
+            "plain losses)."
         )
