@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import goes_to_host, initial_state, narrow_device, weigh
 from functional_jd.aggregation.observation import Observation, Products
-from functional_jd.aggregation.views import equal_weights, gramian
+from functional_jd.aggregation.views import gramian
 from functional_jd.core.host import run_on_host
 from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
@@ -89,7 +89,7 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         verdict = decided.verdict
         if direction_finite is None or rows_finite is None:
             # One backward pass hides a weight that is not finite where the loss is constant, as under `torch.where`.
-            may_hide = plan.view.products == "none" and plan.rule.view is not equal_weights
+            may_hide = plan.view.products == "none" and plan.view.losses
             hidden = _as_losses(decided.weights, seen.losses) if may_hide else ()
             direction_finite = all_finite((direction, seen.losses, hidden))
             finite = direction_finite if rows_finite is None else rows_finite & direction_finite

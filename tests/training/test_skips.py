@@ -155,7 +155,7 @@ WITHOUT_WEIGHT = {
     "geometric_mean": jd.geometric_mean,
     "famo": jd.famo,
     "cr_mogm": lambda: jd.cr_mogm(jd.geometric_mean()),
-    "none": lambda: jd.stateless(jd.views.no_gradients, lambda _: BAD),
+    "losses": lambda: jd.stateless(jd.views.losses, lambda _: BAD),
     "norms": lambda: jd.stateless(jd.views.norms, lambda _: BAD),
     "gramian": lambda: jd.stateless(jd.views.gramian, lambda _: BAD),
     "rows": lambda: jd.stateless(jd.views.full_jacobian, lambda _: BAD),
