@@ -135,7 +135,9 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
             sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
         weights = weights_by_leaf(weights, jacobian)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
+            tree_map(lambda leaf, own: _check_shape(where, leaf, own, m), jacobian, weights)
+        else:
             _check_entrywise(where, weights, jacobian, m)
         return tree_map(_entrywise, jacobian, weights)
 
@@ -169,19 +171,23 @@ def _check_entrywise(where: str, weights: Weights, jacobian: Tree, m: int) -> No
             f"Jacobian, found {_found(weights)}. Check what the rule returns."
         )
     for name, leaf, own in zip(tree_names(jacobian), tree_leaves(jacobian), by_leaf, strict=True):
-        of_leaf = f" of leaf {name!r}" if name else ""
-        shape, given = list(leaf.shape), own.weights if isinstance(own, AffineWeights) else own
-        sizes = zip(given.shape, shape, strict=False)
-        if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
-            raise ValueError(
-                f"{where}: expected weights{of_leaf} of shape [{m}], one per row, or that broadcast to {shape} with as "
-                f"many dimensions, found {list(given.shape)}. A rule returns weights, and no direction."
-            )
-        if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:
-            raise ValueError(
-                f"{where}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
-                f"{list(own.rest.shape)}. It is added to the weighted sum of the rows."
-            )
+        _check_shape(where, leaf, own, m, f" of leaf {name!r}" if name else "")
+
+
+def _check_shape(where: str, leaf: Tensor, own: Tensor | AffineWeights, m: int, of_leaf: str = "") -> None:
+    """Refuse weights of a leaf that are neither one for each row nor broadcast to it with all its dimensions."""
+    shape, given = list(leaf.shape), own.weights if isinstance(own, AffineWeights) else own
+    sizes = zip(given.shape, shape, strict=False)
+    if given.shape != (m,) and (given.ndim != len(shape) or any(size not in (1, full) for size, full in sizes)):
+        raise ValueError(
+            f"{where}: expected weights{of_leaf} of shape [{m}], one per row, or that broadcast to {shape} with as "
+            f"many dimensions, found {list(given.shape)}. A rule returns weights, and no direction."
+        )
+    if isinstance(own, AffineWeights) and list(own.rest.shape) != shape[1:]:
+        raise ValueError(
+            f"{where}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
+            f"{list(own.rest.shape)}. It is added to the weighted sum of the rows."
+        )
 
 
 def _found(weights: Weights) -> str:

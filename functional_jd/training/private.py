@@ -18,7 +18,8 @@ from functional_jd.objectives import PerExample
 from functional_jd.objectives.buffers import is_key, may_be_key
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
-from functional_jd.torch_compat.slow_path import StateJournal, user_level
+from functional_jd.torch_compat.slow_path import user_level
+from functional_jd.torch_compat.watching import StateJournal
 
 _CLIPPINGS = {"flat": clipped, "automatic": lambda max_norm: auto_clipped(max_norm=max_norm)}
 _OTHERS = (

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo
 
 import functional_jd as jd
 from functional_jd.aggregation import AffineWeights, combine
@@ -82,3 +83,17 @@ def test_transforms_keep_what_weights_by_entry_mean():
     torch.testing.assert_close(slope, weighted(leaf, numbers((2, 1, 4), 3)), rtol=1e-14, atol=1e-14)
     compiled = torch.compile(weighted, fullgraph=True, backend="eager")
     assert torch.equal(compiled(leaf, weights), weighted(leaf, weights))
+
+
+@pytest.mark.parametrize("own", [(2, 1), (4,), (2, 4), (1,)], ids=str)
+def test_a_compiled_rule_does_not_take_weights_of_other_shapes_either(own):
+    weights, J = numbers(own, 1), numbers((2, 2, 4))
+
+    def weighted(leaf, weights):
+        rule = jd.stateless(jd.views.full_jacobian, lambda _: {"w": weights})
+        return jd.aggregate(rule, {"w": leaf}).direction["w"]
+
+    compiled = torch.compile(weighted, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(J, numbers((2, 2, 1), 1)), (J * numbers((2, 2, 1), 1)).sum(0))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_check_shape"):
+        compiled(J, weights)
