@@ -3,12 +3,12 @@
 from pathlib import Path
 from statistics import mean, median
 
-import torch
 from problems import PROBLEMS
 from study_advice import FROZEN
 from study_cells import Cell, load_all
 from study_format import Cells, named, points, reference_of, signed, spelled, table
-from study_peers import NAMES, OURS, PREFIX
+from study_peer_tables import beside_the_peer
+from study_peers import PREFIX
 from study_pictures import draw
 from study_queue import queue
 from study_statistics import (
@@ -20,12 +20,10 @@ from study_statistics import (
     critical_difference,
     difference,
     friedman,
-    holm,
     joined,
     mean_ranks,
     passes_taken,
     scores,
-    signed_rank,
     signed_ranks,
     spent,
     students_t,
@@ -219,70 +217,6 @@ def advice(cells: Cells, names: list[str]) -> list[str]:
         f"Thresholds and rules as they were frozen: {frozen}. Held-out problems first; on the others it was made.",
         "",
         *table(["", "named, in draws", "score", *titles], rows),
-    ]
-
-
-def beside_the_peer(cells: Cells, shared: dict[str, bool]) -> list[str]:
-    """A table of ours minus the peer's, a row a problem and a column a rule; then how far directions are apart."""
-    pairs = {
-        (name, rule): (found[OURS[rule]], found[PREFIX + rule])
-        for name, found in cells.items()
-        for rule in NAMES
-        if OURS[rule] in found and PREFIX + rule in found
-    }
-    names = list(dict.fromkeys(name for name, _ in pairs))
-    rules = [rule for rule in NAMES if any(of == rule for _, of in pairs)]
-    points_of = {
-        (name, rule): difference(scores(ours), scores(theirs), shared[name])
-        for (name, rule), (ours, theirs) in pairs.items()
-    }
-    rows = [[n, *(points(points_of[n, rule]) if (n, rule) in pairs else "-" for rule in rules)] for n in names]
-    own = [[d for (_, of), d in points_of.items() if of == rule] for rule in rules]
-    means = [signed(mean(d.mean for d in column)) for column in own]
-    counts = [
-        " / ".join(str([d.word for d in column].count(word)) for word in ("better", "none seen", "worse"))
-        for column in own
-    ]
-    chances = holm([signed_rank(torch.tensor([d.mean for d in column])) for column in own])
-    below = [["mean", *means], ["better / none seen / worse", *counts], ["p", *(f"{p:.3f}" for p in chances)]]
-    return [
-        "### Exact rules beside the peer's",
-        "",
-        "Ours minus the rule of the same name of TorchJD 0.18, in the same trainings on losses as they come, in "
-        "hundredths of the score. Other arguments are defaults; `projector` is `QuadprogProjector(norm_eps=0, "
-        "reg_eps=1e-14)`, which takes away what `UPGrad` adds to the Gramian. `ConFIG()` gives the same directions as "
-        "ours up to rounding: what differs there is what rounding does to a training. Of "
-        f"{len(pairs)} intervals some {0.05 * len(pairs):.0f} to {0.11 * len(pairs):.0f} would leave out 0 by chance. "
-        "p: Wilcoxon's signed ranks over problems, corrected after Holm; of six rules, on fewer than eight problems, "
-        "it cannot be below 0.05.",
-        "",
-        *table(["", *(f"{spelled(OURS[rule])} over `{NAMES[rule]}`" for rule in rules)], rows + below),
-        "",
-        *how_far_apart(cells, names, rules),
-    ]
-
-
-def how_far_apart(cells: Cells, names: list[str], rules: list[str]) -> list[str]:
-    """A row a problem, a column a rule of the peer: the mean distance of directions over draws, and the largest."""
-    rows, errors = [], 0
-    for name in names:
-        lengths = median(cells[name]["advice"]["imbalance"]) if "advice" in cells[name] else None
-        row = [name, "-" if lengths is None else f"{lengths:.1g}"]
-        for rule in rules:
-            found = cells[name].get(PREFIX + rule)
-            if found is None:
-                row.append("-")
-                continue
-            errors += sum(found["errors"].values())
-            row.append(f"{mean(found['apart']['mean']):.1g} ({max(found['apart']['largest']):.1g})")
-        rows.append(row)
-    return [
-        "How far apart the two directions are, each made as long as 1, at the same gradients, on the way of the peer's "
-        "chosen trainings: mean (largest). Opposite ones are 2 apart; a direction of zero is 1 from ours. *Lengths*: "
-        "the longest gradient over the shortest, in the first tenth of a training with `mean()`. The peer raised an "
-        f"error in {errors} steps of all its trainings.",
-        "",
-        *table(["", "lengths", *(f"`{NAMES[rule]}`" for rule in rules)], rows),
     ]
 
 

@@ -24,7 +24,15 @@ NAMES = {
     "imtl_g": "IMTLG()",
     "upgrad_cured": "UPGrad(projector)",
 }
-OURS = {name: name.removesuffix("_cured") for name in NAMES}
+ENDING = "_standardised"
+STANDARDISED = {rule + ENDING: NAMES[rule] for rule in ("upgrad", "nash_mtl", "cagrad")}
+ALL = NAMES | STANDARDISED
+OURS = {name: name.removesuffix("_cured") for name in ALL} | {"nash_mtl" + ENDING: "nash_mtl"}  # has no units
+
+
+def rule_of(name: str) -> str:
+    """The rule of ours by itself, whatever it is trained on."""
+    return name.removesuffix(ENDING).removesuffix("_cured")
 
 
 def peer_of(rule: str, m: int) -> Callable[[Tensor], Tensor]:
@@ -40,7 +48,7 @@ def peer_of(rule: str, m: int) -> Callable[[Tensor], Tensor]:
         "config": peer.ConFIG,
         "imtl_g": peer.IMTLG,
         "upgrad_cured": lambda: peer.UPGrad(projector=QuadprogProjector(norm_eps=0.0, reg_eps=1e-14)),
-    }[rule]()
+    }[rule.removesuffix(ENDING)]()
 
 
 class Peer:
@@ -115,7 +123,7 @@ class Directions(torch.autograd.Function):
 
 def distances(rule: str, rows: Tensor, found: Tensor) -> Tensor:
     """How far directions `[k, n]`, made as long as 1, are from our rule's for rows `[k, m, n]`; NaN if not finite."""
-    ours = torch.stack([jd.aggregate(RULES[OURS[rule]](torch.zeros(2)), J.double()).direction for J in rows])
+    ours = torch.stack([jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J.double()).direction for J in rows])
     unit = lambda d: d / torch.where(d.norm(dim=1, keepdim=True) > 0, d.norm(dim=1, keepdim=True), 1)
     return (unit(found.double()) - unit(ours)).norm(dim=1)
 
@@ -125,7 +133,8 @@ def peer_cell(problem: Problem, rule: str, draws: Draws, steps: int, rounds: int
     from importlib.metadata import version
 
     peer = Peer(rule, problem.m, steps)
-    found = under_method(problem, Method(lambda key: peer.aggregator()), draws, steps, rounds)
+    method = Method(lambda key: peer.aggregator(), "standard" if rule.endswith(ENDING) else "raw")
+    found = under_method(problem, method, draws, steps, rounds)
     runs = [torch.stack(apart) for apart in peer.apart[: len(found["steps"])]]  # [looks, trainings]; then timing begins
     count = len(draws.data)
     means = torch.cat([run.nanmean(0).reshape(-1, count) for run in runs])

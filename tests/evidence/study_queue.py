@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from problems import PROBLEMS
 from study_advice import figures
 from study_cells import Cell, path_of, store, under_method
-from study_peers import NAMES, PREFIX, peer_cell
+from study_peers import ALL, PREFIX, peer_cell
 from study_problem import Problem
 from study_rules import methods_for
 from study_search import SEARCHES
@@ -22,7 +22,7 @@ STAGES = (
     ("uw_standardised", "aligned_mtl", "imtl_g", "geometric_mean", "famo"),
     ("tpe", "grid"),
 )
-PACKAGES = {"tpe": "optuna"} | {PREFIX + rule: "torchjd" for rule in NAMES}  # that methods need
+PACKAGES = {"tpe": "optuna"} | {PREFIX + rule: "torchjd" for rule in ALL}  # that methods need
 
 
 def names_for(m: int, exchangeable: bool) -> list[str]:
@@ -43,7 +43,7 @@ def queue() -> Iterator[tuple[str, str]]:
                 continue
             wanted = [x for x in names[name] if x not in staged] if stage is None else stage
             yield from ((name, method) for method in wanted if method in names[name])
-    yield from ((name, PREFIX + rule) for rule in NAMES for name in FIRST)
+    yield from ((name, PREFIX + rule) for rule in ALL for name in FIRST)
 
 
 def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:

@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-import study_page
+import study_peer_tables
 import study_peers
 import study_queue
 import torch
 from problems import Entry
-from study_cells import load_all, path_of
-from study_peers import NAMES, OURS, Peer, distances, peer_cell, peer_of
-from study_rules import RULES, Method
+from study_cells import load_all, path_of, under_method
+from study_peers import ALL, NAMES, OURS, STANDARDISED, Peer, distances, peer_cell, peer_of, rule_of
+from study_rules import RULES, Method, methods_for
 from study_training import draws_of, train
 from tiny_problem import tiny
 
@@ -67,10 +67,29 @@ def test_names_are_those_of_the_peer():
         assert repr(peer_of(rule, 3)) == repr(DIRECT[rule](3))
 
 
-@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("rule", STANDARDISED)
+def test_standardised_losses_get_the_peers_rule_and_stand_beside_ours_on_such(rule, monkeypatch):
+    """The cell of the peer's rule, with ours in its place, is that of our method on the same losses."""
+    assert repr(peer_of(rule, 3)) == repr(peer_of(rule.removesuffix("_standardised"), 3))
+    monkeypatch.setattr(
+        study_peers,
+        "peer_of",
+        lambda name, m: lambda J: jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J).direction,
+    )
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    theirs = peer_cell(problem, rule, draws, steps=20, rounds=1)
+    ours = under_method(problem, methods_for(2)[OURS[rule]], draws, steps=20, rounds=1)
+    torch.testing.assert_close(torch.tensor(theirs["test"]), torch.tensor(ours["test"]), rtol=1e-2, atol=1e-3)
+    assert max(theirs["apart"]["largest"]) < 1e-5
+
+
+@pytest.mark.parametrize("rule", ALL)
 def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkeypatch):
     monkeypatch.setattr(
-        study_peers, "peer_of", lambda rule, m: lambda J: jd.aggregate(RULES[OURS[rule]](torch.zeros(2)), J).direction
+        study_peers,
+        "peer_of",
+        lambda rule, m: lambda J: jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J).direction,
     )
     problem = tiny()
     draws = draws_of(problem, 2)
@@ -78,7 +97,7 @@ def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkey
     given = draws, rates, torch.ones(2, 2, 2), 30
     found = Peer(rule, 2, 30)
     theirs = train(problem, Method(lambda key: found.aggregator()), *given)
-    ours = train(problem, Method(RULES[OURS[rule]]), *given)
+    ours = train(problem, Method(RULES[rule_of(rule)]), *given)
     torch.testing.assert_close(theirs.parts, ours.parts, rtol=1e-3, atol=1e-4)
     assert torch.equal(theirs.skipped, ours.skipped)
     assert torch.stack(found.apart[0]).max() < 1e-5
@@ -147,10 +166,12 @@ def test_the_table_is_ours_minus_the_peers():
             "advice": {"imbalance": [2e3, 9e3, 1e3]},
             "peer_upgrad": cell(0.5, **peers),
             "peer_upgrad_cured": cell(0.75, **peers),
+            "nash_mtl": cell(0.5),
+            "peer_nash_mtl_standardised": cell(0.25, **peers),
         },
         "loans": {"upgrad": cell(0.5), "peer_upgrad": cell(0.75, **peers), "peer_config": cell(0.0, **peers)},
     }
-    lines = study_page.beside_the_peer(cells, {"units": False, "loans": True})
+    lines = study_peer_tables.beside_the_peer(cells, {"units": False, "loans": True})
     assert "| units | **+25.0 [+25.0, +25.0]** | 0.0 [0.0, 0.0] |" in lines
     assert "| loans | **-25.0 [-25.0, -25.0]** | - |" in lines
     assert "| mean | 0.0 | 0.0 |" in lines
@@ -158,6 +179,8 @@ def test_the_table_is_ours_minus_the_peers():
     assert "| units | 2e+03 | 0.2 (0.5) | 0.2 (0.5) |" in lines
     assert "| loans | - | 0.2 (0.5) | - |" in lines
     assert any("an error in 6 steps" in line for line in lines)
+    assert "|  | `nash_mtl()` over `NashMTL(m)` |" in lines
+    assert "| units | **+25.0 [+25.0, +25.0]** |" in lines
 
 
 def test_only_some_methods_are_trained_on_request(tmp_path, monkeypatch):
