@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from problems_development import bandit, diabetes, fairness, noisy_labels, tumours, two_digits, unbalanced, units
 from problems_equations import burgers, heat, helmholtz
+from problems_fronts import beta_vae
 from problems_held_out import (
     computers,
     diamonds,
@@ -23,7 +24,8 @@ class Entry(NamedTuple):
 
     `shared`: whether the draws are splits of the same rows. `exchangeable`: whether objectives have no identity, so
     that fixed weights mean nothing. `own_loss`: whether the score is one minus the mean of standardised losses, but for
-    the rows that variances and entropies are taken over: there, `standardised` minimises what is scored.
+    the rows that variances and entropies are taken over: there, `standardised` minimises what is scored. `front_only`:
+    whether it is in the study of fronts and in no other.
     """
 
     build: Callable[[], Problem]
@@ -32,6 +34,7 @@ class Entry(NamedTuple):
     exchangeable: bool = False
     held_out: bool = False
     own_loss: bool = False
+    front_only: bool = False
 
 
 PROBLEMS = {
@@ -56,4 +59,5 @@ PROBLEMS = {
     "convolutions": Entry(convolutions, 3, held_out=True),
     "characters": Entry(transformer, 3, shared=False, held_out=True),
     "graphs": Entry(graph_net, 5, held_out=True, own_loss=True),
+    "beta_vae": Entry(beta_vae, 2, own_loss=True, front_only=True),
 }

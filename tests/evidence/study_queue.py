@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from problems import PROBLEMS
 from study_advice import figures
 from study_cells import Cell, path_of, store, under_method
+from study_fronts import FAMILIES, ON, front_cell
+from study_fronts import PREFIX as FRONT
 from study_peers import ALL, PREFIX, peer_cell
 from study_problem import Problem
 from study_rules import methods_for
@@ -32,10 +34,11 @@ def names_for(m: int, exchangeable: bool) -> list[str]:
 
 
 def queue() -> Iterator[tuple[str, str]]:
-    """Problem and method of every cell, stage by stage; then what no stage names; last the peer's rules, by rule."""
-    names = {name: names_for(entry.m, entry.exchangeable) for name, entry in PROBLEMS.items()}
-    middle = [name for name in PROBLEMS if name not in FIRST + SLOW]
-    order = [name for name in (*FIRST, *middle, *SLOW) if name in PROBLEMS]
+    """Problem and method of every cell, stage by stage; then what no stage names; then the peer's rules, by rule, and fronts."""
+    studied = {name: entry for name, entry in PROBLEMS.items() if not entry.front_only}
+    names = {name: names_for(entry.m, entry.exchangeable) for name, entry in studied.items()}
+    middle = [name for name in studied if name not in FIRST + SLOW]
+    order = [name for name in (*FIRST, *middle, *SLOW) if name in studied]
     staged = {method for stage in STAGES for method in stage}
     for stage in (*STAGES, None):
         for name in order:
@@ -44,6 +47,7 @@ def queue() -> Iterator[tuple[str, str]]:
             wanted = [x for x in names[name] if x not in staged] if stage is None else stage
             yield from ((name, method) for method in wanted if method in names[name])
     yield from ((name, PREFIX + rule) for rule in ALL for name in FIRST)
+    yield from ((name, FRONT + family) for family in FAMILIES for name in ON)
 
 
 def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
@@ -52,6 +56,8 @@ def cell_of(problem: Problem, method: str, draws: Draws, steps: int) -> Cell:
         return figures(problem, draws, steps)
     if method in SEARCHES:
         return SEARCHES[method](problem, draws, steps)
+    if method.startswith(FRONT):
+        return front_cell(problem, method.removeprefix(FRONT), draws, steps)
     if method.startswith(PREFIX):
         return peer_cell(problem, method.removeprefix(PREFIX), draws, steps)
     return under_method(problem, methods_for(problem.m)[method], draws, steps)

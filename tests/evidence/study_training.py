@@ -23,21 +23,29 @@ class Trained:
     """The results of c configurations (rate, weights) in d draws, after each of e looks.
 
     Attributes:
-        validation, test: `[e, c, d]`, the mean score.
-        parts: `[e, c, d, k]`, the scores on the test split.
+        validation_parts, parts: `[e, c, d, k]`, the scores on the validation and on the test split.
         skipped: `[c, d]`, the share of steps that were skipped.
         steps: that were taken.
         stopped: whether the scores stood still before the largest number of steps.
         seconds: for all trainings.
     """
 
-    validation: Tensor
-    test: Tensor
+    validation_parts: Tensor
     parts: Tensor
     skipped: Tensor
     steps: int
     stopped: bool
     seconds: float
+
+    @property
+    def validation(self) -> Tensor:
+        """The mean score `[e, c, d]` on the validation split."""
+        return self.validation_parts.mean(-1)
+
+    @property
+    def test(self) -> Tensor:
+        """The mean score `[e, c, d]` on the test split."""
+        return self.parts.mean(-1)
 
 
 @dataclass(frozen=True)
@@ -84,42 +92,57 @@ def optimizer_for(rate: Any) -> jd.Optimizer:
     return jd.adamw(rate, eps=1e-20, weight_decay=0.0)
 
 
-def train(problem: Problem, method: Method, draws: Draws, rates: Tensor, weights: Tensor, steps: int) -> Trained:
-    """Train c configurations in all draws: rates `[c, d]`, and factors `[c, d, m]` of the losses."""
+def train(
+    problem: Problem,
+    method: Method,
+    draws: Draws,
+    rates: Tensor,
+    weights: Tensor,
+    steps: int,
+    *,
+    marks: Tensor | None = None,
+    whole: bool = False,
+) -> Trained:
+    """Train c configurations in all draws: rates `[c, d]`, and factors `[c, d, m]` of the losses.
+
+    The rule of a training is built from its mark, `marks` `[c d, ...]`; without them, from the random key of its draw.
+    With `whole`, all steps are taken, whatever the scores do.
+    """
     begin = time.perf_counter()
     c, d, _ = weights.shape
     rates, weights = rates.flatten(), weights.flatten(0, 1).float()
-    keys = torch.stack([jd.random.key(draw) for draw in draws.numbers]).repeat(c, 1)
+    if marks is None:
+        marks = torch.stack([jd.random.key(draw) for draw in draws.numbers]).repeat(c, 1)
     sources = generators(draws.numbers)
     starts = [problem.init(source) for source in sources]
     params = {name: torch.stack([start[name] for start in starts] * c) for name in starts[0]}
 
-    def parts(key: Tensor, weight: Tensor, rate: Any) -> dict[str, Any]:
+    def parts(mark: Tensor, weight: Tensor, rate: Any) -> dict[str, Any]:
         losses = lambda params, *rows: weight * problem.losses(params, *rows)
-        return {"losses": losses, "aggregator": method.build(key), "optimizer": optimizer_for(rate)}
+        return {"losses": losses, "aggregator": method.build(mark), "optimizer": optimizer_for(rate)}
 
     def batch() -> tuple[Tensor, ...]:
         rows = [batch_of(problem, found, source) for found, source in zip(draws.data, sources, strict=True)]
         return tuple(torch.stack(column * c) for column in map(list, zip(*rows, strict=True)))
 
-    begun = torch.vmap(lambda p, key, weight, rate, *rows: jd.train_state(p, *rows, **parts(key, weight, rate)))
-    forward = torch.vmap(lambda state, key, weight, rate, *rows: jd.step(state, *rows, **parts(key, weight, rate)))
+    begun = torch.vmap(lambda p, mark, weight, rate, *rows: jd.train_state(p, *rows, **parts(mark, weight, rate)))
+    forward = torch.vmap(lambda state, mark, weight, rate, *rows: jd.step(state, *rows, **parts(mark, weight, rate)))
     rows = batch()
-    state = begun(params, keys, weights, rates, *rows)
+    state = begun(params, marks, weights, rates, *rows)
     average, moved, looks, taken, stopped = params, torch.zeros(c * d), [], 0, False
     while taken < steps and not stopped:
-        state, info = forward(state, keys, weights, rates, *rows)
+        state, info = forward(state, marks, weights, rates, *rows)
         taken, moved, rows = taken + 1, moved + info.moved, batch()
         average = averaged(average, state.params, taken)
         if taken % max(1, steps // LOOKS) == 0 or taken == steps:
             looks.append([scores(problem, average, draws, split).reshape(c, d, -1) for split in ("validation", "test")])
             state = with_epoch_ended(state)
             validation = torch.stack([look[0].mean(-1) for look in looks])
-            stopped = taken < steps and stands_still(validation, taken / steps)
-    parts_found = torch.stack([look[1] for look in looks])
+            stopped = not whole and taken < steps and stands_still(validation, taken / steps)
+    found = [torch.stack(split) for split in zip(*looks, strict=True)]
     skipped = 1 - moved.reshape(c, d) / taken
     seconds = time.perf_counter() - begin
-    return Trained(validation, parts_found.mean(-1), parts_found, skipped, taken, stopped, seconds)
+    return Trained(*found, skipped, taken, stopped, seconds)
 
 
 def averaged(average: Params, params: Params, taken: int) -> Params:
