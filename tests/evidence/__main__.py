@@ -21,7 +21,7 @@ from study_training import draws_of
 
 QUICK = {
     "units": ("mean", "standardised", "nash_mtl", "random_search"),
-    "fairness": ("mean", "upgrad", "peer_upgrad", "advice"),
+    "fairness": ("mean", "upgrad", "peer_upgrad", "front_stch", "advice"),
 }
 
 

@@ -59,5 +59,5 @@ PROBLEMS = {
     "convolutions": Entry(convolutions, 3, held_out=True),
     "characters": Entry(transformer, 3, shared=False, held_out=True),
     "graphs": Entry(graph_net, 5, held_out=True, own_loss=True),
-    "beta_vae": Entry(beta_vae, 2, own_loss=True, front_only=True),
+    "beta_vae": Entry(beta_vae, 2, front_only=True),
 }

@@ -46,8 +46,8 @@ def beta_vae() -> Problem:
 
     return Problem(
         "beta-VAE",
-        "Give digits back from a noisy code of four numbers (squared error), and let the code say little (its divergence "
-        "from a standard normal distribution, in nats).",
+        "Give digits back from a noisy code of four numbers (squared error), and let the code say little (its "
+        "divergence from a standard normal distribution, in nats).",
         data,
         init,
         losses,

@@ -7,7 +7,7 @@ from study_cells import RATES as SMALLER
 from study_cells import Cell, digits, machine
 from study_problem import Problem
 from study_rules import Method, backward_passes
-from study_training import LOOKS, Draws, train
+from study_training import Draws, train
 from torch import Tensor
 
 import functional_jd as jd
@@ -26,14 +26,6 @@ FAMILIES: dict[str, Callable[[Tensor], Aggregator]] = {
     "tchebycheff": jd.tchebycheff,
     "pbi": lambda u: jd.pbi(5.0, u),
 }
-SPELLED = {
-    "sums": "weighted sums",
-    "stch": "`stch(0.1, u)`",
-    "upgrad": "`upgrad(preference=u)`",
-    "epo": "`epo(u)`",
-    "tchebycheff": "`tchebycheff(u)`",
-    "pbi": "`pbi(5, u)`",
-}
 
 
 def preferences() -> Tensor:
@@ -50,7 +42,7 @@ def front_cell(problem: Problem, family: str, draws: Draws, steps: int) -> Cell:
     marks = wanted[[u for u, _ in pairs]].repeat_interleave(d, 0)
     weights = draws.standard.expand(c, d, problem.m)
     run = train(problem, Method(FAMILIES[family]), draws, rates, weights, steps, marks=marks, whole=True)
-    looks = [round(share * min(LOOKS, steps)) - 1 for share in SHARES]
+    looks = [round(share * len(run.parts)) - 1 for share in SHARES]
     return {
         "candidates": [{"preference": u, "rate": RATES[rate]} for u, rate in pairs],
         "front": {  # [3, c, d, 2]
@@ -109,9 +101,9 @@ def beside_sums(sums: Cell, points: Tensor) -> tuple[Tensor, Tensor]:
     return behind, torch.stack(more)
 
 
-def edges(cell: Cell) -> float:
-    """The share of the solutions on the fronts whose rate is the lowest or the highest."""
+def sizes(cell: Cell) -> tuple[float, float]:
+    """How many solutions are on a front, the mean over draws; and the share of them whose rate is at an edge."""
     validation, _ = points_of(cell)
     at_edge = torch.tensor([c["rate"] in (RATES[0], RATES[-1]) for c in cell["candidates"]])
     kept = torch.stack([on_the_front(v) for v in validation])  # [d, c]
-    return float((kept & at_edge).sum() / kept.sum())
+    return float(kept.sum() / len(kept)), float((kept & at_edge).sum() / kept.sum())

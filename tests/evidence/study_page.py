@@ -7,6 +7,8 @@ from problems import PROBLEMS
 from study_advice import FROZEN
 from study_cells import Cell, load_all
 from study_format import Cells, named, points, reference_of, signed, spelled, table
+from study_front_tables import front_tables
+from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
 from study_pictures import draw
@@ -61,7 +63,8 @@ def against(cells: Cells, shared: dict[str, bool], problem: str, method: str, sh
 
 def methods_of(cells: Cells) -> list[str]:
     """All methods that are stored, in the order of the queue, but for the peer's."""
-    stored = {method for found in cells.values() for method in found if not method.startswith(PREFIX)}
+    stored = {method for found in cells.values() for method in found}
+    stored = {method for method in stored if not method.startswith((PREFIX, FRONT))}
     return [m for m in dict.fromkeys(method for _, method in queue()) if m in stored and m != "advice"]
 
 
@@ -236,11 +239,11 @@ def intervals(cells: Cells, shared: dict[str, bool]) -> str:
     )
 
 
-def honesty(cells: Cells, shared: dict[str, bool]) -> list[str]:
+def honesty(cells: Cells, bold: str) -> list[str]:
     """What the protocol asks to report: missing cells, rates at an edge, trainings that were still moving."""
     todo = list(queue())
     stored = [(p, m) for p, m in todo if m in cells.get(p, {})]
-    trained = [cells[p][m] for p, m in stored if m != "advice"]
+    trained = [cells[p][m] for p, m in stored if m != "advice" and not m.startswith(FRONT)]
     edge = sum(cell["inside"] is False for cell in trained)
     of = sum(cell["inside"] is not None for cell in trained)
     rises = [rise for cell in trained for at_largest, rise in [at_the_end(cell, PATIENCE)] if at_largest]
@@ -253,14 +256,14 @@ def honesty(cells: Cells, shared: dict[str, bool]) -> list[str]:
         f"all tables. The best rate lies at an edge of the extended grid for {edge} of {of} cells (searches, whose "
         f"rates are not extended, are not among these). {len(rises)} of {len(trained)} went on to the largest number "
         f"of steps with their best rate, and {sum(rise >= RISE for rise in rises)} of these rose by {RISE} or more in "
-        f"the last third of it. {intervals(cells, shared)} Measured with {', '.join(versions)}; one thread, on a "
+        f"the last third of it. {bold} Measured with {', '.join(versions)}; one thread, on a "
         "machine with two cores that was not idle."
     ]
 
 
 def made(cells: Cells) -> list[str]:
     """All that stands between the marks."""
-    shared = {name: PROBLEMS[name].shared for name in cells}
+    shared, whole = {name: PROBLEMS[name].shared for name in cells}, cells
     ready = [name for name in PROBLEMS if reference_of(name) in cells.get(name, {})]
     cells = {name: cells[name] for name in ready}
     core = [method for method in CORE if method in methods_of(cells)]
@@ -274,11 +277,11 @@ def made(cells: Cells) -> list[str]:
         "At equal budget": at_equal_budget(cells, shared),
         "Ranks": ranks(cells),
     }
-    lines = honesty(cells, shared)
+    lines = honesty(whole, intervals(cells, shared))
     for title, found in tables.items():
         words = [WORDS[title], ""] if title in WORDS else []
         lines += ["", f"### {title}", "", *words, *found]
-    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells, shared)]
+    return [*lines, "", *advice(cells, [*new, *old]), "", *beside_the_peer(cells, shared), "", *front_tables(whole)]
 
 
 def write_page(cells: Cells | None = None) -> None:

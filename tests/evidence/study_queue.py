@@ -34,7 +34,7 @@ def names_for(m: int, exchangeable: bool) -> list[str]:
 
 
 def queue() -> Iterator[tuple[str, str]]:
-    """Problem and method of every cell, stage by stage; then what no stage names; then the peer's rules, by rule, and fronts."""
+    """Problem and method of every cell, stage by stage; what no stage names; the peer's rules, by rule; fronts."""
     studied = {name: entry for name, entry in PROBLEMS.items() if not entry.front_only}
     names = {name: names_for(entry.m, entry.exchangeable) for name, entry in studied.items()}
     middle = [name for name in studied if name not in FIRST + SLOW]

@@ -26,6 +26,7 @@ def test_a_tiny_problem_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(study_queue, "FIRST", ("tiny",))
     monkeypatch.setattr(study_queue, "STAGES", (("mean", "random_search", "advice"),))
     monkeypatch.setattr(study_queue, "ALL", {})  # of the peer's rules
+    monkeypatch.setattr(study_queue, "ON", ())  # of fronts
     monkeypatch.setattr(study_queue, "path_of", lambda p, m: path_of(p, m, tmp_path))
     monkeypatch.setattr(study_queue, "names_for", lambda m, _: ["mean", "random_search", "advice"])
     study_queue.run([])

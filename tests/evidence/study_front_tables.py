@@ -1,0 +1,99 @@
+"""The tables of the page that compare fronts: of rules with preferences, and of single rules, beside weighted sums."""
+
+from collections.abc import Callable
+
+import torch
+from problems import PROBLEMS
+from study_cells import Cell
+from study_format import Cells, points, signed, spelled, table
+from study_fronts import FAMILIES, ON, PREFIX, beside_sums, sizes, utility, worth
+from study_statistics import difference
+from torch import Tensor
+
+SPELLED = {
+    "sums": "weighted sums",
+    "stch": "`stch(0.1, u)`",
+    "upgrad": "`upgrad(preference=u)`",
+    "epo": "`epo(u)`",
+    "tchebycheff": "`tchebycheff(u)`",
+    "pbi": "`pbi(5, u)`",
+}
+SUMS = PREFIX + "sums"
+WORDS = (
+    "Two objectives in conflict, standardised losses, the same eleven preferences and five rates for each method. "
+    "*Area*: what the test scores of a front dominate, up to (0, 0); the front is chosen by validation scores. "
+    "*Utility*: what somebody gets who weighs the two scores, chooses on validation and is tested, the mean over 21 "
+    "weights. Less weighted sums after as many steps, in hundredths. *Equal passes*: rules that need rows, after half "
+    "of the steps."
+)
+SINGLE = (
+    "Single rules, with the rate and moment that the mean score chooses: in how many draws of ten a solution on the "
+    "front of weighted sums is better in both test scores, and the area that the rule adds to that of the front, in "
+    "hundredths. Losses as they come, unless it is said."
+)
+HOW_MANY = "Solutions on a front, the mean over draws, and the share of them whose rate is the lowest or the highest."
+
+
+def front_tables(cells: Cells) -> list[str]:
+    """All that is said of fronts."""
+    names = [name for name in ON if SUMS in cells.get(name, {})]
+    if not names:
+        return ["### Fronts", "", "None has been trained so far."]
+    lines = ["### Fronts", "", WORDS, ""]
+    for title, measure in (("Area", worth), ("Utility", utility)):
+        lines += [*less_sums(cells, names, title, measure), ""]
+    return [*lines, HOW_MANY, "", *how_many(cells, names), "", SINGLE, "", *single_rules(cells, names)]
+
+
+def less_sums(cells: Cells, names: list[str], title: str, measure: Callable[..., Tensor]) -> list[str]:
+    """A row a problem, a column a method: its measure less that of the sums, after all steps and at equal passes."""
+    others = [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)][1:]
+    columns = [(family, 2) for family in others]
+    columns += [(f, 1) for f in others if any(cells[n].get(PREFIX + f, {}).get("passes") == 2 for n in names)]
+    rows = []
+    for name in names:
+        sums, row = measure(cells[name][SUMS]), [name]
+        row.append(f"{sums.mean():.3f}")
+        for family, share in columns:
+            found = cells[name].get(PREFIX + family)
+            known = found is not None
+            row.append(points(difference(measure(found, share), sums, PROBLEMS[name].shared)) if known else "-")
+        rows.append(row)
+    titles = [SPELLED[family] + (", equal passes" if share == 1 else "") for family, share in columns]
+    return table([title, SPELLED["sums"], *titles], rows)
+
+
+def how_many(cells: Cells, names: list[str]) -> list[str]:
+    """A row a problem, a column a method."""
+    families = [family for family in FAMILIES if any(PREFIX + family in cells[name] for name in names)]
+
+    def said(cell: Cell | None) -> str:
+        if cell is None:
+            return "-"
+        count, share = sizes(cell)
+        return f"{count:.1f}, {100 * share:.0f} %"
+
+    rows = [[name, *(said(cells[name].get(PREFIX + family)) for family in families)] for name in names]
+    return table(["", *(SPELLED[family] for family in families)], rows)
+
+
+def single_rules(cells: Cells, names: list[str]) -> list[str]:
+    """A row a rule, a column a problem: draws in which the front of sums is better in both, and the area added."""
+    names = [name for name in names if not PROBLEMS[name].front_only]
+    methods = [m for m in dict.fromkeys(m for name in names for m in cells[name]) if _is_single(cells, names, m)]
+    rows = []
+    for method in methods:
+        behind, row = 0, [spelled(method)]
+        for name in names:
+            lost, more = beside_sums(cells[name][SUMS], torch.tensor(cells[name][method]["parts"], dtype=torch.float64))
+            behind += int(lost.sum())
+            row.append(f"{int(lost.sum())} of {len(lost)}, {signed(float(more.mean()))}")
+        rows.append((behind, row))
+    rows.sort(key=lambda row: row[0])
+    return table(["", *names], [row for _, row in rows])
+
+
+def _is_single(cells: Cells, names: list[str], method: str) -> bool:
+    """Whether the method is one solution a draw on all of these problems: no search of weights, no rule of the peer."""
+    others = ("peer_", PREFIX, "random_search", "tpe", "grid", "advice")
+    return not method.startswith(others) and all(method in cells[name] for name in names)

@@ -1,0 +1,126 @@
+"""Fronts in the study: what is trained is what is said, and measures are those of a brute force."""
+
+import study_front_tables
+import study_fronts
+import torch
+from problems import PROBLEMS
+from study_fronts import (
+    FAMILIES,
+    RATES,
+    area,
+    beside_sums,
+    front_cell,
+    on_the_front,
+    preferences,
+    sizes,
+    utility,
+    worth,
+)
+from study_rules import methods_for
+from study_training import draws_of, train
+from tiny_problem import tiny
+
+
+def stored(validation, test):
+    """A cell of candidates `[c][d][2]` whose scores are the same at all moments."""
+    return {
+        "candidates": [{"preference": i, "rate": RATES[i % len(RATES)]} for i in range(len(validation))],
+        "front": {"validation": [validation] * 3, "test": [test] * 3},
+        "passes": 1,
+    }
+
+
+def test_preferences_have_the_odds_of_the_protocol():
+    found = preferences()
+    odds = torch.tensor([10.0**t for t in (-2, -1.6, -1.2, -0.8, -0.4, 0, 0.4, 0.8, 1.2, 1.6, 2)])
+    torch.testing.assert_close(found[:, 0] / found[:, 1], odds, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.sum(1), torch.ones(11))
+
+
+def test_a_candidate_is_the_training_of_its_preference_and_rate():
+    """One of the 55 in both draws, beside a training of its own on losses that are weighted by hand."""
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    cell = front_cell(problem, "sums", draws, 40)
+    validation, test = (torch.tensor(cell["front"][split]) for split in ("validation", "test"))
+    assert validation.shape == test.shape == (3, 55, 2, 2)
+    place = next(i for i, c in enumerate(cell["candidates"]) if c == {"preference": 3, "rate": 0.016})
+    weights = 2 * draws.standard * preferences()[3]  # `mean` halves the sum
+    given = draws, torch.full((1, 2), 0.016), weights[None], 40
+    alone = train(problem, methods_for(2)["mean"], *given, whole=True)
+    for moment, steps in enumerate((10, 20, 40)):
+        short = alone.parts[steps - 1, 0]
+        torch.testing.assert_close(test[moment, place], short, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            validation[moment, place], alone.validation_parts[steps - 1, 0], rtol=1e-3, atol=1e-3
+        )
+
+
+def test_all_steps_are_taken_where_that_is_asked_for():
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    still = torch.zeros(1, 2), torch.ones(1, 2, 2)  # a rate of zero never moves
+    assert train(problem, methods_for(2)["mean"], draws, *still, 40).stopped
+    assert train(problem, methods_for(2)["mean"], draws, *still, 40, whole=True).steps == 40
+
+
+def test_every_method_trains_and_says_its_passes():
+    problem = tiny()
+    draws = draws_of(problem, 2)
+    needs_rows = {"upgrad", "epo"}
+    for family in FAMILIES:
+        cell = front_cell(problem, family, draws, 40)
+        assert cell["passes"] == (2 if family in needs_rows else 1)
+        assert ((worth(cell) >= 0) & (worth(cell) <= 1)).all()
+
+
+def test_the_area_is_what_points_dominate():
+    """Beside a count of 10^6 random points, which has a deviation of 5e-4."""
+    g = torch.Generator().manual_seed(0)
+    points = torch.rand(12, 2, generator=g, dtype=torch.float64)
+    anywhere = torch.rand(1_000_000, 2, generator=g, dtype=torch.float64)
+    count = (anywhere[:, None] <= points).all(-1).any(1).double().mean()
+    assert abs(area(points) - count) < 3e-3
+    expected = [not any(bool((q >= p).all() and (q > p).any()) for q in points) for p in points]
+    assert on_the_front(points).tolist() == expected
+
+
+def test_validation_chooses_and_test_is_shown():
+    """The first candidate is best on test and worst on validation: it counts for nothing."""
+    validation = [[[0.1, 0.1]], [[0.2, 0.8]], [[0.6, 0.5]]]
+    cell = stored(validation, [[[1.0, 1.0]], [[0.5, 0.5]], [[0.75, 0.25]]])
+    assert worth(cell).item() == 0.5 * 0.5 + 0.25 * 0.25
+    # w = 0, 1/20, ... weighs the first score: 0.2 w + 0.8 (1 - w) > 0.6 w + 0.5 (1 - w) below w = 3/7.
+    expected = sum(0.5 if w < 3 / 7 else 0.75 * w + 0.25 * (1 - w) for w in (i / 20 for i in range(21))) / 21
+    torch.testing.assert_close(utility(cell), torch.tensor([expected], dtype=torch.float64))
+    assert sizes(cell) == (2.0, 0.0)  # the rates of these two lie inside of the grid
+
+
+def test_a_single_solution_stands_beside_the_front_of_sums():
+    sums = stored([[[0.5, 0.5]] * 3], [[[0.5, 0.5]] * 3])
+    single = torch.tensor([[0.4, 0.4], [0.75, 0.25], [0.5, 0.4]], dtype=torch.float64)
+    behind, more = beside_sums(sums, single)
+    assert behind.tolist() == [True, False, False]
+    torch.testing.assert_close(more, torch.tensor([0.0, 0.25 * 0.25, 0.0], dtype=torch.float64))
+
+
+def test_the_tables_are_differences_to_sums():
+    sums = stored([[[0.5, 0.5]] * 10], [[[0.5, 0.5]] * 10])
+    better = stored([[[1.0, 0.5]] * 10], [[[1.0, 0.5]] * 10]) | {"passes": 2}
+    single = {"parts": [[0.4, 0.4]] * 10}
+    cells = {
+        "fairness": {"front_sums": sums, "front_upgrad": better, "mean": single, "peer_upgrad": single, "grid": single},
+        "beta_vae": {"front_sums": sums},
+    }
+    lines = study_front_tables.front_tables(cells)
+    titles = "`upgrad(preference=u)` | `upgrad(preference=u)`, equal passes |"
+    assert f"| Area | weighted sums | {titles}" in lines
+    assert "| fairness | 0.250 | **+25.0 [+25.0, +25.0]** | **+25.0 [+25.0, +25.0]** |" in lines
+    assert "| fairness | 0.500 | **+25.0 [+25.0, +25.0]** | **+25.0 [+25.0, +25.0]** |" in lines  # of utility
+    assert "| beta_vae | 0.250 | - | - |" in lines
+    assert "| `mean()` | 10 of 10, 0.0 |" in lines
+    assert not any(line.startswith("| *grid*") for line in lines)
+
+
+def test_fronts_are_of_two_objectives():
+    assert all(PROBLEMS[name].m == 2 for name in study_fronts.ON)
