@@ -10,7 +10,7 @@ from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.per_objective import PREFERENCES, per_objective
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.aggregators.mgda import mgda
-from functional_jd.core.safe import with_nan_of
+from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.fronts.points import check_floats
 
@@ -64,7 +64,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
             "lattice(m, divisions)."
         )
     integer(warmup, "pmtl: warmup", 0, "It counts steps.")
-    units = torch.nn.functional.normalize(preferences.double(), dim=1)
+    units = _units(preferences.double())
     least_norm = mgda().update
 
     def rule_of(preference: Tensor) -> Aggregator:
@@ -77,7 +77,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
                     f"pmtl: expected preferences [K, {len(losses)}], one column per loss, found "
                     f"{list(units.shape)}. Take lattice(m, divisions) with m losses."
                 )
-            constraints = units.to(losses) - torch.nn.functional.normalize(own(losses), dim=0)
+            constraints = units.to(losses) - _units(own(losses))
             violated = constraints @ losses > _MISSED * torch.linalg.vector_norm(losses)
             is_first = violated.any() & (steps < warmup)
             counts = torch.cat([(~is_first).expand(len(losses)), violated])
@@ -90,3 +90,9 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         return Aggregator(gramian_and_losses, lambda seen: seen[0].new_zeros((), dtype=torch.int64), update)
 
     return rule_of
+
+
+def _units(preferences: Tensor) -> Tensor:
+    """Preferences `[*, m]` by their lengths, of which no square may underflow or overflow."""
+    largest = nonzero(preferences.detach().abs().amax(-1, keepdim=True))
+    return torch.nn.functional.normalize(preferences / largest, dim=-1)

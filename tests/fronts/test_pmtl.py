@@ -114,6 +114,16 @@ def test_under_transforms():
     assert torch.autograd.gradcheck(lambda J: direction(us[1], J), J.requires_grad_(), check_forward_ad=True)
 
 
+@pytest.mark.parametrize("length", [1e-200, 1e-13, 1e200])
+def test_the_lengths_of_preferences_do_not_matter(length):
+    J, L = torch.tensor([[1.0, 0.3], [-0.2, 1.0]]).double(), torch.tensor([1.0, 3.0]).double()
+    u = lattice(2, 4)
+    expected = jd.aggregate(pmtl(u)(u[3]), J, losses=L).weights
+    assert (expected < 0).any()  # outside of its sector
+    for several, own in ((length * u, u[3]), (u, length * u[3]), (length * u, length * u[3])):
+        torch.testing.assert_close(jd.aggregate(pmtl(several)(own), J, losses=L).weights, expected)
+
+
 def test_many_preferences_and_losses_that_are_not_finite():
     u = lattice(2, 40)
     J, L = torch.eye(2).double(), torch.tensor([1.0, 0.01]).double()
