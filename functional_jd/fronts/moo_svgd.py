@@ -68,7 +68,8 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         apart = torch.where(both.unsqueeze(-1), losses.unsqueeze(1) - losses.unsqueeze(0), 0)
         squares = apart.square().sum(-1)
         h = _usual_bandwidth(squares, both, losses.shape[1]) if bandwidth is None else losses.new_ones(()) * bandwidth
-        kernel = torch.where(both, (-divide(squares, h)).exp(), 0)
+        # At a bandwidth of zero, where most pairs coincide, all that does not is far.
+        kernel = torch.where(both, (-divide(squares, h, torch.where(squares > 0, torch.inf, 0))).exp(), 0)
         own = torch.vmap(lambda G: descend(G, ())[0])(gramians)
         apart = divide(-2 * (kernel.unsqueeze(-1) * apart).sum(1), h)
         return torch.where(finite, (kernel.sum(1, keepdim=True) * own + strength * apart).clamp(min=0), torch.nan)

@@ -76,6 +76,14 @@ def test_equal_solutions_descend_and_one_that_is_not_finite_does_not_touch_the_o
     assert moo_svgd().weigh((torch.cat([G, G[:1]]), lost))[:3].isfinite().all()
 
 
+def test_a_solution_far_from_others_that_coincide_descends():
+    G, L = seen(4, 2)
+    L[1:3], L[3] = L[0], L[0] + 100
+    descent = moo_svgd(0.0, 1e-9).weigh((G, L[[0, 0, 0, 3]]))
+    torch.testing.assert_close(moo_svgd().weigh((G, L)), descent)
+    torch.testing.assert_close(descent[3].sum(), torch.ones(()).double())
+
+
 @pytest.mark.parametrize("h", [0.3, None])
 def test_under_transforms(h):
     G, L = (torch.stack(x) for x in zip(*[seen(4, 2, seed) for seed in range(3)], strict=True))
