@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nan_unless, with_nan_of
-from functional_jd.solvers.search import Solver, opaque
+from functional_jd.solvers.search import Solver, matvec, opaque
 
 # Reduced costs and pivots below this, of entries of order one, count as zero.
 _TOLERANCE = 1e-11
@@ -43,7 +43,9 @@ def linear_program(objectives: Tensor, rows: Tensor, limits: Tensor, solver: Sol
     basis = basis.clamp(min=0)
     columns = torch.cat([rows, _identity_like(rows).expand(*rows.shape[:-1], r)], -1)
     active = columns.gather(-1, basis.unsqueeze(-2).expand(*rows.shape[:-1], r))
-    values = torch.linalg.solve_ex(active, limits.unsqueeze(-1))[0].squeeze(-1)
+    # Derivatives by an inverse: the factor that `solve` keeps is constant to the derivatives of its own jvp.
+    start = torch.linalg.solve_ex(active.detach(), limits.detach().unsqueeze(-1))[0].squeeze(-1)
+    values = start + matvec(torch.linalg.inv_ex(active)[0], limits - matvec(active, start))
     x = values.new_zeros(*values.shape[:-1], n + r).scatter(-1, basis, values)[..., :n]
     return with_nan_of(nan_unless(found, x), (objectives.sum((-2, -1)) + rows.sum((-2, -1))).unsqueeze(-1).detach())
 
