@@ -7,6 +7,7 @@ from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import order_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.search import Solver
@@ -59,6 +60,7 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)
         u = preference_of(G)
+        u = u / order_of(u)
         a = solve_well_conditioned(C, u)
         if a is not None:
             return a / norms * ((norms @ u) / (a @ u))

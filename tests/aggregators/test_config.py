@@ -75,6 +75,13 @@ def test_it_scales_as_the_jacobian_does(scale):
     check_within(direction(scale * J3) / scale, direction(J3), gramian_bound(J3, direction(J3).abs().max()))
 
 
+@pytest.mark.parametrize("J", [J3, DEPENDENT])
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1e160, 1e300])
+def test_only_ratios_of_the_preference_matter(J, size):
+    u = torch.tensor([1.0, 2, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(direction(J, size * u), direction(J, u), rtol=1e-12, atol=0)
+
+
 def test_zero_opposite_and_one_row():
     g = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     torch.testing.assert_close(direction(g), g[0])
