@@ -9,7 +9,7 @@ from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import check_option
-from functional_jd.core.safe import nonzero
+from functional_jd.core.safe import nonzero, order_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.search import Solver
 from functional_jd.solvers.spectral import inverse_root
@@ -55,7 +55,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
     check_option("aligned_mtl", "scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')
 
     def weigh(G: Gramian) -> Weights:
-        root, eigenvalues = inverse_root(G)
+        root, eigenvalues = inverse_root(G / order_of(G.diagonal()))  # the unit of G cancels in the weights
         s = _scale(eigenvalues, scale_mode)
         return torch.where(s == 0, 0, nonzero(s).sqrt() * (root @ preference_of(G)))
 

@@ -73,7 +73,7 @@ def test_the_peer_agrees(J, preference, mode, expected):
     torch.testing.assert_close(direction(J, preference, mode), torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e18])
+@pytest.mark.parametrize("scale", [1e-150, 1e-18, 1e18, 1e150])
 def test_it_scales_as_the_jacobian_does(scale):
     weights = aggregate(aligned_mtl(), J3).weights
     bound = 4 * torch.linalg.cond(J3) ** 2 * product_bound(weights, J3)
