@@ -51,7 +51,8 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
 
     Differs:
         Exact, where the reference code minimises the square of `G w - w^(-1 / alpha)` from uniform weights, with an
-        absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()`.
+        absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is
+        `total()` where that conflicts with no row, else its projection, `dualproj` with a preference of ones.
     """
     alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
     on_host = runs_on_host(solver, "fairgrad", alpha)

@@ -12,6 +12,7 @@ from scipy.optimize import linprog, minimize, root
 from torch.func import grad, hessian, jacfwd, jacrev
 
 from functional_jd.aggregation.aggregate import aggregate
+from functional_jd.aggregators.dualproj import dualproj
 from functional_jd.aggregators.fairgrad import fairgrad
 
 J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
@@ -164,6 +165,15 @@ def test_the_peer_agrees(J, alpha, expected):
 def test_alpha_zero_is_the_mean_and_looks_at_nothing():
     torch.testing.assert_close(direction(J3, 0), J3.mean(0))
     assert fairgrad(0).view.products == "none"
+
+
+@pytest.mark.parametrize("conflict", [False, True])
+def test_the_limit_of_small_alpha_is_the_projected_total(conflict):
+    J = torch.tensor([[3.0, 0, 1], [-2 if conflict else 2, 1, 0], [2, 1, 0]], dtype=torch.float64)
+    assert ((J @ J.sum(0)).amin() < 0) == conflict
+    projected = aggregate(dualproj([1.0, 1.0, 1.0]), J).direction
+    assert torch.allclose(projected, J.sum(0)) != conflict
+    torch.testing.assert_close(direction(J, 1e-6), projected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
