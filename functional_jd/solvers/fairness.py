@@ -78,7 +78,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
     ridged, p_eye = C + _RIDGE * eye, p.unsqueeze(-1) * eye
     v = t = torch.ones_like(k)
     solved = rounded = finished = arrived = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
-    smallest = torch.full_like(k[:, :1], torch.inf)
+    smallest, one_at_most = torch.full_like(k[:, :1], torch.inf), p <= 1
     for step in range(_STEPS):
         y = k * v
         gain = matvec(C, y)
@@ -88,6 +88,8 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
             finished = finished | (relative <= _NOISE)
             rounded = rounded | (~finished & _is_rounding(C, y, gain, k * v**-p))
             finished = finished | rounded
+        elif step % 2:  # steps from where multiples of stationary rows cancel lead to rounding, and away again
+            finished = finished | (one_at_most & (_relative_square(y, gain) <= _NOISE))
         if not fixed and finished.all():
             break
         rate = t / v
@@ -106,13 +108,11 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
         arrived = ~running & arrived | running & (seen < _TOLERANCE)
         v, t = torch.where(running, v * _step_factor(dv), v), torch.where(running, t * _step_factor(dt), t)
         finished = solved | ~running
-    y = k * v
-    relative = _relative_size(y, matvec(C, y), p)
+    relative = _relative_size(k * v, matvec(C, k * v), p)
     solved = (solved | rounded | arrived) & (relative > _NOISE)
     start = torch.where(solved, v, 1)
-    size = _no_larger_than_one(start, p)
     rate = (start ** -(1 + p)).clamp(max=1)
-    factor = _factor(ridged, size, rate.unsqueeze(-1) * p_eye)
+    factor = _factor(ridged, _no_larger_than_one(start, p), rate.unsqueeze(-1) * p_eye)
     v = torch.where(solved | (torch.minimum(smallest, relative) > _DOUBTFUL), v, 0)
     v = with_nan_of(v, C.sum((-2, -1)).unsqueeze(-1) + p)
     single = (*sizes.shape[:-1], 1)
@@ -136,10 +136,13 @@ def _negligible(y: Tensor) -> Tensor:
 
 def _relative_size(y: Tensor, gain: Tensor, power: Tensor) -> Tensor:
     """How large `C y` is for positive multiples y of unit rows: what tells stationary rows."""
-    total = y.sum(-1, keepdim=True)
-    square = (y * gain).sum(-1, keepdim=True) / total**2
     # For p > 1, rows that are stationary need not be all that count: it takes small gains of all rows.
-    return torch.where(power > 1, gain.abs().amax(-1, keepdim=True) / total, square)
+    largest = gain.abs().amax(-1, keepdim=True) / y.sum(-1, keepdim=True)
+    return torch.where(power > 1, largest, _relative_square(y, gain))
+
+
+def _relative_square(y: Tensor, gain: Tensor) -> Tensor:
+    return torch.linalg.vecdot(y, gain).unsqueeze(-1) / y.sum(-1, keepdim=True).square()
 
 
 def _is_rounding(C: Tensor, y: Tensor, gain: Tensor, wanted: Tensor) -> Tensor:

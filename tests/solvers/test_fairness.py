@@ -5,7 +5,7 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import root
+from scipy.optimize import nnls, root
 from torch.func import grad, hessian, jacfwd
 
 from functional_jd.solvers import fairness
@@ -85,6 +85,16 @@ def test_a_stationary_problem_has_no_shares(rows, p):
         gains = N @ (N.T @ v)
         wanted = torch.where(v > 0, v, 1) ** -p
         assert ((gains - wanted).abs() <= 16 * eps() * v.sum()).all() or (v == 0).all()
+
+
+@pytest.mark.parametrize("p", [0.02, 0.05, 0.1, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_many_rows_that_are_stationary_have_no_shares(seed, p):
+    generator = torch.Generator().manual_seed(seed)
+    N = torch.nn.functional.normalize(torch.randn(50, 8, generator=generator, dtype=torch.float64), dim=1)
+    assert nnls(N.numpy().T, -N[0].numpy())[1] < 1e-12  # as any row, the first is cancelled by others
+    for solver in ("host", "device"):
+        assert (fair_shares(N @ N.T, torch.ones(50, dtype=torch.float64), p, solver) == 0).all()
 
 
 @pytest.mark.parametrize("distance", [1e-2, 1e-4])
