@@ -40,9 +40,10 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         ValueError: c negative or not finite.
 
     Laws:
-        `|direction - g_0| = c |g_0|`, to 1e-12, except where all weights are 0: for a mean of zero, within 1e-7 of the
-        mean norm, and for a stationary Jacobian (a convex combination of the unit rows is zero within 1e-6, or a row is
-        zero), if the largest possible smallest gain is 0; if it is negative, because `c < 1`, the formula holds.
+        `|direction - g_0| = c |g_0|`, to 1e-12 (to `4e-16 / r^2` where rows nearly cancel, `|g_0|` being r times the
+        mean norm), except where all weights are 0: for a mean of zero, within 1e-7 of the mean norm, and for a
+        stationary Jacobian (a convex combination of the unit rows is zero within 1e-6, or a row is zero), if the
+        largest possible smallest gain is 0; if it is negative, because `c < 1`, the formula holds.
         Homogeneous in the Jacobian. For `c >= 1` it never conflicts. A non-finite Gramian gives NaN weights.
 
     Source:

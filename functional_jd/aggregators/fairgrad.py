@@ -39,8 +39,9 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         20 at 1e12, 10 at 1e24) a row to which the others give more than its share may keep a weight that is too large,
         but too small to matter: below 1e-60 of the sum of all `w norms`. Direction and derivatives are then accurate.
         Below 0.02, with norms spread over 1e4 or more, derivatives may be zero. A stationary Jacobian (a convex
-        combination of the unit rows is zero, within 1e-7) has no solution. Then weights are 0 for `alpha >= 1`, and
-        wherever no direction gains; for `alpha < 1`, the direction of largest utility exists: it gains zero for the
+        combination of the unit rows is zero, within 1e-7; within 1e-4 where the search did not converge, as for some
+        with `alpha >= 5`) has no solution. Then weights are 0 for `alpha >= 1`, and wherever no direction gains; for
+        `alpha < 1`, the direction of largest utility exists: it gains zero for the
         rows that cancel, whose weights solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))`
         and the direction is accurate to `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5,
         3e7 and 6e-9 for 0.9.
