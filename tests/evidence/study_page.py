@@ -11,7 +11,7 @@ from study_front_tables import front_tables
 from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
-from study_pictures import draw
+from study_pictures import draw, draw_fronts
 from study_queue import queue
 from study_statistics import (
     REFERENCE,
@@ -285,7 +285,7 @@ def made(cells: Cells) -> list[str]:
 
 
 def write_page(cells: Cells | None = None) -> None:
-    """Write tables between the marks, and the picture beside the page."""
+    """Write tables between the marks, and the pictures beside the page."""
     cells = load_all() if cells is None else cells
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     if not begin:
@@ -293,3 +293,4 @@ def write_page(cells: Cells | None = None) -> None:
     text = "\n".join([BEGIN, "", *made(cells), "", ""])
     PAGE.write_text(before + text + END + rest.partition(END)[2], encoding="utf-8")
     draw(cells, {name: PROBLEMS[name].shared for name in cells}, PAGE.parent)
+    draw_fronts(cells, PAGE.parent)

@@ -1,26 +1,38 @@
-"""The picture of the study, readable on white and on black: differences to standardised sums, with their intervals."""
+"""The pictures of the study, readable on white and on black: differences to standardised sums, and fronts."""
 
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from study_front_tables import SPELLED
+from study_fronts import FAMILIES, ON, on_the_front, points_of
+from study_fronts import PREFIX as FRONT
 from study_statistics import REFERENCE, difference, scores
 
 INK, FAINT, BETTER, WORSE = "#777777", "#77777755", "#0072B2", "#D55E00"
 SHOWN = ("upgrad", "config", "nash_mtl", "unit_sum", "start", "random_search", "mean")
 FARTHEST = -30.0  # what is worse than this many points is drawn here
+COLORS = (INK, "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+PARTS = {
+    "fairness": ("accuracy", "1 - gap"),
+    "loans": ("2 AUC - 1", "1 - gap"),
+    "bandit": ("first reward", "second reward"),
+    "beta_vae": ("R² of the image", "1 - nats / 20"),
+}
+
+
+SETTINGS = {
+    "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK,
+    "font.size": 8, "svg.hashsalt": "evidence", "svg.fonttype": "none",
+}  # fmt: skip
 
 
 def draw(cells: dict[str, dict[str, Any]], shared: dict[str, bool], folder: Path) -> Path:
-    """Draw the picture: a panel a problem, a line a method."""
-    settings = {
-        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK,
-        "font.size": 8, "svg.hashsalt": "evidence", "svg.fonttype": "none",
-    }  # fmt: skip
+    """Draw the differences: a panel a problem, a line a method."""
     ready = [name for name, found in cells.items() if REFERENCE in found]
     path = folder / "evidence_differences.svg"
-    with mpl.rc_context(settings):
+    with mpl.rc_context(SETTINGS):
         columns = 5
         lines = max(1, -(-len(ready) // columns))
         figure = Figure(figsize=(11, 0.5 + 1.9 * lines), layout="constrained")
@@ -30,6 +42,32 @@ def draw(cells: dict[str, dict[str, Any]], shared: dict[str, bool], folder: Path
         for axis, name in zip(axes.flat, ready, strict=False):
             panel(axis, name, cells[name], shared[name])
         figure.supxlabel("hundredths of the score over standardised sums, with 95 % intervals", fontsize=8, color=INK)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    return path
+
+
+def draw_fronts(cells: dict[str, dict[str, Any]], folder: Path) -> Path | None:
+    """Draw the fronts of the first draw: a panel a problem, a color a method."""
+    ready = [name for name in ON if FRONT + "sums" in cells.get(name, {})]
+    if not ready:
+        return None
+    path = folder / "evidence_fronts.svg"
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(11, 3.2), layout="constrained")
+        for axis, name in zip(figure.subplots(1, len(ready), squeeze=False)[0], ready, strict=True):
+            for family, color in zip(FAMILIES, COLORS, strict=True):
+                if FRONT + family in cells[name]:
+                    validation, test = (split[0] for split in points_of(cells[name][FRONT + family]))
+                    points = test[on_the_front(validation)]
+                    points = points[points[:, 0].argsort()]
+                    label = SPELLED[family].strip("`")
+                    axis.plot(*points.T, "o-", color=color, linewidth=1, markersize=3, label=label)
+            first, second = PARTS[name]
+            axis.set(title=name, xlabel=first, ylabel=second)
+            axis.grid(color=FAINT, linewidth=0.5)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.patch.set_alpha(0)
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return path
 

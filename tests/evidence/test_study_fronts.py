@@ -2,6 +2,7 @@
 
 import study_front_tables
 import study_fronts
+import study_pictures
 import torch
 from problems import PROBLEMS
 from study_fronts import (
@@ -124,3 +125,12 @@ def test_the_tables_are_differences_to_sums():
 
 def test_fronts_are_of_two_objectives():
     assert all(PROBLEMS[name].m == 2 for name in study_fronts.ON)
+
+
+def test_the_picture_has_a_panel_for_each_problem_that_is_trained(tmp_path):
+    sums = stored([[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10], [[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10])
+    assert study_pictures.draw_fronts({"fairness": {"mean": {}}}, tmp_path) is None
+    path = study_pictures.draw_fronts({"fairness": {"front_sums": sums, "front_epo": sums}}, tmp_path)
+    text = path.read_text(encoding="utf-8")
+    assert all(word in text for word in (">fairness<", ">accuracy<", ">weighted sums<", ">epo(u)<"))
+    assert ">loans<" not in text
