@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from problems import PROBLEMS
 from study_advice import figures
 from study_cells import Cell, path_of, store, under_method
-from study_fronts import FAMILIES, ON, front_cell
+from study_fronts import FAMILIES, ON, front_cell, worth
 from study_fronts import PREFIX as FRONT
 from study_peers import ALL, PREFIX, peer_cell
 from study_problem import Problem
@@ -92,7 +92,9 @@ def run(only: list[str], seconds: float = float("inf"), methods: Sequence[str] =
 
 
 def said(cell: Cell) -> str:
-    """The mean test score of a cell, and its steps."""
+    """The mean test score of a cell, and its steps; of a front, the area."""
+    if "front" in cell:
+        return f"{float(worth(cell).mean()):.3f}  area of the front"
     if "test" not in cell:
         return ""
     chosen = [cell["test"][c][d][-1] for d, c in enumerate(cell["chosen"])]
