@@ -134,3 +134,28 @@ def test_the_picture_has_a_panel_for_each_problem_that_is_trained(tmp_path):
     text = path.read_text(encoding="utf-8")
     assert all(word in text for word in (">fairness<", ">accuracy<", ">weighted sums<", ">epo(u)<"))
     assert ">loans<" not in text
+
+
+def test_moments_are_told_apart_and_edges_are_both_ends():
+    cell = stored([[[0.5, 0.5]], [[0.25, 0.25]]], [[[0.5, 0.5]], [[0.25, 0.25]]])
+    for split in ("validation", "test"):
+        cell["front"][split][0] = [[[0.25, 0.25]], [[0.125, 0.125]]]
+    assert [worth(cell, share).item() for share in range(3)] == [0.0625, 0.25, 0.25]
+    assert [utility(cell, share).item() for share in range(3)] == [0.25, 0.5, 0.5]
+    assert worth(cell).item() == 0.25
+    for place in (0, len(RATES) - 1):
+        cell["candidates"] = [{"preference": 0, "rate": RATES[place]}] * 2
+        assert sizes(cell) == (1.0, 1.0)
+
+
+def test_families_are_the_rules_that_are_named():
+    """Weights of losses alone, from their formulas: the softmax of u L / 0.1, the largest u L."""
+    u, losses = torch.tensor([0.3, 0.7]).double(), torch.tensor([0.5, 0.25]).double()
+    J = torch.eye(2).double()
+    found = {
+        f: study_fronts.jd.aggregate(FAMILIES[f](u), J, losses=losses).direction
+        for f in ("sums", "stch", "tchebycheff")
+    }
+    torch.testing.assert_close(found["sums"], u)
+    torch.testing.assert_close(found["stch"], u * torch.softmax(u * losses / 0.1, 0))
+    torch.testing.assert_close(found["tchebycheff"], torch.tensor([0.0, 0.7]).double())
