@@ -41,10 +41,9 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         Below 0.02, with norms spread over 1e4 or more, derivatives may be zero. A stationary Jacobian (a convex
         combination of the unit rows is zero, within 1e-7; within 1e-4 where the search did not converge, as for some
         with `alpha >= 5`) has no solution. Then weights are 0 for `alpha >= 1`, and wherever no direction gains; for
-        `alpha < 1`, the direction of largest utility exists: it gains zero for the
-        rows that cancel, whose weights solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))`
-        and the direction is accurate to `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5,
-        3e7 and 6e-9 for 0.9.
+        `alpha < 1`, the direction of largest utility exists: it gains zero for the rows that cancel, whose weights
+        solve the equation to rounding. They are of order `eps^(-alpha / (1 + alpha))` and the direction is accurate to
+        `eps^(1 / (1 + alpha))`: 26 and 1e-14 for alpha = 0.1, 2e5 and 4e-11 for 0.5, 3e7 and 6e-9 for 0.9.
         A non-finite Gramian gives NaN weights.
 
     Source:
@@ -52,8 +51,8 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
 
     Differs:
         Exact, where the reference code minimises the square of `G w - w^(-1 / alpha)` from uniform weights, with an
-        absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is
-        `total()` where that conflicts with no row, else its projection, `dualproj` with a preference of ones.
+        absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()` where that
+        conflicts with no row, else its projection, `dualproj` with a preference of ones.
     """
     alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
     on_host = runs_on_host(solver, "fairgrad", alpha)

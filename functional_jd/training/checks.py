@@ -169,9 +169,8 @@ def check_reached(plan: Plan) -> None:
             stacklevel=user_level(),
         )
     unlearned = _unlearned(values, params)
-    if (
-        unlearned and plan.kind.row_params(plan.losses, params) is params
-    ):  # of tasks on a trunk, weights are the trunk's
+    heads_apart = plan.kind.row_params(plan.losses, params) is not params  # then weights are the trunk's
+    if unlearned and not heads_apart:
         _warn_of_unlearned(plan.where, unlearned, "so their gradients do not count in the weights")
 
 
