@@ -1,4 +1,4 @@
-"""Fronts in place of mean scores: a method is trained with many preferences, and the front of the ends has a worth."""
+"""Fronts in place of mean scores: a method is trained with many preferences, and their ends make a front."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,8 @@ FAMILIES: dict[str, Callable[[Tensor], Aggregator]] = {
 
 def preferences() -> Tensor:
     """Eleven preferences `[11, 2]`, with odds from 1/100 to 100."""
-    return torch.softmax(torch.linspace(-2, 2, 11)[:, None] * torch.tensor([1.0, 0.0]) * torch.tensor(10.0).log(), 1)
+    odds = torch.logspace(-2, 2, 11)
+    return torch.stack([odds, torch.ones_like(odds)], 1) / (1 + odds[:, None])
 
 
 def front_cell(problem: Problem, family: str, draws: Draws, steps: int) -> Cell:

@@ -1,10 +1,12 @@
 """Fronts in the study: what is trained is what is said, and measures are those of a brute force."""
 
+import pytest
 import study_front_tables
 import study_fronts
 import study_pictures
 import torch
 from problems import PROBLEMS
+from problems_fronts import beta_vae
 from study_fronts import (
     FAMILIES,
     RATES,
@@ -149,13 +151,56 @@ def test_moments_are_told_apart_and_edges_are_both_ends():
 
 
 def test_families_are_the_rules_that_are_named():
-    """Weights of losses alone, from their formulas: the softmax of u L / 0.1, the largest u L."""
+    """Weights of losses alone from their formulas, `pbi` by differentiating its value; the projections of u by hand."""
     u, losses = torch.tensor([0.3, 0.7]).double(), torch.tensor([0.5, 0.25]).double()
-    J = torch.eye(2).double()
-    found = {
-        f: study_fronts.jd.aggregate(FAMILIES[f](u), J, losses=losses).direction
-        for f in ("sums", "stch", "tchebycheff")
-    }
-    torch.testing.assert_close(found["sums"], u)
-    torch.testing.assert_close(found["stch"], u * torch.softmax(u * losses / 0.1, 0))
-    torch.testing.assert_close(found["tchebycheff"], torch.tensor([0.0, 0.7]).double())
+
+    def direction(family, J):
+        return study_fronts.jd.aggregate(FAMILIES[family](u), J, losses=losses).direction
+
+    def boundary_intersection(losses):  # along the ray of u, and 5 times the distance from it
+        along = losses @ u / u.norm()
+        return along + 5 * (losses - along * u / u.norm()).norm()
+
+    eye = torch.eye(2).double()
+    torch.testing.assert_close(direction("sums", eye), u)
+    torch.testing.assert_close(direction("stch", eye), u * torch.softmax(u * losses / 0.1, 0))
+    torch.testing.assert_close(direction("tchebycheff", eye), torch.tensor([0.0, 0.7]).double())
+    torch.testing.assert_close(direction("pbi", eye), torch.func.grad(boundary_intersection)(losses))
+    # Rows at 135 degrees: each, less its part along the other, is at right angles to that.
+    J = torch.tensor([[1.0, 0.0], [-1.0, 1.0]]).double()
+    torch.testing.assert_close(direction("upgrad", J), u[0] * torch.tensor([0.5, 0.5]).double() + u[1] * eye[1])
+
+
+def test_rates_are_those_of_the_protocol_and_all_steps_are_taken(monkeypatch):
+    assert RATES == (0.001, 0.004, 0.016, 0.064, 0.256)
+    taken = []
+
+    def noted(*args, **options):
+        taken.append(train(*args, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(study_fronts, "train", noted)
+    monkeypatch.setattr(study_fronts, "RATES", (0.0,))  # nothing moves, so that other trainings would stop
+    problem = tiny()
+    front_cell(problem, "sums", draws_of(problem, 2), 40)
+    assert taken[0].steps == 40
+
+
+def test_a_code_is_drawn_and_costs_its_divergence_in_nats():
+    """Beside torch.distributions; without noise, the decoder gets the mean."""
+    problem = beta_vae()
+    params = problem.init(torch.Generator().manual_seed(0))
+    data = problem.data(0)
+    assert len(data.train[0]) == 8 * 1079
+    assert data.train[1].shape[1] == 4
+    assert abs(data.train[1].std() - 1) < 0.02
+    x, noise = (column[:50] for column in data.test)
+    hidden = torch.tanh(x @ params["to_w0"] + params["to_b0"])
+    mean, log_variance = (hidden @ params["to_w1"] + params["to_b1"]).chunk(2, 1)
+    code = torch.distributions.Normal(mean, (log_variance / 2).exp())
+    nats = torch.distributions.kl_divergence(code, torch.distributions.Normal(0.0, 1.0)).sum(1).mean()
+    again = torch.tanh((mean + code.scale * noise) @ params["from_w0"] + params["from_b0"])
+    again = again @ params["from_w1"] + params["from_b1"]
+    expected = torch.stack([(again - x).square().mean(), nats])
+    torch.testing.assert_close(problem.losses(params, x, noise), expected)
+    assert problem.scores(params, x, noise)[1].item() == pytest.approx(1 - nats.item() / 20, abs=1e-6)

@@ -67,15 +67,16 @@ def test_names_are_those_of_the_peer():
         assert repr(peer_of(rule, 3)) == repr(DIRECT[rule](3))
 
 
+def take_ours_for_the_peers(rule, monkeypatch):
+    ours = lambda J: jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J).direction
+    monkeypatch.setattr(study_peers, "peer_of", lambda name, m: ours)
+
+
 @pytest.mark.parametrize("rule", STANDARDISED)
 def test_standardised_losses_get_the_peers_rule_and_stand_beside_ours_on_such(rule, monkeypatch):
     """The cell of the peer's rule, with ours in its place, is that of our method on the same losses."""
     assert repr(peer_of(rule, 3)) == repr(peer_of(rule.removesuffix("_standardised"), 3))
-    monkeypatch.setattr(
-        study_peers,
-        "peer_of",
-        lambda name, m: lambda J: jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J).direction,
-    )
+    take_ours_for_the_peers(rule, monkeypatch)
     problem = tiny()
     draws = draws_of(problem, 2)
     theirs = peer_cell(problem, rule, draws, steps=20, rounds=1)
@@ -86,11 +87,7 @@ def test_standardised_losses_get_the_peers_rule_and_stand_beside_ours_on_such(ru
 
 @pytest.mark.parametrize("rule", ALL)
 def test_a_training_with_our_rule_in_the_place_of_the_peers_is_ours(rule, monkeypatch):
-    monkeypatch.setattr(
-        study_peers,
-        "peer_of",
-        lambda rule, m: lambda J: jd.aggregate(RULES[rule_of(rule)](torch.zeros(2)), J).direction,
-    )
+    take_ours_for_the_peers(rule, monkeypatch)
     problem = tiny()
     draws = draws_of(problem, 2)
     rates = torch.tensor([[0.01, 0.02], [0.03, 0.04]])
