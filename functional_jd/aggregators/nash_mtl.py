@@ -71,8 +71,9 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         C, norms = cosines(G)
         y = _two_rows(C) if len(C) == 2 else fair_shares(C, torch.ones_like(norms), 1.0, solver)
         w = y / norms
-        if every > 1:
-            w = torch.where(state.calls % every == 0, w, with_nan_of(state.weights, w.sum()))
+        # Read for `every=1`, too, so that the state of another rule, or of other losses, is refused.
+        kept = state.weights if every == 1 else with_nan_of(state.weights, w.sum())
+        w = torch.where(state.calls % every == 0, w, kept)
         return w * _clip_factor(w @ G @ w, max_norm), NashState(w, state.calls + 1)
 
     return Aggregator(gramian, init, update, runs_on_host(solver, "nash_mtl", max_norm))
