@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from bounds import check_within, eps
 from shard_models import EXAMPLES, close, mesh, mine, mlp, placed, rank, ranks, whole
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,10 +154,31 @@ def check_another_rule_in_a_later_step_is_refused_on_all_ranks():
 def check_many_losses_take_a_second_message():
     own, x = equal_leaves()
     own = {name: own[name] for name in "ab"}
+    params, batch = whole(own), all_of(x)
     for m in (999, 1000, 1001, 1500):
-        losses = lambda p, x: used("a", "b")(p, x).repeat(500)[:m] * torch.arange(1, m + 1)  # noqa: B023
-        found, values = fj.jacobian_fn(distributed.sharded(losses, mesh()))(own, x)
-        close((found, values), fj.jacobian_fn(losses)(whole(own), all_of(x)), 1e-5)
+        factors = torch.arange(1, m + 1)
+        losses = lambda p, x: used("a", "b")(p, x).repeat(500)[:m] * factors  # noqa: B023
+        found = fj.jacobian_fn(distributed.sharded(losses, mesh()))(own, x)
+        expected = fj.jacobian_fn(losses)(params, batch)
+        jacobian, values = whole(found[0]), found[1]
+        a_terms, b_terms, rounding = bounds_of_used(params, batch, factors)
+        check_within(jacobian["a"], expected[0]["a"], rounding * a_terms)
+        check_within(jacobian["b"], expected[0]["b"], rounding * b_terms)
+        check_within(values, expected[1], rounding * factors)
+
+
+def bounds_of_used(params, x, factors):
+    """The sums of the absolute terms of the rows of `used("a", "b")` for each leaf, and what one of them is off by.
+
+    Loss k is `factors[k]` times the mean of `tanh(b[k % 3] @ tanh(a x))^2`: slopes and values of tanh are at most 1. A
+    sum of as many terms as there are examples and features is rounded, after sums inside tanh that are rounded too.
+    """
+    a, b, x = (tensor.double().abs() for tensor in (params["a"], params["b"], x))
+    heads = b[torch.arange(len(factors)) % 3]
+    a_terms = 2 * factors[:, None, None] * heads[:, :, None] * x.mean(0)
+    b_terms = 2.0 * factors[:, None, None].double().expand(-1, *b.shape)
+    inside = 1 + (x @ a.mT).max() + b.sum(1).max() * (1 + (x @ a.mT).max())
+    return a_terms, b_terms, (len(x) + sum(a.shape)) * eps(torch.float32) * float(inside)
 
 
 def check_other_starts_of_shards_are_refused_on_all_ranks():

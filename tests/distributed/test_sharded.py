@@ -1,12 +1,9 @@
 """Sharded parameters: several processes on loopback, each with its shards, do what one does with whole tensors."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launches import THOROUGH, reports_of
 
 HERE = Path(__file__).parent
 WORKER = HERE / "shards.py"
@@ -16,7 +13,6 @@ CHECKS = [
     for line in (HERE / f"shard_{file}.py").read_text().splitlines()
     if "def check_" in line
 ]
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 PATIENCE = 3000 if THOROUGH else 900
 ONLY_ON_FOUR = [
     "a_mesh_of_two_dimensions",
@@ -42,7 +38,7 @@ ON = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each rank says of each check, by number of ranks: one launch for all."""
+    """What each rank says of each check, by number of ranks: one launch for all, unless one fails."""
     seen = {}
 
     def of(ranks):
@@ -50,19 +46,7 @@ def reports(tmp_path_factory):
             of(2)  # its checkpoint is what the others load
         if ranks not in seen:
             folder = tmp_path_factory.mktemp(f"shards{ranks}")
-            command = [sys.executable, str(WORKER), str(ranks), str(folder), *ON[ranks]]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-                cwd=HERE.parents[1],
-                env=environment,
-            )
-            files = [folder / f"{r}.json" for r in range(ranks)]
-            assert all(file.exists() for file in files), done.stderr[-4000:]
-            seen[ranks] = [json.loads(file.read_text()) for file in files]
+            seen[ranks] = reports_of(WORKER, ranks, folder, ON[ranks], PATIENCE)
         return seen[ranks]
 
     return of

@@ -355,12 +355,12 @@ CHECKS = {
 }
 
 
-def main(me, count, folder, skipped):
+def main(me, count, folder, only):
     store = (folder / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=me, world_size=count, timeout=timedelta(minutes=5))
     results = {}
     for name, check in CHECKS.items():
-        if name in skipped:
+        if name not in only:
             continue
         start = time.perf_counter()
         try:
@@ -373,9 +373,9 @@ def main(me, count, folder, skipped):
     distributed.leave()
 
 
-def launch(count, folder, *skipped):
+def launch(count, folder, *only):
     """Start the replicas as forks of this process, so that torch is imported once."""
-    for process in started(main, [(me, int(count), Path(folder), skipped) for me in range(int(count))]):
+    for process in started(main, [(me, int(count), Path(folder), only) for me in range(int(count))]):
         process.join()
 
 
