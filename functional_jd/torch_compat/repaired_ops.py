@@ -135,9 +135,10 @@ REPAIRED: dict[Any, Any] = {
     torch.cdist: cdist,
     torch.select_scatter: select_scatter,
     Tensor.select_scatter: select_scatter,
-    nn.functional.linear_cross_entropy: linear_cross_entropy,
     nn.functional.one_hot: one_hot,
 }
+if hasattr(nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
+    REPAIRED[nn.functional.linear_cross_entropy] = linear_cross_entropy
 """By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
 another way.
 """

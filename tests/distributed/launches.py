@@ -28,7 +28,7 @@ def reports_of(worker, count, folder, checks, patience=900):
             text=True,
             timeout=patience,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         )
         assert all(file.exists() for file in files), done.stderr[-4000:]
         found = [json.loads(file.read_text()) for file in files]
