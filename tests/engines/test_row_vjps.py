@@ -1,6 +1,7 @@
 """Which way back is taken: read from the graph, decided by shapes alone."""
 
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,9 +44,9 @@ def point(name, kind=torch.float32, differentiable=False):
         ("images", 40, None, ("loop", None)),
         ("weights", 40, None, ("auto", None)),
         ("weights", 40, 5, ("auto", 5)),
-        ("small", 40, None, ("auto", 40)),
+        ("small", 40, None, ("auto", None)),
         ("small", 40, 7, ("auto", 7)),
-        ("sequence", 4, None, ("auto", 4)),
+        ("sequence", 4, None, ("auto", None)),
         ("sequence", 40, None, ("auto", 14)),  # 17 would fit: three groups of about the same size
         ("sequence", 40, 6, ("auto", 6)),
     ],
@@ -54,6 +55,82 @@ def test_auto_goes_by_the_size_of_what_passes_between_the_layers(name, m, chunk_
     assert choose_rows(point(name), m, options("auto", chunk_size)) == expected
     for mode in ("vmap", "loop"):
         assert choose_rows(point(name), m, options(mode, chunk_size)) == (mode, chunk_size)
+
+
+def resnet50():
+    def block(i, width, stride):
+        shapes = [(width, i, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+        return i, stride, [*shapes, (4 * width, i, 1, 1)] if i != 4 * width else shapes
+
+    widths = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]
+    blocks, i = [], 64
+    for width, n, stride in widths:
+        for k in range(n):
+            blocks.append(block(i, width, stride if k == 0 else 1))
+            i = 4 * width
+    weights = [(64, 3, 7, 7), *(shape for _, _, shapes in blocks for shape in shapes), (3, 2048)]
+
+    def losses(ws, images):
+        rest = iter(ws)
+        h = torch.conv2d(images, next(rest), stride=2, padding=3).relu()
+        h = torch.max_pool2d(h, 3, 2, 1)
+        for _, stride, shapes in blocks:
+            x = torch.conv2d(h, next(rest)).relu()
+            x = torch.conv2d(x, next(rest), stride=stride, padding=1).relu()
+            x = torch.conv2d(x, next(rest))
+            h = (x + (torch.conv2d(h, next(rest), stride=stride) if len(shapes) == 4 else h)).relu()
+        return (h.mean((2, 3)) @ next(rest).mT).mean(0)
+
+    return weights, losses
+
+
+def mlp(*widths):
+    def losses(ws, h):
+        for w in ws:
+            h = torch.nn.functional.linear(h, w).relu()
+        return h.square().mean(0)
+
+    return [(o, i) for i, o in pairwise(widths)], losses
+
+
+def transformer(width, layers, heads, tasks, vocabulary=None):
+    of_layer = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    table = [(vocabulary, width)] if vocabulary else []
+
+    def losses(ws, h):
+        *ws, out = ws
+        if vocabulary:
+            h = torch.nn.functional.embedding(h, ws.pop(0))
+        for qkv, o, up, down in zip(*[iter(ws)] * 4, strict=True):
+            parts = (h @ qkv.mT).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            attended = torch.nn.functional.scaled_dot_product_attention(*parts)
+            h = h + attended.transpose(1, 2).flatten(2) @ o.mT
+            h = h + torch.nn.functional.gelu(h @ up.mT) @ down.mT
+        return (h.mean(1) @ out.mT).mean(0)
+
+    return [*table, *of_layer * layers, (tasks, width)], losses
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "m", "expected"),
+    [
+        (mlp(96, 200, 160, 8), torch.empty(64, 96, device="meta"), 8, ("auto", None)),
+        (mlp(1024, 2048, 2048, 2048, 512, 8), torch.empty(128, 1024, device="meta"), 8, ("auto", None)),
+        (transformer(64, 2, 4, 3), torch.empty(16, 16, 64, device="meta"), 3, ("auto", None)),
+        (transformer(256, 2, 4, 3), torch.empty(32, 64, 256, device="meta"), 3, ("auto", None)),
+        (resnet50(), torch.empty(64, 3, 224, 224, device="meta"), 3, ("loop", None)),
+        (resnet50(), torch.empty(1, 3, 32, 32, device="meta"), 3, ("auto", None)),
+        (resnet50(), torch.empty(1, 3, 32, 32, device="meta"), 16, ("auto", 4)),
+        (transformer(768, 12, 12, 4, 50257), torch.empty(16, 256, dtype=torch.int64, device="meta"), 4, ("loop", None)),
+        (transformer(768, 12, 12, 4, 50257), torch.empty(1, 8, dtype=torch.int64, device="meta"), 4, ("loop", None)),
+    ],
+    ids=["MLP", "large MLP", "layers", "wide layers", "ResNet-50", "one image", "rows", "GPT-2", "few tokens"],
+)
+def test_a_device_takes_rows_together_where_models_are_small(model, batch, m, expected):
+    shapes, losses = model
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    point = vjp(lambda ws: ([losses(ws, batch)], None), weights, differentiable=False)
+    assert choose_rows(point, m, options("auto", None)) == expected
 
 
 def test_within_a_transform_rows_go_together_as_they_always_did():
