@@ -62,8 +62,9 @@ def test_every_public_name_has_its_place(tmp_path):
 
 
 def test_the_changelog_begins_with_this_version():
+    """Below what is marked "(unreleased)"."""
     changelog = (PLACE.parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (\S+)", changelog, flags=re.MULTILINE)[0] == functional_jd.__version__
+    assert re.findall(r"^## (\S+)$", changelog, flags=re.MULTILINE)[0] == functional_jd.__version__
 
 
 def test_every_section_has_members():

@@ -12,10 +12,10 @@ from functional_jd.core import agreement
 from functional_jd.core.agreement import description
 from functional_jd.core.arguments import refuse
 from functional_jd.core.collectives import collective as collective_of
-from functional_jd.core.rows import as_matrix, at_least_float32
+from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import any_sharded, described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from functional_jd.core.types import Direction, Tree
+from functional_jd.core.types import Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 
@@ -61,21 +61,6 @@ def mean_over_group(tree: Tree, group: Group) -> Tree:
     replicas = known_group(group)[1]
     sums = sum_over_group(tree_map(lambda leaf: at_least_float32(leaf) / replicas, tree), group)
     return tree_map(lambda leaf, total: total.to(leaf.dtype), tree, sums)
-
-
-def shard_columns(leaf: Tensor, group: Group) -> Tensor:
-    """Average a leaf `[m, *p]` and return this replica's shard of the columns, `[m, k]`; the last one is padded."""
-    replicas = known_group(group)[1]
-    matrix = as_matrix(at_least_float32(leaf)) / replicas
-    if matrix.shape[1] % replicas:  # pad copies, even by a width of zero
-        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % replicas))
-    parts = matrix.reshape(len(matrix), replicas, matrix.shape[1] // replicas).transpose(0, 1)
-    return collective("scatter", parts, group).to(leaf.dtype)
-
-
-def gather_columns(part: Tensor, like: Tensor, group: Group) -> Direction:
-    """Gather the shards `[k]` of all replicas into the direction `[*p]`."""
-    return collective("gather", part, group).reshape(-1)[: like.numel()].reshape(like.shape)
 
 
 def known_group(group: Group) -> tuple[str, int, int]:

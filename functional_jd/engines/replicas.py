@@ -9,10 +9,9 @@ from torch import Tensor
 
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.observation import Observation, Pulled
-from functional_jd.aggregation.views import gramian
 from functional_jd.core.agreement import description, means_if_alike
 from functional_jd.core.arguments import check_option
-from functional_jd.core.heads import direction_of_rows, direction_with_heads, split_heads
+from functional_jd.core.heads import direction_of_rows, split_heads
 from functional_jd.core.rows import of_distinct
 from functional_jd.core.tree import (
     all_finite,
@@ -31,10 +30,8 @@ from functional_jd.engines.group import (
     check_alike,
     check_dense,
     collective,
-    gather_columns,
     known_group,
     mean_over_group,
-    shard_columns,
     sum_over_group,
 )
 from functional_jd.engines.jacobian import rows_of_plan
@@ -119,13 +116,9 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
     are the first replica's.
 
     Args:
-        engine: `"jacobian"`: the mean of all rows on every replica. `"columns"`: each of R replicas keeps 1/R of the
-            mean Jacobian's columns: the rows are reduced and scattered `[m, n / R]`, the Gramians of these shares added
-            up `[m, m]`, their directions gathered `[n]`; `(m + 1) / 2m` of the traffic, 1/R of the mean's memory and of
-            the Gramian's work, for rules of all parameters that need no gradients or the Gramian, and the losses or
-            not. `"weighted"`: one backward pass, or one for each group of parameters whose weights differ, for rules
-            that need no gradients, with one scale for all objectives. `"auto"`: `"weighted"` where it serves the rule,
-            else `"jacobian"`.
+        engine: `"jacobian"`: the mean of all rows on every replica. `"weighted"`: one backward pass, or one for each
+            group of parameters whose weights differ, for rules that need no gradients, with one scale for all
+            objectives. `"auto"`: `"weighted"` if it serves the rule, else `"jacobian"`.
         group: the replicas, as for `mean_jacobian`.
 
     Returns:
@@ -142,8 +135,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
             dtypes between the replicas, and rules or optimizers that differ; in `step`, losses with other names and
             other rules (off the CPU: the step is skipped), or losses that are more on one replica than on another, also
             `per_example` ones (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`,
-            one that does not give the rule what it needs, `"columns"` with `per_example` losses, no process group, or a
-            group that this process is not in.
+            one that does not give the rule what it needs, no process group, or a group that this process is not in.
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
     Laws:
@@ -184,16 +176,6 @@ def _check(engine: str, plan: Plan) -> None:
             f"{where}: replicated('weighted') serves rules that need no gradients, with one scale, found one that "
             f"needs {view.needs} and a scale {list(plan.scale.scale.shape)}. Use replicated()."
         )
-    if engine == "columns" and (view.products not in ("none", "gramian") or view.groups is not None):
-        raise ValueError(
-            f"{where}: replicated('columns') serves rules of all parameters that need no gradients, the losses or the "
-            f"Gramian, found one that needs {view.needs}. Use replicated()."
-        )
-    if engine == "columns" and plan.kind.rows_are_examples:
-        raise ValueError(
-            f"{where}: replicated('columns') needs rows that are the same objectives on all replicas, found "
-            "per_example losses, whose rows are each replica's own examples. Use replicated()."
-        )
 
 
 def _by_weights(plan: Plan, group: Group) -> Observation:
@@ -228,25 +210,8 @@ def _by_jacobian(plan: Plan, group: Group) -> Observation:
     return seen._replace(rows=rows, pullback=pullback)
 
 
-def _by_columns(plan: Plan, group: Group) -> Observation:
-    mine, mine_finite = _own_rows(plan, group)
-    rows, heads = split_heads(mine.rows)
-    like = direction_of_rows(plan.args[0], heads)
-    seen = _pooled(plan, mine, group)  # first: shares of other numbers of rows have other sizes
-    shard = tree_map(lambda leaf: shard_columns(leaf, group), rows)
-
-    def pullback(weights: Weights) -> Pulled:
-        direction = tree_map(lambda p, part: gather_columns(part, p, group), like, combine(shard, weights))
-        whole = direction_with_heads(direction, mean_over_group(heads, group))
-        return Pulled(whole, agree(mine_finite, group), all_finite(direction))
-
-    products = sum_over_group(gramian(shard), group) if plan.view.products == "gramian" else None
-    return seen._replace(products=products, rows=shard, pullback=pullback)
-
-
 _OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
     "jacobian": _by_jacobian,
-    "columns": _by_columns,
     "weighted": _by_weights,
 }
 

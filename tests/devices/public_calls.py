@@ -365,7 +365,7 @@ DISTRIBUTED = {
     "check_replicas": lambda g: distributed.check_replicas(g.params),
     "mean_jacobian": lambda g: distributed.mean_jacobian(g.rows),
     "replicate": lambda g: distributed.replicate(g.rows),
-    "replicated": lambda g: [shared_step(g, engine) for engine in ("jacobian", "columns", "weighted")],
+    "replicated": lambda g: [shared_step(g, engine) for engine in ("jacobian", "weighted")],
     "sharded": on_mesh,
     "weighted_by_examples": lambda g: distributed.weighted_by_examples(g.losses, 5),
 }

@@ -83,10 +83,10 @@ def check_losses_of_other_names_in_a_later_step_are_refused_on_all():
     params, batch = problem()
     held = ["cost"]
     losses = lambda p, *batch: dict(zip(("all", held[0]), plain(p, *batch).values(), strict=True))
-    for rule, engine in ((fj.upgrad(), "auto"), (fj.upgrad(), "columns"), (fj.mean(), "auto")):
+    for rule in (fj.upgrad(), fj.mean()):
         held[0] = "cost"
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-        how["engine"] = distributed.replicated(engine)
+        how["engine"] = distributed.replicated()
         state = fj.train_state(params, *mine(batch), **how)
         held[0] = "time"
         assert fj.step(state, *mine(batch), **how)[1].moved, "others than at the start, but the same everywhere"
@@ -109,10 +109,10 @@ def check_other_numbers_of_losses_in_a_later_step_are_refused_on_all():
         found = torch.stack([*plain(p, *batch).values()]).repeat(600).to(held[1])
         return [*found[: held[0]]] if held[0] < 5 else found[: held[0]]
 
-    for rule, engine in ((fj.upgrad(), "auto"), (fj.upgrad(), "columns"), (fj.mean(), "auto")):
+    for rule in (fj.upgrad(), fj.mean()):
         held[:] = 2, torch.float64
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
-        how["engine"] = distributed.replicated(engine)
+        how["engine"] = distributed.replicated()
         state = fj.train_state(params, *mine(batch), **how)
         for one, other in ((3, 2), (1, 2), (2, 1200), (1001, 1200), (torch.float32, torch.float64)):
             held[isinstance(one, torch.dtype)] = one if rank() else other

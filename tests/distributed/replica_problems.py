@@ -71,16 +71,12 @@ def one_example(p, x, y, z):
 MULTITASK, PER_EXAMPLE = fj.multitask(features, top), fj.per_example(one_example)
 
 
-def engine(sharded=False, group=None):
-    return distributed.replicated("columns" if sharded else "auto", group)
-
-
 def begin(*args, group=None, **how):
-    return fj.train_state(*args, engine=engine(group=group), **how)
+    return fj.train_state(*args, engine=distributed.replicated(group=group), **how)
 
 
-def step(*args, sharded=False, group=None, **how):
-    return fj.step(*args, engine=engine(sharded, group), **how)
+def step(*args, group=None, **how):
+    return fj.step(*args, engine=distributed.replicated(group=group), **how)
 
 
 def trained(first, next_, method, scale, params, batch, n=3):

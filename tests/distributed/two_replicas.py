@@ -40,7 +40,7 @@ def main():
     batch = x[mine], (x @ targets)[mine]
     start, how = torch.zeros(2, 2, dtype=torch.float64), {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.5)}
 
-    replicas = {"losses": losses, "engine": distributed.replicated("columns")}
+    replicas = {"losses": losses, "engine": distributed.replicated()}
     train({"w": start}, batch, how | replicas, "replicas")
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

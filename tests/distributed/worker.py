@@ -3,7 +3,6 @@
 Every check runs on all replicas at the same time: they draw the same numbers and take their own part of them.
 """
 
-import itertools
 import json
 import sys
 import time
@@ -58,24 +57,23 @@ def check_a_modules_parameters_leave_their_graph_behind():
 def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
     params, batch = problem()
     cases = [
-        (plain, fj.upgrad(), {"sharded": False}, ()),
-        (plain, fj.nash_mtl(), {"sharded": True}, (2,)),
-        (plain, fj.graddrop(fj.random.key(3)), {}, (2,)),
-        (plain, fj.mean(), {"sharded": True}, ()),
-        (plain, stch(), {}, (2,)),
-        (plain, famo(), {}, ()),
-        (plain, fj.random_weights(fj.random.key(5)), {}, ()),
-        (MULTITASK, fj.upgrad(), {"sharded": False}, (2,)),
-        (MULTITASK, fj.upgrad(), {"sharded": True}, ()),
-        (MULTITASK, fj.constant([0.25, 4.0]), {}, ()),
-        (PER_EXAMPLE, fj.upgrad(), {}, ()),
-        (PER_EXAMPLE, stch(), {}, ()),
+        (plain, fj.upgrad(), ()),
+        (plain, fj.nash_mtl(), (2,)),
+        (plain, fj.graddrop(fj.random.key(3)), (2,)),
+        (plain, fj.mean(), ()),
+        (plain, stch(), (2,)),
+        (plain, famo(), ()),
+        (plain, fj.random_weights(fj.random.key(5)), ()),
+        (MULTITASK, fj.upgrad(), (2,)),
+        (MULTITASK, fj.upgrad(), ()),
+        (MULTITASK, fj.constant([0.25, 4.0]), ()),
+        (PER_EXAMPLE, fj.upgrad(), ()),
+        (PER_EXAMPLE, stch(), ()),
     ]
-    for losses, rule, options, shape in cases if replicas() == 2 else cases[:9:4]:
+    for losses, rule, shape in cases if replicas() == 2 else cases[:9:4]:
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.adamw(1e-2)}
         scale = fj.scale_state(2.0**10, shape=shape)
-        proceed = partial(step, **options)
-        state, infos = trained(begin, proceed, how, scale, params, mine(batch))
+        state, infos = trained(begin, step, how, scale, params, mine(batch))
         assert same_everywhere((state, infos))
         assert all(info.finite.all() for info in infos)
         expected, expected_infos = trained(fj.train_state, fj.step, how, scale, params, batch)
@@ -86,11 +84,10 @@ def check_replicas_stay_equal_and_equal_one_process_with_the_whole_batch():
 
 def check_in_float16_the_replicas_stay_equal_too():
     params, batch = problem(torch.float32)
-    for losses, sharded in ((plain, False), (MULTITASK, True)):
+    for losses in (plain, MULTITASK):
         how = {"losses": fj.autocast(losses) if losses is plain else losses, "aggregator": fj.upgrad()}
         how |= {"optimizer": fj.sgd(1e-2, momentum=0.9)}
-        proceed = partial(step, sharded=sharded)
-        state, infos = trained(begin, proceed, how, fj.scale_state(), params, mine(batch))
+        state, infos = trained(begin, step, how, fj.scale_state(), params, mine(batch))
         assert same_everywhere((state, infos))
         assert not same(state.params, params)
 
@@ -102,15 +99,15 @@ def check_one_replicas_overflow_skips_the_step_on_all():
         y = y + 1e6  # times the scale more than float32 holds: the first objective, on the last replica only
     for rule in (fj.upgrad(), fj.total()):
         how = {"losses": plain, "aggregator": rule, "optimizer": fj.sgd(1e-2, momentum=0.9)}
-        for shape, sharded in itertools.product(((), (2,)), (False, True)):
+        for shape in ((), (2,)):
             state = begin(params, *mine(batch), scale=fj.scale_state(2.0**120, shape=shape), **how)
-            after, info = step(state, x, y, z, sharded=sharded, **how)
+            after, info = step(state, x, y, z, **how)
             assert same_everywhere((after, info.finite))
             assert same(after[:3], state[:3]), "nothing but the scale changes"
             finite = torch.tensor([False, True] if shape else False)
             assert torch.equal(info.finite, finite)
             assert torch.equal(after.scale.scale, torch.where(finite, 2.0**120, 2.0**119))
-            again, info = step(after, *mine(batch), sharded=sharded, **how)
+            again, info = step(after, *mine(batch), **how)
             assert info.finite.all()
             assert not same(again.params, params), "the next step is taken"
 
@@ -120,11 +117,10 @@ def check_a_rule_that_refuses_skips_the_step_but_not_the_scale():
     refusing = fj.stateless(fj.views.gramian, lambda G: G.diagonal() * torch.nan)
     how = {"losses": plain, "aggregator": refusing, "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), scale=fj.scale_state(4.0, growth_interval=1), **how)
-    for sharded in (False, True):
-        after, info = step(state, *mine(batch), sharded=sharded, **how)
-        assert not info.finite.any()
-        assert same(after[:3], state[:3])
-        assert after.scale.scale == 8
+    after, info = step(state, *mine(batch), **how)
+    assert not info.finite.any()
+    assert same(after[:3], state[:3])
+    assert after.scale.scale == 8
 
 
 def drawn(strategy):
@@ -151,7 +147,7 @@ def jacobians(draw):
     return draw(st.integers(1, 3)), shapes, draw(st.sampled_from(dtypes)), numbers
 
 
-def check_the_mean_is_that_of_all_and_shards_are_its_columns():
+def check_the_mean_is_that_of_all():
     for example in drawn(jacobians()):
         compare_with_the_mean_by_hand(*example)
 
@@ -177,10 +173,9 @@ def compare_with_the_mean_by_hand(m, shapes, dtype, numbers):
 
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1.0)}
     state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
-    for sharded in (False, True):
-        after, _ = step(state, sharded=sharded, **how)
-        close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
-        assert same_everywhere(after)
+    after, _ = step(state, **how)
+    close(after.params, tree_map(lambda leaf: -leaf.sum(0).to(dtype), wanted), rtol=1e-2, atol=0.1)
+    assert same_everywhere(after)
 
 
 class Collectives(TorchDispatchMode):
@@ -249,21 +244,20 @@ def check_the_mean_is_linear_under_every_transform():
 
 
 def check_a_step_of_a_step_can_be_differentiated():
-    """The derivative with respect to a learning rate, through sharded steps too, is that of one process."""
+    """The derivative with respect to a learning rate, is that of one process."""
     params, batch = problem()
 
-    def after(take, batch, options, rate):
+    def after(take, batch, rate):
         how = {"losses": plain, "aggregator": fj.upgrad(), "optimizer": fj.sgd(lambda _: rate)}
         state = fj.TrainState(params, (), how["optimizer"].init(params), (), fj.precision.no_scale())
         for _ in range(2):
-            state, info = take(state, *batch, **how, **options)
+            state, info = take(state, *batch, **how)
         return sum((leaf**2).sum() for leaf in tree_leaves(state.params)) + sum(info.losses.values())
 
     rate = torch.tensor(0.05, dtype=torch.float64)
-    whole = torch.func.grad(partial(after, fj.step, batch, {}))(rate)
-    for sharded in (False, True):
-        f = partial(after, step, mine(batch), {"sharded": sharded})
-        torch.testing.assert_close(torch.func.jvp(f, (rate,), (torch.ones_like(rate),))[1], whole)
+    whole = torch.func.grad(partial(after, fj.step, batch))(rate)
+    f = partial(after, step, mine(batch))
+    torch.testing.assert_close(torch.func.jvp(f, (rate,), (torch.ones_like(rate),))[1], whole)
 
 
 def check_the_step_compiles_in_a_full_graph():
@@ -272,7 +266,7 @@ def check_the_step_compiles_in_a_full_graph():
     rule = fj.stateless(fj.views.gramian, lambda G: torch.softmax(-G.diagonal(), dim=0))
     how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), scale=fj.scale_state(), **how)
-    take = partial(step, sharded=True, **how)
+    take = partial(step, **how)
     compiled = torch.compile(take, fullgraph=True, backend="aot_eager")
     close(compiled(state, *mine(batch)), take(state, *mine(batch)), rtol=1e-9, atol=1e-12)
     mean = torch.compile(distributed.mean_jacobian, fullgraph=True, backend="aot_eager")
@@ -340,11 +334,10 @@ def check_nothing_runs_in_half_under_autocast_outside():
     params, batch = problem(torch.float32)
     how = {"losses": fj.autocast(plain, torch.bfloat16), "aggregator": fj.upgrad(), "optimizer": fj.sgd(1e-2)}
     state = begin(params, *mine(batch), **how)
-    for sharded in (False, True):
-        within = step(state, *mine(batch), sharded=sharded, **how)
-        with torch.autocast("cpu", torch.bfloat16):
-            around = step(state, *mine(batch), sharded=sharded, **how)
-        assert same(within, around)
+    within = step(state, *mine(batch), **how)
+    with torch.autocast("cpu", torch.bfloat16):
+        around = step(state, *mine(batch), **how)
+    assert same(within, around)
 
 
 CHECKS = {
