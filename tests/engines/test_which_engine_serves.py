@@ -32,7 +32,6 @@ SERVED = {
     "replicated": set(NEEDS),
     "replicated jacobian": set(NEEDS),
     "replicated weighted": WITHOUT_ROWS,
-    "replicated columns": {"nothing", "losses", "gramian", "gramian and losses"},
 }
 
 
@@ -120,10 +119,8 @@ def test_replicas_form_no_rows_for_groups_that_need_none(engine, monkeypatch):
         taken(plain, SHARED, need, engine, None)
 
 
-def test_replicas_with_a_named_engine_take_it(monkeypatch):
+def test_replicas_that_form_rows_by_name_do_so(monkeypatch):
     formed, rows_of_plan = [], replicas.rows_of_plan
     monkeypatch.setattr(replicas, "rows_of_plan", lambda *given: formed.append(1) or rows_of_plan(*given))
-    for engine in ("replicated jacobian", "replicated columns"):
-        formed.clear()
-        taken(plain, SHARED, "nothing", engine, None)
-        assert formed
+    taken(plain, SHARED, "nothing", "replicated jacobian", None)
+    assert formed
