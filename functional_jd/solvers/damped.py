@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nan_unless, nonzero
+from functional_jd.solvers.search import solve
 from functional_jd.solvers.spectral import has_clear_rank, may_be_read, pseudo_inverse
 
 # The rounding of A, and of its decomposition, as a fraction of its largest entry, times m.
@@ -69,8 +70,5 @@ def damped_solve(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor:
     # Without a matrix of zeros to be added.
     shifted = torch.diagonal_scatter(matrix, matrix.diagonal() + shift)
     factor, info = torch.linalg.cholesky_ex(shifted)
-    # Not `cholesky_solve`, which copies the factor: with one right-hand side that takes longer than the rest.
-    y = torch.linalg.solve_triangular(factor, b.unsqueeze(1), upper=False)
-    x = torch.linalg.solve_triangular(factor.mT, y, upper=True).squeeze(1)
     # What is not finite stops the decomposition halfway, and leaves numbers that mean nothing.
-    return nan_unless((info == 0) & (matrix.sum() + shift).isfinite(), x)
+    return nan_unless((info == 0) & (matrix.sum() + shift).isfinite(), solve(factor, b))

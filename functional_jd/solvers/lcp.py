@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.solvers.by_numbers import Solved, as_factors, as_multipliers, solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
-from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve, solve_upper
+from functional_jd.solvers.search import Solver, may_be_differentiated, opaque, solve
 from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
 
 # Added to the diagonal of matrices to factorise, with entries of order one: large enough to tell signs on dependent
@@ -79,7 +79,7 @@ def linear_complementarity(
     for _ in range(2):
         residual = (s @ matrix + offset) * active
         # Where the active rows are ill-conditioned, rounding of the residual would only make s worse.
-        s = s - solve_upper(upper, residual - refined * residual.detach())
+        s = s - solve(upper.mT, residual - refined * residual.detach())
     return s
 
 

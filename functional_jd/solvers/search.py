@@ -11,10 +11,6 @@ from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level, under_functorch, under_transform
 from functional_jd.torch_compat.vmap_levels import differentiates, innermost
 
-# From so many elements of all factors on, two triangular solves take half the time of `torch.cholesky_solve`, which
-# copies the factors. The bits are the same.
-_LARGE = 1 << 16
-
 Solver: TypeAlias = Literal["host", "device"]
 """Where a search runs: on the host, where it stops at convergence, or where its inputs stand, in a fixed number of
 steps, without a synchronization."""
@@ -103,16 +99,9 @@ def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def solve(factor: Tensor, right: Tensor) -> Tensor:
-    """Solve for vectors `[*, m]`, given lower Cholesky factors `[*, m, m]`."""
-    if factor.numel() < _LARGE:
-        return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
+    """Solve for vectors `[*, m]`, given lower Cholesky factors `[*, m, m]`.
+
+    Two triangular solves: `torch.cholesky_solve` takes as long, has the same bits, and cannot be part of a CUDA graph.
+    """
     half = torch.linalg.solve_triangular(factor, right.unsqueeze(-1), upper=False)
     return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
-
-
-def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
-    """The same for upper factors; as two triangular solves under transforms, which cannot trace the jvp of one."""
-    if not under_transform():
-        return torch.cholesky_solve(right.unsqueeze(-1), factor, upper=True).squeeze(-1)
-    half = torch.linalg.solve_triangular(factor.mT, right.unsqueeze(-1), upper=False)
-    return torch.linalg.solve_triangular(factor, half, upper=True).squeeze(-1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import divide, nan_unless
+from functional_jd.solvers.search import solve
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
 # Eigenvalues below this fraction of the largest, times m, are rounding.
@@ -78,7 +79,7 @@ def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if failed.item() or not torch.cholesky_inverse(factor.detach()).trace().item() < _WELL_CONDITIONED:
         return None
-    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
+    return solve(factor, right)
 
 
 def may_be_read(matrix: Tensor) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.lcp import solution
-from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve_upper
+from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -65,7 +65,7 @@ def worst_gain_multipliers(
             excess = excess - _derivatives_of(torch.where(solved, radius, 1) ** 2 / 2)
         step = ((start * residual).sum(-1, keepdim=True) - excess) / slope
         tau = tau + step
-        v = v - solve_upper(upper, torch.where(active, residual - rho * step, 0))
+        v = v - solve(upper.mT, torch.where(active, residual - rho * step, 0))
     return torch.where(solved, v, 0 * found)
 
 
@@ -106,7 +106,7 @@ def _search(
             break
         # While the active set does not change, v is linear in tau: its length is the radius at the root of a quadratic.
         # A Newton step follows a jump that was too long.
-        turn = (rho * solve_upper(upper, torch.where(active, rho, 0))).sum(-1, keepdim=True)
+        turn = (rho * solve(upper.mT, torch.where(active, rho, 0))).sum(-1, keepdim=True)
         slope, excess = (rho * v).sum(-1, keepdim=True), length**2 - c**2
         root = tau - excess / (slope + (slope**2 - turn * excess).sqrt())
         jumped = running & ~below & (root < lower)
