@@ -1,0 +1,165 @@
+"""The models of `make bench-gpu`, with random weights: two that the host limits, and two that the device limits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from models import Trunk, dense, tasks, transformer
+from torch import Tensor, nn
+
+import functional_jd as jd
+
+
+class Bottleneck(nn.Module):
+    """The residual block of ResNet-50: 1 x 1, 3 x 3, 1 x 1, and a projection where shapes differ."""
+
+    def __init__(self, inputs: int, width: int, stride: int):
+        super().__init__()
+        conv = lambda i, o, k, s=1: [nn.Conv2d(i, o, k, s, k // 2, bias=False), nn.BatchNorm2d(o)]
+        outputs = 4 * width
+        self.path = nn.Sequential(
+            *conv(inputs, width, 1), nn.ReLU(), *conv(width, width, 3, stride), nn.ReLU(), *conv(width, outputs, 1)
+        )
+        self.short = nn.Sequential(*conv(inputs, outputs, 1, stride)) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        return torch.relu(self.path(x) + self.short(x))
+
+
+def resnet50() -> Trunk:
+    """He et al., "Deep Residual Learning", table 1, column 50-layer; 224 x 224 pixels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    inputs = 64
+    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for index in range(blocks):
+            layers.append(Bottleneck(inputs, width, stride if index == 0 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), inputs, (3, 224, 224)
+
+
+class Block(nn.Module):
+    """A block of GPT-2: causal attention, then a layer four times as wide, each after a normalisation."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block to `[batch, positions, width]`."""
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.before(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.wide(self.between(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2 small without its output layer: Radford et al., 2019; 124 million parameters."""
+
+    def __init__(self, positions: int, tokens: int = 50257, width: int = 768, heads: int = 12, blocks: int = 12):
+        super().__init__()
+        self.token, self.place = nn.Embedding(tokens, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(blocks)])
+        self.last = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Features `[batch, positions, width]` of tokens `[batch, positions]`."""
+        return self.last(self.blocks(self.token(tokens) + self.place.weight[: tokens.shape[1]]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trunk with heads, a batch `(x, y)` with one target per task, and the dtype of autocast."""
+
+    name: str
+    trunk: nn.Module
+    heads: nn.ModuleList
+    batch: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+
+    def low(self) -> Any:
+        """The context of plain training."""
+        on = self.dtype != torch.float32
+        return torch.autocast(self.batch[0].device.type, self.dtype if on else None, enabled=on)
+
+    def forward(self) -> tuple[list[Tensor], Tensor]:
+        """The losses as modules compute them, and the features."""
+        with self.low():
+            h = self.trunk(self.batch[0])
+            found = [nn.functional.mse_loss(head(h), y) for head, y in zip(self.heads, self.batch[1], strict=True)]
+        return found, h
+
+    def losses(self) -> Any:
+        """The losses as functions of parameters and, if the trunk has any, of buffers."""
+        apply = jd.functional(self.trunk)
+        heads = [jd.functional(head) for head in self.heads]
+
+        def of_heads(params: Any, h: Tensor, *batch: Tensor) -> Any:
+            y = batch[-1]
+            return {
+                str(i): nn.functional.mse_loss(head(params[str(i)], {}, h)[0], y[i]) for i, head in enumerate(heads)
+            }
+
+        if self.buffers:
+            features = lambda params, buffers, x, y: apply(params, buffers, x)
+            top = lambda params, h, buffers, x, y: (of_heads(params, h, x, y), buffers)
+        else:
+            features, top = (lambda params, x, y: apply(params, {}, x)[0]), of_heads
+        if self.dtype == torch.float32:
+            return jd.multitask(features, top)
+        return jd.multitask(jd.autocast(features, self.dtype), jd.autocast(top, self.dtype))
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the trunk."""
+        return dict(self.trunk.named_buffers())
+
+    def params(self) -> Any:
+        """The parameters, copied."""
+        copies = lambda module: {name: p.detach().clone() for name, p in module.named_parameters()}
+        return {"shared": copies(self.trunk), "heads": {str(i): copies(head) for i, head in enumerate(self.heads)}}
+
+
+def _case(name: str, trunk: Trunk, n: int, batch: int, dtype: torch.dtype, device: str) -> Case:
+    made = tasks(lambda: trunk, n, batch, device)
+    return Case(name, made.trunk, made.heads, made.batch, dtype)
+
+
+def _gpt2(name: str, batch: int, positions: int, n: int, toy: bool, device: str) -> Case:
+    torch.manual_seed(n)
+    sizes = {"tokens": 50, "width": 16, "heads": 2, "blocks": 1} if toy else {}
+    trunk = GPT2(positions, **sizes)
+    width = trunk.place.embedding_dim
+    heads = nn.ModuleList(nn.Linear(width, 1) for _ in range(n))
+    x = torch.randint(trunk.token.num_embeddings, (batch, positions))
+    y = torch.randn(n, batch, positions, 1)
+    return Case(name, trunk.to(device), heads.to(device), (x.to(device), y.to(device)), torch.bfloat16)
+
+
+def cases(device: str, toy: bool = False) -> dict[str, Callable[[], Case]]:
+    """What makes each case; `toy`: so small that a CPU runs all of them in seconds."""
+    small = torch.bfloat16 if device == "cpu" else torch.float16
+    if toy:
+        wide, layers, image = dense(6, 16, 16), transformer(8, 4), (nn.Sequential(nn.Flatten(), nn.Linear(12, 8)), 8)
+        image = (nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), *image[0]), 8, (3, 2, 2))
+        image[0][-1] = nn.Linear(32, 8)
+    else:
+        wide, layers, image = dense(96, 200, 160), transformer(64, 16), None
+    return {
+        "MLP, T = 8, float32": partial(_case, "MLP, T = 8, float32", wide, 8, 64, torch.float32, device),
+        "2 transformer layers, T = 3, float16": partial(
+            _case, "2 transformer layers, T = 3, float16", layers, 3, 16, small, device
+        ),
+        "ResNet-50, 64 x 224 x 224, T = 3, bfloat16": lambda: _case(
+            "ResNet-50, 64 x 224 x 224, T = 3, bfloat16", image or resnet50(), 3, 4 if toy else 64, torch.bfloat16, device
+        ),
+        "GPT-2 small, 16 x 256, T = 4, bfloat16": partial(
+            _gpt2, "GPT-2 small, 16 x 256, T = 4, bfloat16", *((2, 4) if toy else (16, 256)), 4, toy, device
+        ),
+    }

@@ -1,0 +1,145 @@
+"""`make bench-gpu`: ms, host ms and peak memory of a training step on one GPU, by plain training, TorchJD and ours.
+
+Medians of rounds in turns in one process. A side that cannot run says why in its row.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_cases import cases
+from gpu_sides import sides
+from page import with_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+ROUNDS, SECONDS = 15, 0.8
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time all sides of all cases, print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--page", type=Path, help="the page whose table is replaced")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cases")
+    parser.add_argument("--sides", nargs="*", default=[""], help="parts of names of sides")
+    parser.add_argument("--toy", action="store_true", help="small models, to try the bench")
+    parser.add_argument("--seconds", type=float, default=330, help="when to stop")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    start, rows = time.perf_counter(), []
+    for name, make in cases(device, options.toy).items():
+        if any(part in name for part in options.only):
+            of_case(name, make, device, options, start, rows)
+            if options.json:
+                options.json.write_text(json.dumps({"machine": machine(device), "rows": rows}, indent=1))
+    text = table(rows)
+    print(f"\n{machine(device)}\n\n{text}")
+    if options.page:
+        options.page.write_text(with_table(options.page.read_text(), "gpu", text, "gpu_table.py"))
+
+
+def of_case(name: str, make: Callable[[], Any], device: str, options: Any, start: float, rows: list[Row]) -> None:
+    """Append the rows of one case."""
+    made = sides(make())
+    for side, build in made.items():
+        if not any(part in side for part in options.sides):
+            continue
+        if time.perf_counter() - start > options.seconds:
+            rows.append({"case": name, "side": side, "error": "no time left"})
+            continue
+        rows.append({"case": name, "side": side} | measured(build, device))
+        print(rows[-1], file=sys.stderr, flush=True)
+
+
+def measured(build: Callable[[], Callable[[], Any]], device: str) -> Row:
+    """Milliseconds on the device and on the host, and the peak of memory above what stands before a step."""
+    try:
+        began = time.perf_counter()
+        step = build()
+        for _ in range(3):
+            step()
+        wait(device)
+        first = time.perf_counter() - began
+        before = memory(device)
+        step()
+        wait(device)
+        peak = memory(device, peak=True)
+        times, hosts, until = [], [], time.perf_counter() + SECONDS
+        while len(times) < ROUNDS and (len(times) < 3 or time.perf_counter() < until):
+            ms, host = once(step, device)
+            times.append(ms)
+            hosts.append(host)
+        found = {"ms": statistics.median(times), "host ms": statistics.median(hosts)}
+        return found | {"peak MB": (peak - before) / 2**20, "first s": first}
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return {"error": f"{type(error).__name__}: {lines[0][:200]}"}
+    finally:
+        step = build = None
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def once(step: Callable[[], Any], device: str, calls: int = 5) -> tuple[float, float]:
+    """Milliseconds of a step: until the device has finished, and until the host may go on."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    host = time.perf_counter() - start
+    wait(device)
+    return (time.perf_counter() - start) * 1e3 / calls, host * 1e3 / calls
+
+
+def wait(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory(device: str, peak: bool = False) -> int:
+    """Bytes that are in use; the peak counts from the last call without it."""
+    if device != "cuda":
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def machine(device: str) -> str:
+    """What ran."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}, {time.strftime('%Y-%m-%d')}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table in Markdown: one line per side, with ratios to plain training and to TorchJD."""
+    lines = ["| case | side | ms | host ms | peak MB | to plain | to TorchJD |", "| --- | --- | --: | --: | --: | --: | --: |"]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['case']} | {row['side']} | {row['error'].replace('|', '/')} | | | | |")
+            continue
+        base = {
+            side: next((r["ms"] for r in rows if r["case"] == row["case"] and r["side"] == side and "ms" in r), None)
+            for side in ("plain", "TorchJD upgrad")
+        }
+        ratios = [f"{row['ms'] / ms:.2f}" if ms else "-" for ms in base.values()]
+        lines.append(
+            f"| {row['case']} | {row['side']} | {row['ms']:.3g} | {row['host ms']:.3g} | {row['peak MB']:.0f} | "
+            f"{ratios[0]} | {ratios[1]} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
