@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts evidence claims notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence claims notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -44,6 +44,13 @@ bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at eq
 
 bench-device: $(VENV)/.bench  ## what a step launches on an accelerator, and where it waits, counted on a simulated one
 	@$(BIN)/python tests/benchmarks/device_table.py --page docs/benchmarks.md
+
+# No network: the Python of that machine has torch, pytest and hypothesis; optree and torchjd come as wheels.
+WHEELS ?= wheels
+bench-gpu:  ## on one GPU, six minutes at most: tests/test_cuda.py, then a step of plain training, of TorchJD and of ours
+	@if [ -d $(WHEELS) ]; then $(PYTHON) -m pip --quiet install --no-index --no-deps --upgrade --target build/gpu $(WHEELS)/*.whl; fi
+	@PYTHONPATH=build/gpu:. timeout 150 $(PYTHON) -m pytest -q -p no:xdist -p no:benchmark tests/test_cuda.py || true
+	@PYTHONPATH=build/gpu:. $(PYTHON) tests/benchmarks/gpu_table.py --seconds 200 --json bench-gpu.json
 
 bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOON where its repository is on PYTHONPATH
 	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md --pictures build/bench

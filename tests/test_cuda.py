@@ -95,6 +95,43 @@ def test_a_step_is_captured_in_a_graph(rule):
     close(captured.params, expected.params)
 
 
+CAPTURED = [fj.mean, fj.upgrad, fj.mgda, fj.dualproj]
+
+
+@pytest.mark.parametrize("rule", CAPTURED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("donate", [False, True])
+def test_captured_steps_are_those_of_eager_ones(rule, dtype, donate):
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    params, batch = on_gpu(params), on_gpu(batch)
+    low = (lambda f: fj.autocast(f, dtype)) if dtype == torch.float16 else (lambda f: f)
+    how = method(params, low(features), low(top), aggregator=rule())
+    begin = {"scale": fj.scale_state(2.0**10, shape=(2,))} if dtype == torch.float16 else {}
+    expected = fj.train_state(params, *batch, **how, **begin)
+    take = fj.compiled(partial(fj.step, **how), backend="cudagraphs", donate=donate)
+    state = tree_map(torch.clone, expected)
+    for _ in range(5):
+        expected, info = fj.step(expected, *batch, **how)
+        before = state
+        state, found = take(state, *batch)
+        if donate:
+            with pytest.raises(RuntimeError, match="has donated"):
+                tree_leaves(before.params)[0].sum()
+        close(found.losses, info.losses)
+    close(state.params, expected.params)
+
+
+def test_a_rule_that_decomposes_is_refused_before_the_capture():
+    params, features, top, batch = two_tasks(partial(nn.LayerNorm, 5))
+    params, batch = on_gpu(params), on_gpu(batch)
+    how = method(params, features, top, aggregator=fj.aligned_mtl())
+    state = fj.train_state(params, *batch, **how)
+    with pytest.raises(ValueError, match="must not wait"):
+        fj.compiled(partial(fj.step, **how), backend="cudagraphs")(state, *batch)
+    how = method(params, features, top, aggregator=fj.mean())  # the process can still capture
+    fj.compiled(partial(fj.step, **how), backend="cudagraphs")(fj.train_state(params, *batch, **how), *batch)
+
+
 def rows_of_condition(m, condition):
     draw = torch.Generator().manual_seed(m)
     left, right = (torch.randn(k, m, generator=draw, dtype=torch.float64) for k in (m, m + 10))

@@ -83,6 +83,13 @@ each_norm: Any = private(
 clone_each: Any = private("_foreach_clone", "adamw", otherwise=lambda leaves: [leaf.clone() for leaf in leaves])
 """Copies of many tensors, on an accelerator in one launch."""
 
+copy_each: Any = private(
+    "_foreach_copy_",
+    "captured steps",
+    otherwise=lambda targets, sources: [x.copy_(y) for x, y in zip(targets, sources, strict=True)],
+)
+"""Copies into many tensors, on an accelerator in one launch."""
+
 weight_norm: Any = private("_weight_norm", "rows of weight_norm")
 """The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
 

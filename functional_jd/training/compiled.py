@@ -20,6 +20,7 @@ from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.torch_compat.torch_internals import is_compiled as compiled_by_torch
+from functional_jd.training.captured import Captured, donated_pairs, refuse_without_cuda
 
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Run]
@@ -28,7 +29,7 @@ _MANY = 8
 """So many graphs of one function are more than shapes explain, mostly."""
 
 
-def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "Compiled":
+def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
     `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values. The
@@ -41,9 +42,12 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several
             steps, `torch.vmap` of a step, `torch.func.grad` of a training.
         backend: `"inductor"`, which writes machine code and keeps it in torch's cache for the next process; `"eager"`,
-            which runs the operators of the graph one by one, but for those that change nothing; or a function from the
-            graph, a `torch.fx.GraphModule`, and the list of its inputs to a function of those inputs, as
+            which runs the operators of the graph one by one, but for those that change nothing; `"cudagraphs"`, which
+            captures these operators as one CUDA graph and replays it: the host launches once per call; or a function
+            from the graph, a `torch.fx.GraphModule`, and the list of its inputs to a function of those inputs, as
             `torch.compile` takes it.
+        donate: with `"cudagraphs"`, whether the first argument gives its memory to the first result, which has the
+            same structure: `state, info = take(state, x)`. Then no state is copied, and reading the old one raises.
 
     Returns:
         A function of the arguments of `f` that returns what `f` does, up to rounding. Arguments are of one kind if
@@ -58,8 +62,10 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         ValueError: when called: `f` changes an argument or a tensor of its closure in place, or draws numbers without
             a key (`random.keyed` draws by one); a tensor requires grad; a transform of torch.func is active, or
             `keyed`, `autocast` or another mode. Compile what is outermost: `compiled(torch.func.grad(f))`.
-        RuntimeError: when called: `f` decides by values, such as `if x > 0`, `x[mask]`, `x[i]` of a tensor i without
-            dimensions, or `x.item()`; a schedule of a rate, too.
+        ValueError: `"cudagraphs"` without CUDA; when called, with tensors elsewhere, or for operators that wait for the
+            device (`eigh`, searches on the host): these are found before the capture.
+        RuntimeError: a tensor is read that was donated. When called: `f` decides by values, such as `if x > 0`,
+            `x[mask]`, `x[i]` of a tensor i without dimensions, or `x.item()`; a schedule of a rate, too.
 
     Laws:
         With `backend="eager"` torch runs the operators of `f`: the same bits, but to rounding where a rule looks at
@@ -85,22 +91,28 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor") -> "
         chosen = backend
     else:
         raise TypeError(
-            f"compiled: backend must be 'inductor', 'eager' or a function, found {described(backend)}. "
+            f"compiled: backend must be 'inductor', 'eager', 'cudagraphs' or a function, found {described(backend)}. "
             "A function takes the graph and the list of its inputs."
         )
-    return Compiled(f, chosen)
+    if chosen is Captured:
+        refuse_without_cuda()
+    elif donate:
+        raise ValueError(
+            "compiled: donate must be False unless backend='cudagraphs', found True. Only captured graphs reuse memory."
+        )
+    return Compiled(f, chosen, donate)
 
 
 class Compiled:
     """What `compiled` returns: the function, and its graphs by the kind of arguments."""
 
-    def __init__(self, f: Callable[..., Any], backend: Backend):
-        self.f, self.backend = f, backend
+    def __init__(self, f: Callable[..., Any], backend: Any, donate: bool = False):
+        self.f, self.backend, self.donate = f, backend, donate
         self.graphs: dict[Any, _Graph] = {}
         update_wrapper(self, f, updated=())
 
     def __reduce__(self) -> Any:  # a copy compiles anew
-        return Compiled, (self.f, self.backend)
+        return Compiled, (self.f, self.backend, self.donate)
 
     def __repr__(self) -> str:
         return f"compiled({self.f!r})"
@@ -136,6 +148,7 @@ class Compiled:
     def _add(self, kind: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         outputs: list[Any] = []
         called: dict[int, nn.Module] = {}
+        pairs: list[tuple[int, int]] = []
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
             rest = iter(tensors)
@@ -145,6 +158,7 @@ class Compiled:
             leaves, found = tree_flatten(result)
             _check_result(result, leaves)
             outputs[:] = found, [None if isinstance(x, Tensor) else (x,) for x in leaves]
+            pairs[:] = donated_pairs(args[:1], result) if self.donate else []
             return [x for x in leaves if isinstance(x, Tensor)]
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]):
@@ -163,7 +177,11 @@ class Compiled:
                 "Wrap what draws by random.keyed, and pass its key as an argument."
             )
         constants = graphs.with_inputs_for_constants(graph)
-        run = self.backend(graph, [*tensors, *(x.detach() for x in constants)])
+        inputs = [*tensors, *(x.detach() for x in constants)]
+        if self.backend is Captured:
+            run = Captured(graph, inputs, len(tensors), dict(pairs))
+        else:
+            run = self.backend(graph, inputs)
         made = self.graphs[kind] = _Graph(run, constants, [*called.values()], *outputs)
         return made
 
@@ -213,7 +231,7 @@ def _one_by_one(graph: torch.fx.GraphModule, _: list[Tensor]) -> Run:
     return with_fewer_operators(graph)
 
 
-_BACKENDS: dict[str, Backend] = {"inductor": graphs.machine_code, "eager": _one_by_one}
+_BACKENDS: dict[str, Any] = {"inductor": graphs.machine_code, "eager": _one_by_one, "cudagraphs": Captured}
 
 
 def _kind(leaf: Any) -> Any:

@@ -157,7 +157,12 @@ def cases(device: str, toy: bool = False) -> dict[str, Callable[[], Case]]:
             _case, "2 transformer layers, T = 3, float16", layers, 3, 16, small, device
         ),
         "ResNet-50, 64 x 224 x 224, T = 3, bfloat16": lambda: _case(
-            "ResNet-50, 64 x 224 x 224, T = 3, bfloat16", image or resnet50(), 3, 4 if toy else 64, torch.bfloat16, device
+            "ResNet-50, 64 x 224 x 224, T = 3, bfloat16",
+            image or resnet50(),
+            3,
+            4 if toy else 64,
+            torch.bfloat16,
+            device,
         ),
         "GPT-2 small, 16 x 256, T = 4, bfloat16": partial(
             _gpt2, "GPT-2 small, 16 x 256, T = 4, bfloat16", *((2, 4) if toy else (16, 256)), 4, toy, device

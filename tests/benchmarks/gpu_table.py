@@ -124,7 +124,10 @@ def machine(device: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The table in Markdown: one line per side, with ratios to plain training and to TorchJD."""
-    lines = ["| case | side | ms | host ms | peak MB | to plain | to TorchJD |", "| --- | --- | --: | --: | --: | --: | --: |"]
+    lines = [
+        "| case | side | ms | host ms | peak MB | to plain | to TorchJD |",
+        "| --- | --- | --: | --: | --: | --: | --: |",
+    ]
     for row in rows:
         if "error" in row:
             lines.append(f"| {row['case']} | {row['side']} | {row['error'].replace('|', '/')} | | | | |")

@@ -473,7 +473,9 @@ def test_numbers_that_are_nearly_equal_have_graphs_of_their_own():
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="compiled: f must be a function, found Tensor"):
         jd.compiled(X.float())
-    with pytest.raises(TypeError, match="compiled: backend must be 'inductor', 'eager' or a function, found 'triton'"):
+    with pytest.raises(
+        TypeError, match="compiled: backend must be 'inductor', 'eager', 'cudagraphs' or a function, found 'triton'"
+    ):
         jd.compiled(losses, backend="triton")
 
 

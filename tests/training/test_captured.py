@@ -1,0 +1,77 @@
+"""What is found before a capture, and what a donated tensor does, without a GPU; `test_cuda.py` captures."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import functional_jd as jd
+from functional_jd.training.captured import Donated, donated_pairs, on_the_device, refuse_inputs, refuse_what_waits
+
+
+def direction(rule, J):
+    return jd.aggregate(rule, J).direction
+
+
+def graph_of(f, *inputs):
+    return make_fx(f, tracing_mode="fake")(*inputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_cuda_there_is_one_sentence():
+    with pytest.raises(ValueError, match=r"^compiled: backend='cudagraphs' needs a CUDA device, found none\. Use "):
+        jd.compiled(torch.sin, backend="cudagraphs")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_other_backends_donate_nothing(backend):
+    with pytest.raises(ValueError, match=r"^compiled: donate must be False unless backend='cudagraphs'"):
+        jd.compiled(torch.sin, backend=backend, donate=True)
+
+
+WAITING = {
+    "an eigendecomposition": lambda x: torch.linalg.eigh(x)[0],
+    "a singular value decomposition": lambda x: torch.linalg.svdvals(x),
+    "cholesky_solve": lambda x: torch.cholesky_solve(x, x),
+}
+
+
+@pytest.mark.parametrize("words", WAITING)
+def test_operators_that_wait_are_named(words):
+    with pytest.raises(ValueError, match=f"^compiled: the function must not wait .*, found {words} "):
+        refuse_what_waits(graph_of(WAITING[words], torch.eye(3)))
+
+
+def test_a_search_on_the_host_is_named_unless_it_has_a_form_for_devices():
+    J = torch.randn(3, 4, dtype=torch.float64)
+    for rule in (jd.upgrad(), jd.upgrad(solver="device"), jd.mean()):
+        graph = graph_of(partial(direction, rule), J)
+        on_the_device(graph)
+        refuse_what_waits(graph)
+    graph = graph_of(partial(direction, jd.config()), J)
+    with pytest.raises(ValueError, match="must not wait"):
+        refuse_what_waits(graph)
+
+
+def test_tensors_elsewhere_are_named():
+    with pytest.raises(ValueError, match="all tensors must be on one CUDA device with backend='cudagraphs', found cpu"):
+        refuse_inputs([torch.ones(2)])
+
+
+def test_donated_tensors_pair_by_position_shape_and_dtype():
+    state = {"a": torch.ones(2), "b": (torch.ones(3), 1.0)}
+    other = {"a": torch.ones(2), "b": (torch.ones(3, dtype=torch.float64), 1.0)}
+    assert donated_pairs((state,), (state, "more")) == [(0, 0), (1, 1)]
+    assert donated_pairs((state,), other) == [(0, 0)]
+    with pytest.raises(ValueError, match="the first result must have the structure of the first argument"):
+        donated_pairs((state,), ({"a": torch.ones(2)}, state))
+
+
+def test_a_donated_tensor_raises_when_it_is_read():
+    x, keeps = torch.ones(2), torch.zeros(1)
+    x.__class__ = Donated
+    for read in (lambda: x + 1, lambda: x.sum(), lambda: x.shape, lambda: torch.cat([x, keeps]), lambda: x[0]):
+        with pytest.raises(RuntimeError, match=r"^compiled: the state must be the newest one.* has donated\."):
+            read()
+    assert repr(x) == "Donated()"
