@@ -1,4 +1,4 @@
-"""torch's functions that draw random numbers, as functions of a key: each draws its numbers with one key of its own.
+"""torch's functions of random numbers, as functions of a key: each draws its numbers with one key of its own.
 
 `DRAWS[function](numbers, function, *args, **kwargs)` returns what `function(*args, **kwargs)` returns, with other bits.
 """
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.random.keys import permutation
-from functional_jd.random.stream import UNIFORM_BITS, draw, signed
+from functional_jd.random.stream import UNIFORM_BITS, draw
 
 _F: Any = nn.functional
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class Numbers:
@@ -30,15 +29,12 @@ class Numbers:
 
     def draw(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draw numbers of one kind; `what` is "uniform", "normal" or "exponential"."""
-        if dtype in _REAL:
-            parts = self.draw(what, (*shape, 2), _REAL[dtype], device)
-            return torch.view_as_complex(parts * math.sqrt(0.5) if what == "normal" else parts)
         if dtype not in UNIFORM_BITS:
             raise NotImplementedError(
-                f"keyed: expected draws in float64, float32, float16, bfloat16 or a complex dtype, found {dtype}. "
-                "Draw in one of these, then convert."
+                f"keyed: dtype must be float64, float32, float16 or bfloat16, found {dtype}. Draw in one of these, "
+                "then convert."
             )
-        return draw(self.take().to(device), math.prod(shape), what, dtype).reshape(tuple(shape))
+        return draw(on_device(self.take(), device), math.prod(shape), what, dtype).reshape(tuple(shape))
 
     def events(self, probability: Tensor | float, shape: Sequence[int], device: torch.device) -> Tensor:
         """Draw booleans that are true with this probability."""
@@ -52,12 +48,15 @@ class Numbers:
         """Draw int64 from low to high - 1."""
         if isinstance(low, int) and isinstance(high, int) and low >= high:
             raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-        words = draw(self.take().to(device), math.prod(shape), "integer", torch.int64).reshape(tuple(shape))
-        if not isinstance(low, int) or not isinstance(high, int) or high - low < 2**63:
-            return (words & (2**63 - 1)).remainder(high - low).add(low)
-        words = words.add(low)  # modulo 2^64, as all sums of int64
-        outside = (words < low) | (words > high - 1)
-        return torch.where(outside, words.sub(signed(high - low)), words)
+        if isinstance(low, int) and isinstance(high, int) and high - low >= 2**63:
+            raise RuntimeError(f"keyed: high - low must be below 2**63, found {low} and {high}. Draw in two parts.")
+        words = draw(on_device(self.take(), device), math.prod(shape), "integer", torch.int64).reshape(tuple(shape))
+        return (words & (2**63 - 1)).remainder(high - low).add(low)
+
+
+def on_device(key: Tensor, device: torch.device) -> Tensor:
+    """The key on a device. The host does not wait: a copy from its memory is made before the call returns."""
+    return key if key.device == device else key.to(device, non_blocking=key.is_cpu)
 
 
 def _probability(p: Any, where: str) -> None:
@@ -70,7 +69,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# Factories. `torch.empty` reads sizes, dtype and device as they do, and knows the defaults.
+# Factories. `torch.empty` reads sizes, dtype and device as they do, with the same defaults.
 
 
 def _factory(what: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -81,10 +80,11 @@ def _factory(what: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _like(y: Tensor, values: Callable[[Tensor], Tensor]) -> Tensor:
+    """Values for an empty tensor, as it lies in memory; not written into it, as the key may be batched."""
     made = values(y)
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        if y.ndim == {torch.channels_last: 4, torch.channels_last_3d: 5}[layout]:
-            made = made.contiguous(memory_format=layout) if y.is_contiguous(memory_format=layout) else made
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.ndim)
+    if layout is not None and y.is_contiguous(memory_format=layout):
+        made = made.contiguous(memory_format=layout)
     return made.requires_grad_() if y.requires_grad else made
 
 
@@ -95,23 +95,23 @@ def _integers(size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Ten
 def _randint(numbers: Numbers, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
     given = [*args]
     size = kwargs.pop("size") if "size" in kwargs else given.pop()
-    high = kwargs.pop("high") if "high" in kwargs else given.pop()
-    low = given.pop() if given else kwargs.pop("low", 0)
-    y = _integers(size, **kwargs)
-    return _like(y, lambda y: numbers.integers(low, high, y.shape, y.device).to(y.dtype))
+    return _between(numbers, given, kwargs, lambda **options: _integers(size, **options))
 
 
 def _randint_like(numbers: Numbers, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
-    given = [*args]
+    return _between(numbers, [*args], kwargs, lambda **options: torch.empty_like(input, **options))
+
+
+def _between(numbers: Numbers, given: list[Any], kwargs: dict[str, Any], empty: Callable[..., Tensor]) -> Tensor:
+    """Integers from the bounds that are left among the arguments."""
     high = kwargs.pop("high") if "high" in kwargs else given.pop()
     low = given.pop() if given else kwargs.pop("low", 0)
-    y = torch.empty_like(input, **kwargs)
-    return _like(y, lambda y: numbers.integers(low, high, y.shape, y.device).to(y.dtype))
+    return _like(empty(**kwargs), lambda y: numbers.integers(low, high, y.shape, y.device).to(y.dtype))
 
 
 def _randperm(numbers: Numbers, func: Any, n: int, **kwargs: Any) -> Tensor:  # noqa: ARG001
     y = _integers(n, **kwargs)
-    return permutation(numbers.take().to(y.device), n).to(y.dtype)
+    return permutation(on_device(numbers.take(), y.device), n).to(y.dtype)
 
 
 def _normal(numbers: Numbers, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
@@ -192,36 +192,7 @@ def _exponential_(numbers: Numbers, func: Any, x: Tensor, lambd: float = 1.0) ->
     return _write(x, numbers.draw("exponential", x.shape, _wide(x.dtype), x.device).div(lambd))
 
 
-def _cauchy_(numbers: Numbers, func: Any, x: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    if sigma <= 0 or not x.is_floating_point():
-        return func(x, median, sigma)  # its error
-    u = numbers.draw("uniform", x.shape, torch.float64, x.device)
-    return _write(x, torch.tan(math.pi * (u - 0.5)).mul(sigma).add(median))
-
-
-def _log_normal_(numbers: Numbers, func: Any, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    if std <= 0 or not x.is_floating_point():
-        return func(x, mean, std)  # its error
-    return _write(x, numbers.draw("normal", x.shape, _wide(x.dtype), x.device).mul(std).add(mean).exp())
-
-
-def _geometric_(numbers: Numbers, func: Any, x: Tensor, p: float) -> Tensor:
-    if not 0 < p < 1:
-        return func(x, p)  # its error
-    waits = numbers.draw("exponential", x.shape, torch.float64, x.device)
-    return _write(x, waits.div(-math.log1p(-p)).ceil().clamp(min=1))
-
-
-def _random_(numbers: Numbers, func: Any, x: Tensor, *args: int | None, **kwargs: int) -> Tensor:  # noqa: ARG001
-    low, high = (args[0], args[1]) if len(args) > 1 else (kwargs.get("from", 0), args[0] if args else kwargs.get("to"))
-    if high is None and x.is_floating_point():
-        high = int(2 / torch.finfo(x.dtype).eps) + 1
-    elif high is None:
-        high = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max + 1
-    return _write(x, numbers.integers(low, high, x.shape, x.device))
-
-
-# Dropout and its relatives.
+# Dropout, and attention with dropout.
 
 
 def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False) -> Callable[..., Tensor]:
@@ -244,49 +215,6 @@ def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False)
         return multiply(noise.mul_(a)).add_(shift)
 
     return drawn
-
-
-def _rrelu(in_place: bool) -> Callable[..., Tensor]:
-    def drawn(
-        numbers: Numbers,
-        func: Any,
-        input: Tensor,
-        lower: float = 1 / 8,
-        upper: float = 1 / 3,
-        training: bool = False,
-    ) -> Tensor:
-        if not training or not lower <= upper:
-            return func(input, lower, upper, training)  # without numbers, or its error
-        slopes = numbers.draw("uniform", input.shape, _wide(input.dtype), input.device).mul(upper - lower).add(lower)
-        noise = torch.where(input <= 0, slopes.to(input.dtype), 1)
-        return input.mul_(noise) if in_place else input * noise
-
-    return drawn
-
-
-# Ops that draw inside, in several places.
-
-
-def _recurrent(numbers: Numbers, func: Any, *args: Any) -> Any:
-    """Recurrent layers one by one, with dropout between them."""
-    packed = not isinstance(args[3], bool)
-    first, (hidden, weights, biased, layers, p, train, both_ways, *rest) = args[: 1 + packed], args[1 + packed :]
-    if p == 0 or not train or layers == 1:
-        return func(*args)
-    states = hidden if isinstance(hidden, list | tuple) else [hidden]
-    ways = 2 if both_ways else 1
-    width = len(weights) // layers
-    data, finals = first[0], [[] for _ in states]
-    for layer in range(layers):
-        own = [h[layer * ways : (layer + 1) * ways] for h in states]
-        start = own if isinstance(hidden, list | tuple) else own[0]
-        some = weights[layer * width : (layer + 1) * width]
-        data, *ends = func(data, *first[1:], start, some, biased, 1, 0.0, train, both_ways, *rest)
-        for kept, end in zip(finals, ends, strict=True):
-            kept.append(end)
-        if layer + 1 < layers:
-            data = _dropout()(numbers, torch.dropout, data, p, train)
-    return (data, *[torch.cat(kept) for kept in finals])
 
 
 def _attention(
@@ -341,10 +269,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     Tensor.uniform_: _uniform_,
     Tensor.bernoulli_: _bernoulli_,
     Tensor.exponential_: _exponential_,
-    Tensor.cauchy_: _cauchy_,
-    Tensor.log_normal_: _log_normal_,
-    Tensor.geometric_: _geometric_,
-    Tensor.random_: _random_,
     torch.dropout: _dropout(),
     torch.dropout_: _dropout(in_place=True),
     torch.feature_dropout: _dropout(feature=True),
@@ -353,12 +277,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     torch.alpha_dropout_: _dropout(alpha=True, in_place=True),
     torch.feature_alpha_dropout: _dropout(feature=True, alpha=True),
     torch.feature_alpha_dropout_: _dropout(feature=True, alpha=True, in_place=True),
-    torch.rrelu: _rrelu(in_place=False),
-    torch.rrelu_: _rrelu(in_place=True),
-    torch.lstm: _recurrent,
-    torch.gru: _recurrent,
-    torch.rnn_tanh: _recurrent,
-    torch.rnn_relu: _recurrent,
     _F.scaled_dot_product_attention: _attention,
 }
 """Functions in C++, as Python calls them."""

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from threading import local
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from functional_jd.random.draws import DRAWS, Numbers
+from functional_jd.random.draws import DRAWS, Numbers, on_device
 from functional_jd.random.keys import check_key, split
 from functional_jd.random.stream import draw
 from functional_jd.torch_compat.checkpoints import in_reentrant_checkpoint
@@ -37,36 +36,34 @@ _AHEAD = 32
 _TOGETHER = 1 << 18
 
 _F: Any = nn.functional
-_init: Any = nn.init
 
 
 def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
     """Make all randomness inside a function a pure function of a key.
 
-    `keyed(f)(key, *args, **kwargs) = f(*args, **kwargs)`, where the k-th call that draws, in the order of the calls,
-    draws its numbers with the key `split(key, k + 1)[k]`.
+    `keyed(f)(key, *args, **kwargs) = f(*args, **kwargs)`. The k-th call that needs random numbers takes them from
+    the key `split(key, k + 1)[k]`.
 
     Args:
-        f: any function of tensors: a module, a function that calls modules, losses. Inside, these draw with the key:
-            dropout of every kind, between recurrent layers and in attention too; `F.rrelu`, `F.gumbel_softmax`;
-            `torch.rand`, `randn`, `randint`, `randperm`, the `..._like`, `normal`, `bernoulli`, `multinomial`; the
-            methods `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `log_normal_`, `geometric_`,
-            `random_`; the distributions of `torch.distributions` that are made of these.
+        f: any function of tensors: a module, a function that calls modules, losses. Inside, these take their numbers
+            from the key: `torch.rand`, `randn`, `randint`, `randperm`, the `..._like`, `normal`, `bernoulli`,
+            `multinomial`; the methods `uniform_`, `normal_`, `bernoulli_`, `exponential_`; dropout of every kind, in
+            attention too; `F.gumbel_softmax`; the distributions of `torch.distributions` that are made of these.
 
     Returns:
         A function with a key, int64 `[2]`, before the arguments of `f`. Do not use the key again.
 
     Raises:
         TypeError, ValueError: `f` cannot be called, or `key` is not a key.
-        RuntimeError: `f` draws in a way that is not covered (Poisson, binomial, gamma and Dirichlet samples, an
-            explicit generator, operators of other libraries); the message names the op. Or torch's generator moved.
+        RuntimeError: `f` needs other random numbers, such as those of `torch.poisson`, `F.rrelu`, dropout between
+            recurrent layers or an explicit generator; the message names the function. Or torch's generator moved.
 
     Laws:
-        The same key gives the same bits: under vmap, grad, jvp and compile, for every row of a Jacobian, and where
-        `torch.utils.checkpoint` runs a part of `f` again in the backward pass. Under vmap, every key has its own
-        draws; a key that is not batched gives all elements the same. A `torch.vmap` inside `f` does what its
-        `randomness` says. torch's own generators are neither read nor moved. Everything else is as torch does it:
-        scales, dtypes, devices, what `training=False` and `p=0` mean.
+        The same key gives the same bits on one device: under vmap, grad, jvp and compile, for every row of a Jacobian,
+        and where `torch.utils.checkpoint` runs a part of `f` again in the backward pass. On another device, they are
+        equal to rounding. Under vmap, every key has its own numbers; a key that is not batched gives all elements the
+        same. A `torch.vmap` inside `f` does what its `randomness` says. torch's own generators are neither read nor
+        moved. Scales, dtypes, devices, `training=False` and `p=0` are as in torch.
 
     Source:
         The numbers are those of `uniform` and `normal`: SplitMix64 with a second round of mixing, whose increment is a
@@ -75,11 +72,11 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         with the probability, as torch does on CUDA.
 
     Differs:
-        The values of probabilities in tensors are not checked. `torch.bernoulli` and the like with `out=` are refused.
+        The values of probabilities in tensors are not checked. `torch.bernoulli` and the like with `out=` raise.
         A tensor that is filled in place under a batched key must have been made by `empty`, `empty_like` or
         `new_empty`, or be batched itself. With dropout, attention is computed by plain products. What is not torch's
-        (`random`, NumPy), and what a custom autograd function draws in its backward pass, is out of reach.
-        `torch.utils.checkpoint` with `use_reentrant=True` is refused. torch.compile does not trace a checkpoint inside
+        (`random`, NumPy), and the backward pass of a custom autograd function, are out of reach.
+        `torch.utils.checkpoint` with `use_reentrant=True` raises. torch.compile does not trace a checkpoint inside
         `keyed`: `fullgraph=True` raises its error.
 
     Example:
@@ -132,7 +129,7 @@ _THREAD = _Thread()
 
 
 class _Keyed(RecomputedMode):
-    """Sees every function of torch that Python calls, and draws for those that draw.
+    """Gets every function of torch that Python calls, and gives their numbers to those that need random ones.
 
     Args:
         key: int64 `[2]`.
@@ -142,7 +139,6 @@ class _Keyed(RecomputedMode):
     def __init__(self, key: Tensor, drawn: list[int]):
         super().__init__()
         self.key, self.drawn, self.ahead = key, drawn, split(key, _AHEAD)
-        self.numbers = Numbers(self.take, self.uniform)
         self.depth = functorch_depth()
         # By length, dtype and device: the first call, and numbers `[calls, n]`.
         self.rows: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
@@ -155,8 +151,7 @@ class _Keyed(RecomputedMode):
         if func in _EMPTY:
             return self.batched(func(*args, **kwargs))
         if func not in _DRAWING:
-            if not isinstance(func, FunctionType):
-                _refuse_random(func)
+            _check_covered(func, args, kwargs)
             return func(*args, **kwargs)
         for name in ("generator", "out"):
             if kwargs.get(name) is not None:
@@ -165,20 +160,11 @@ class _Keyed(RecomputedMode):
         return self.draw(func, args, kwargs)
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def op(*args: Any, **kwargs: Any) -> Any:
-            relevant = (*args, *kwargs.values())
-            if has_torch_function(relevant):  # autocast sees the function as one op first
-                return handle_torch_function(op, relevant, *args, **kwargs)
-            return self.draw_inside(func, args, kwargs)
-
-        if func in _OF_SEVERAL_OPS and _under_autocast((*args, *kwargs.values())):
-            op.__name__ = func.__name__
-            return op(*args, **kwargs)
-        return self.draw_inside(func, args, kwargs)
-
-    def draw_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in DRAWS:
-            return DRAWS[func](self.numbers, func, *args, **kwargs)
+        values = (*args, *kwargs.values())
+        if func in _OF_SEVERAL_OPS and has_torch_function(values) and _under_autocast(values):
+            return handle_torch_function(_AsOneOp(self, func), values, *args, **kwargs)
+        if func in DRAWS:  # made for this call, as a mode that holds its own methods is left to the collector
+            return DRAWS[func](Numbers(self.take, self.uniform), func, *args, **kwargs)
         with self:
             return _IN_PYTHON[func](*args, **kwargs)
 
@@ -200,14 +186,14 @@ class _Keyed(RecomputedMode):
         """Uniform numbers `[n]` with the key of the next call that draws."""
         k, key = len(self.drawn), self.take()
         if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or functorch_depth() != self.depth:
-            return draw(key.to(device), n, "uniform", dtype)
+            return draw(on_device(key, device), n, "uniform", dtype)
         first, rows = self.rows.get((n, dtype, device), (k, None))
         if rows is None or k - first >= len(rows):
             examples = math.prod(size for _, size, _ in vmaps_inside(0))
             several = min(len(self.ahead) - k, _TOGETHER // max(1, n * examples))
             if several < 2:
-                return draw(key.to(device), n, "uniform", dtype)
-            first, rows = k, draw(self.ahead[k : k + several].to(device), n, "uniform", dtype)
+                return draw(on_device(key, device), n, "uniform", dtype)
+            first, rows = k, draw(on_device(self.ahead[k : k + several], device), n, "uniform", dtype)
             self.rows[n, dtype, device] = first, rows
         return rows[k - first]
 
@@ -236,69 +222,76 @@ class _Keyed(RecomputedMode):
         return lambda: _Keyed(key, [*range(drawn)])
 
 
+class _AsOneOp:
+    """A function of several ops, which autocast around `keyed` gets as one op first."""
+
+    def __init__(self, mode: _Keyed, func: Any):
+        self.mode, self.func, self.__name__ = mode, func, func.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.mode.draw(self.func, args, kwargs)
+
+
 @constant_while_tracing  # it runs while tracing
 def _show_draws() -> None:
-    show_to_compiled_modes([*DRAWS, *_EMPTY, *[getattr(torch, name) for name in _RANDOM if hasattr(torch, name)]])
+    random = [f for name, f in vars(torch).items() if callable(f) and reads_generator(name)]
+    show_to_compiled_modes([*DRAWS, *_EMPTY, *random])
 
 
 def _under_autocast(values: Any) -> bool:
     return any(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in values)
 
 
-def _refuse_random(func: Any) -> None:
+def _check_covered(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise an error if a function would read torch's generator."""
     name = function_name(func)
-    if _is_tagged(func) if isinstance(func, _OPERATORS) else name in _RANDOM:
+    if isinstance(func, _OPERATORS):
+        random = _is_tagged(func)
+    elif not reads_generator(name) or isinstance(func, _AsOneOp):
+        return
+    elif name in _RECURRENT:  # `(data, hidden, weights, biased, layers, p, train, ...)`, or with sizes before `hidden`
+        layers, p, train = args[4:7] if isinstance(args[3], bool) else args[5:8]
+        random = layers > 1 and p > 0 and train
+    elif name in ("rrelu", "rrelu_"):  # `(input, lower, upper, training, ...)`
+        random = kwargs.get("training", args[3] if len(args) > 3 else False)
+    else:
+        random = True
+    if random:
         raise RuntimeError(
-            f"keyed: expected draws that a key can give, found {name}, which draws from torch's generator. Draw its "
-            "numbers with torch.rand or torch.randn, or outside, with the functions of functional_jd.random."
+            f"keyed: random numbers must come from the key, found {name}, which reads torch's generator. Use "
+            "torch.rand or torch.randn, or draw outside, with the functions of functional_jd.random."
         )
 
 
-@constant_while_tracing  # torch.compile does not trace the question
+@constant_while_tracing  # torch.compile traces no tags
+def reads_generator(name: str) -> bool:
+    """Whether torch's function of this name may read torch's generator."""
+    return _reads_generator(name)
+
+
+@lru_cache(maxsize=4096)  # a name that torch does not have takes long
+def _reads_generator(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    return name in _IN_PARTS or (isinstance(packet, _OPERATORS[0]) and _is_tagged(packet))
+
+
+@constant_while_tracing
 def _is_tagged(func: Any) -> bool:
     packet = isinstance(func, _OPERATORS[0])
     overloads = [getattr(func, name) for name in func.overloads()] if packet else [func]
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
-def _fractional_max_pool(f: Any) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: f(*args, **kwargs)[0]
-
-
-def _init_uniform(tensor: Tensor, a: float, b: float) -> Tensor:
-    with torch.no_grad():
-        return tensor.uniform_(a, b)
-
-
-def _init_normal(tensor: Tensor, mean: float, std: float) -> Tensor:
-    with torch.no_grad():
-        return tensor.normal_(mean, std)
-
-
 def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-def _refused_kaiming(**_: Any) -> Any:
-    raise RuntimeError(
-        "keyed: expected draws that a key can give, found torch.nn.init.kaiming_uniform_ (which nn.Linear and "
-        "convolutions call when they are made). Make modules outside of the function."
-    )
-
-
 _IN_PYTHON: dict[Any, Callable[..., Any]] = {
-    **{
-        getattr(_F, name): ignoring_modes(getattr(_F, name))
-        for name in _names("""
-            dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax
-            fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward
-        """)
-    },
-    _F.fractional_max_pool2d: _fractional_max_pool(ignoring_modes(_F.fractional_max_pool2d_with_indices)),
-    _F.fractional_max_pool3d: _fractional_max_pool(ignoring_modes(_F.fractional_max_pool3d_with_indices)),
-    _init.uniform_: _init_uniform,
-    _init.normal_: _init_normal,
-    _init.kaiming_uniform_: _refused_kaiming,
+    getattr(_F, name): ignoring_modes(getattr(_F, name))
+    for name in _names("""
+        dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax
+        multi_head_attention_forward
+    """)
 }
 """Functions in Python that torch shows to a mode as one op, in a form that shows what they call."""
 
@@ -308,20 +301,9 @@ _EMPTY = frozenset(
     [torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new, torch.zeros, torch.zeros_like, Tensor.new_zeros]
 )
 _OPERATORS: tuple[Any, ...] = (type(torch.ops.aten.rand), type(torch.ops.aten.rand.default))
-
-_RANDOM = _names("""
-    rand rand_like randn randn_like randint randint_like randperm normal normal_ normal_functional bernoulli
-    bernoulli_ multinomial uniform uniform_ exponential exponential_ cauchy cauchy_ log_normal log_normal_
-    geometric geometric_ random random_ poisson binomial _standard_gamma _sample_dirichlet dropout dropout_
-    native_dropout _fused_dropout alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
-    feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
-    rrelu_with_noise_functional lstm gru rnn_tanh rnn_relu _cudnn_rnn miopen_rnn _lstm_mps
-    _cudnn_init_dropout_state scaled_dot_product_attention _scaled_dot_product_attention_math
-    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
-    _triton_scaled_dot_attention _flash_attention_forward _flash_attention_forward_no_dropout_inplace
-    _efficient_attention_forward _cudnn_attention_forward _cudnn_attention_forward_no_dropout_inplace
-    _fill_mem_eff_dropout_mask_
+_RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
+_IN_PARTS = _names("""
+    kaiming_uniform_ fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    fractional_max_pool3d_with_indices
 """)
-"""Ops of torch that draw: those that it tags `nondeterministic_seeded`, without backward passes."""
+"""Functions in Python that torch shows to a mode as one op, and that read its generator."""

@@ -1,4 +1,4 @@
-"""Explicit keys: random numbers as a pure function of a key, bit-identical under every transform and on every device.
+"""Explicit keys: random numbers as a pure function of a key, the same bits under every transform.
 
 A key is int64 `[2]`. Use every key once: `split` it, draw with one of the new keys, and keep the others.
 """
@@ -134,8 +134,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
         TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
 
     Laws:
-        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. The same
-        bits on every device, since only sums, products and quotients are used, which are rounded identically.
+        In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. On other
+        devices, the same to rounding.
 
     Source:
         Box and Muller, A note on the generation of random normal deviates, 1958, equation 1.

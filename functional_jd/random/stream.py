@@ -5,7 +5,6 @@ more.
 """
 
 import math
-import struct
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
@@ -46,11 +45,6 @@ _STRIDE = signed(0x9E3779B97F4A7C15)
 _SPLITMIX64 = (30, signed(0xBF58476D1CE4E5B9), 27, signed(0x94D049BB133111EB), 31)
 _FMIX64 = (33, signed(0xFF51AFD7ED558CCD), 33, signed(0xC4CEB9FE1A85EC53), 33)
 ROOT = signed(0x243F6A8885A308D3)  # the first bits of pi, a "nothing-up-my-sleeve" number
-
-# Taylor coefficients of sin(x)/x in x^2 for |x| <= pi/4, and of artanh(z)/z in z^2 for |z| <= 0.172. The truncation
-# error is below 2^-53.
-_SINE = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(9)]
-_ARTANH = [1 / (2 * k + 1) for k in range(11)]
 
 
 def draw(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
@@ -110,16 +104,18 @@ def _is_written_down(keys: Tensor) -> bool:
 
 
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
+    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
     if keys.ndim == 1 and keys.is_cpu and 0 < n <= _FEW and type(keys) is Tensor and not dispatch_modes():
-        return _few(keys, n, what, dtype)
+        first, second = keys.tolist()
+        counters = range(_first(what), _first(what) + _words_for(n, per_word))
+        words = torch.tensor([[_word(first, second, counter) for counter in counters]], device=keys.device)
+        return _numbers(words, what, dtype)[0, :n].to(dtype)
     shape = torch.Size((*keys.shape[:-1], n))
     chunk = _CPU_CHUNK if keys.device.type == "cpu" else _CHUNK
     width, rows = max(1, min(n, chunk)), shape[:-1].numel()
-    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
 
     def piece(some_keys: Tensor, start: int, columns: int) -> Tensor:
-        count = 2 * -(-columns // (2 * per_word))  # even, as normal numbers are made in pairs
-        counters = torch.arange(start, start + count, device=keys.device)
+        counters = torch.arange(start, start + _words_for(columns, per_word), device=keys.device)
         return _numbers(_words(some_keys, counters), what, dtype)[:, :columns]
 
     if 0 < rows * n <= chunk:
@@ -130,7 +126,7 @@ def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
         start = _first(what)
         for some in some_rows.split(width, dim=1):
             some.copy_(piece(some_keys, start, some.shape[1]))
-            start += 2 * -(-some.shape[1] // (2 * per_word))
+            start += _words_for(some.shape[1], per_word)
     return out
 
 
@@ -139,20 +135,13 @@ def _first(what: str) -> int:
     return (_RANGES[what] << 60) + 1
 
 
-def _few(key: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
-    """A few numbers of one key `[2]`, bit for bit as from tensors, whose words are made of Python's integers."""
-    first, second = key.tolist()
-    per_word = 8 // UNIFORM_BITS[dtype][0].itemsize if what == "uniform" else 1
-    start, count = _first(what), 2 * -(-n // (2 * per_word))
-    words = [_word(first, second, start + index) for index in range(count)]
-    if what == "normal":
-        numbers = [x for pair in zip(words[0::2], words[1::2], strict=True) for x in _normal_pair(*pair)]
-        return torch.tensor(numbers[:n], dtype=torch.float64, device=key.device).to(dtype)
-    return _numbers(torch.tensor([words], device=key.device), what, dtype)[0, :n].to(dtype)
+def _words_for(n: int, per_word: int) -> int:
+    """How many words n numbers need: an even number, as normal numbers are made in pairs."""
+    return 2 * -(-n // (2 * per_word))
 
 
 def _word(first: int, second: int, counter: int) -> int:
-    """`_words` of one counter."""
+    """`_words` of one counter, in Python's integers."""
     word = _mixed(first + counter * _STRIDE, *_SPLITMIX64)
     return signed(_mixed(word ^ second, *_FMIX64))
 
@@ -163,38 +152,6 @@ def _mixed(word: int, first: int, left: int, second: int, right: int, third: int
     word = (word ^ (word >> first)) * left % 2**64
     word = (word ^ (word >> second)) * right % 2**64
     return word ^ (word >> third)
-
-
-def _normal_pair(word: int, angle: int) -> tuple[float, float]:
-    """`_normal` of two words, op by op: the arithmetic of float64 is that of tensors."""
-    u = (word >> 12) * 2.0**-52 + (0.5 + 2.0**-53)
-    fraction, exponent = math.frexp(u)
-    below = float(fraction < math.sqrt(0.5))
-    fraction = fraction * (1 + below)
-    z = (fraction - 1) / (fraction + 1)
-    log = (exponent - below) * math.log(2) + 2 * z * _polynomial(z * z, _ARTANH)
-    radius = _root(-2 * log) * (1 - 2 * (angle & 1))
-    half = (angle >> 11) * (math.pi / 4 * 2.0**-52)
-    sine = half * _polynomial(half * half, _SINE)
-    square = sine * sine
-    return radius * (1 - 2 * square), radius * 2 * sine * _root(1 - square)
-
-
-def _root(x: float) -> float:
-    """`_sqrt` of one number."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", x))
-    (root,) = struct.unpack("<d", struct.pack("<q", (bits >> 1) + (1023 << 51)))
-    for _ in range(4):
-        root = (x / root + root) * 0.5
-    return root
-
-
-def _polynomial(x: float, coefficients: list[float]) -> float:
-    """`_series` of one number."""
-    total = coefficients[-1]
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + coefficient
-    return total
 
 
 @draw_op.register_fake
@@ -233,7 +190,7 @@ def _numbers(words: Tensor, what: str, dtype: torch.dtype) -> Tensor:
     if what == "uniform":
         return _uniform(words, dtype)
     if what == "exponential":
-        return -_log(_open_uniform(words))
+        return -_open_uniform(words).log()
     return _normal(words) if what == "normal" else words
 
 
@@ -250,37 +207,8 @@ def _open_uniform(words: Tensor) -> Tensor:
 
 
 def _normal(words: Tensor) -> Tensor:
-    """Apply the Box-Muller transform; with half of the angle, at most pi/4, a single sine is enough."""
-    u = _open_uniform(words[:, 0::2])
-    angle = words[:, 1::2]
-    half = (angle >> 11).double().mul_(math.pi / 4 * 2.0**-52)
-    sine = half * _series(half * half, _SINE)
-    square = sine * sine  # cos 2x = 1 - 2 sin^2 x, sin 2x = 2 sin x cos x
-    radius, cosine = _sqrt(torch.stack([-2 * _log(u), 1 - square])).unbind()
-    radius = radius * (1 - 2 * (angle & 1))
-    return torch.stack([radius * (1 - 2 * square), radius * 2 * sine * cosine], dim=-1).flatten(1)
-
-
-def _log(u: Tensor) -> Tensor:
-    """`log(2^e f) = e log 2 + 2 artanh z`, `z = (f - 1) / (f + 1)`, f in [sqrt(1/2), sqrt 2): below 0 for u < 1."""
-    fraction, exponent = torch.frexp(u)
-    below = (fraction < math.sqrt(0.5)).double()
-    fraction = fraction * (1 + below)
-    z = (fraction - 1) / (fraction + 1)
-    return (exponent - below) * math.log(2) + 2 * z * _series(z * z, _ARTANH)
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Heron's method for normal x, started at half of the exponent; devices differ in the last bit of `torch.sqrt`."""
-    root = ((x.view(torch.int64) >> 1) + (1023 << 51)).view(torch.float64)
-    for _ in range(4):
-        root = (x / root).add_(root).mul_(0.5)
-    return root
-
-
-def _series(x: Tensor, coefficients: list[float]) -> Tensor:
-    """`sum_k c_k x^k`; products and sums are separate in-place operations, so that no device fuses their rounding."""
-    total = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total.mul_(x).add_(coefficient)
-    return total
+    """Apply the Box-Muller transform: a radius with a sign, and an angle in [-pi/2, pi/2)."""
+    word, angle = words[:, 0::2], words[:, 1::2]
+    radius = (-2 * _open_uniform(word).log()).sqrt_() * (1 - 2 * (angle & 1))
+    angle = (angle >> 11).double().mul_(math.pi / 2 * 2.0**-52)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)

