@@ -1,9 +1,6 @@
 """Jacobian descent in mixed precision as pure functions, on torch.func: the table of contents."""
 
-import sys
-import warnings
 from importlib import import_module
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +93,7 @@ if TYPE_CHECKING:
     from functional_jd import testing as testing
     from functional_jd import views as views
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 # So that torch.load(weights_only=True) takes checkpoints of the states, and torch.export saves programs that return
 # them: all records, as a list by hand would miss the state of the next rule.
@@ -195,23 +192,6 @@ __all__ = [
 # The packages that load when they are first named.
 _LOADED_LATER = ["distributed", "fronts", "plotting", "testing", "views"]
 
-# Where names of version 0.2 stand now. The old ones go in version 0.4.
-_MOVED = {
-    "aggregation": "AffineWeights Aggregation MultitaskJacobian combine",
-    "diagnostics": "Advice Diagnosis advise describe diagnose",
-    "engines": "Engine EngineChoice features_engine gramian_engine jacobian_engine weighted_engine",
-    "objectives": "merge partition",
-    "optimizers": "clip_by_norm clip_by_value global_norm",
-    "precision": "Policy ScaleState custom float32_island no_scale policy scale scale_state_from_dict "
-    "scale_state_to_dict scaled_grad select",
-    "views": "cross_gramian full_jacobian gramian losses no_gradients norms",
-}
-_RENAMED = {
-    "after_step": "famo_after_step",
-    "end_epoch": "dwa_end_epoch",
-    **{name: f"{package}.{name}" for package, names in _MOVED.items() for name in names.split()},
-}
-
 
 def __getattr__(name: str) -> Any:
     if name in _LOADED_LATER:
@@ -219,13 +199,9 @@ def __getattr__(name: str) -> Any:
             return import_module(f"{__name__}.{name}")
         except ImportError as error:  # `hasattr` and `help` are to go on where an extra is not installed
             raise AttributeError(str(error)) from error
-    if name not in _RENAMED:
-        alike = [x for x in __all__ if x.replace("_", "") == name.replace("_", "").lower()]  # UPGrad, NashMTL
-        hint = f". Take {__name__}.{alike[0]}." if alike else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    new = _RENAMED[name]
-    warnings.warn(f"functional_jd.{name} is now functional_jd.{new}.", DeprecationWarning, stacklevel=2)
-    return attrgetter(new)(sys.modules[__name__])
+    alike = [x for x in __all__ if x.replace("_", "") == name.replace("_", "").lower()]  # UPGrad, NashMTL
+    hint = f". Take {__name__}.{alike[0]}." if alike else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

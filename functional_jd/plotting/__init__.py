@@ -8,16 +8,13 @@ The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diag
 default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
 """
 
-import warnings
 from importlib.util import find_spec
-from typing import Any
 
 if find_spec("matplotlib") is None:
     raise ImportError(
         'functional_jd.plotting: needs matplotlib, found none. Install it: pip install "functional_jd[plot]".'
     )
 
-from functional_jd.fronts import non_dominated
 from functional_jd.plotting.cone import cone
 from functional_jd.plotting.front import front
 from functional_jd.plotting.heatmap import heatmap
@@ -51,11 +48,3 @@ __all__ = [
     "two_valleys",
     "weights",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "nondominated":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    moved = "functional_jd.plotting.nondominated is now functional_jd.fronts.non_dominated."
-    warnings.warn(moved, DeprecationWarning, stacklevel=2)
-    return non_dominated

@@ -691,13 +691,6 @@ def test_problems_and_paths_say_what_is_wrong():
 # The front
 
 
-def test_an_old_name_warns_and_is_what_the_new_one_is():
-    with pytest.warns(DeprecationWarning, match=r"plotting.nondominated is now functional_jd.fronts.non_dominated\."):
-        assert plotting.nondominated is jd.fronts.non_dominated
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = plotting.nothing
-
-
 def test_the_knee_and_the_ideal_point_of_a_front_are_marked():
     # The last two are dominated: the least losses on the front are those of the others.
     losses = torch.tensor([[0.5, 1.0], [0.6, 0.2], [1.0, 0.1], [0.7, 0.9], [torch.nan, 0.0]], dtype=torch.float64)
