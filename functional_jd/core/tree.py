@@ -19,7 +19,6 @@ from functional_jd.core.foreach import largest_magnitude
 from functional_jd.core.record_display import children
 from functional_jd.core.sharding import agreed, is_sharded, layout_error, shard_of, sharded_as
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat import traced_tree
 from functional_jd.torch_compat.torch_internals import constant_while_tracing, pytree_nodes
 
 NAMESPACE = "functional_jd"
@@ -51,12 +50,10 @@ def tree_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
 
 def tree_unflatten(structure: Structure, leaves: list[Any]) -> Tree:
     """Build the pytree with this structure and these leaves."""
-    if structure is None or isinstance(structure, traced_tree.Node):
-        return traced_tree.unflatten(structure, leaves[::-1])
     spec, empty, order = structure
     if empty is not None:
         rest = iter(leaves)
-        leaves = [{} if is_empty else next(rest) for is_empty in empty]
+        leaves = [next(rest) if kind is None else kind() for kind in empty]
     if order is not None:
         found = dict(zip(order, leaves, strict=True))
         leaves = [found[index] for index in range(len(found))]
@@ -70,16 +67,21 @@ def structure_key(structure: Structure) -> tuple[Any, ...]:
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
-    """Return the leaves of a pytree that must have this structure (dicts match by key)."""
-    if structure is None or isinstance(structure, traced_tree.Node):
-        found: list[Any] = []
-        traced_tree.up_to(structure, tree, found)
-        return found
+    """Return the leaves of a pytree that must have this structure (dicts match by key).
+
+    Raises:
+        ValueError: the pytree has another structure.
+    """
     spec, empty, order = structure
     leaves = spec.flatten_up_to(tree)
     if order is not None:
         leaves = [leaves[index] for index in order]
-    return leaves if empty is None else [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
+    if empty is None:
+        return leaves
+    for leaf, kind in zip(leaves, empty, strict=True):
+        if kind is not None and not (isinstance(leaf, dict) and not leaf):
+            raise ValueError(f"expected an empty dict, found {leaf}.")
+    return [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
 
 
 def tree_leaves(tree: Tree) -> list[Tensor]:
@@ -88,8 +90,6 @@ def tree_leaves(tree: Tree) -> list[Tensor]:
     Of dicts, lists, tuples and tensors they are collected here: without a structure this takes a quarter of the time of
     optree's walk, which serves all else.
     """
-    if torch.compiler.is_compiling():
-        return tree_flatten(tree)[0]
     leaves: list[Any] = []
     rest: list[Any] = [tree]  # the next one last
     while rest:
@@ -151,15 +151,14 @@ def tree_names(tree: Tree) -> list[str]:
     """Return the names of the leaves, such as `"layers.0.weight"`: keys, indices, and the names of a record's fields. A
     single tensor is named `"value"`.
     """
-    structure = tree_flatten(tree)[1]
-    if structure is None or isinstance(structure, traced_tree.Node):
-        return [".".join(path) or "value" for path in traced_tree.paths(structure)]
-    *_, order = structure
-    paths = optree.tree_paths(tree, namespace=NAMESPACE)
-    names = [".".join(map(str, path)) or "value" for path in paths]
+    leaves, structure = tree_flatten(tree)
+    spec, empty, order = structure
+    names = [".".join(map(str, path)) or "value" for path in spec.paths()]
     if order is not None:
         names = [names[index] for index in order]
-    for name, node in named_nodes(structure, len(names)):  # paths of optree have indices in the place of fields
+    if empty is not None:
+        names = [name for name, kind in zip(names, empty, strict=True) if kind is None]
+    for name, node in named_nodes(structure, len(leaves)):  # paths of optree have indices in the place of fields
         if isinstance(node, Position):
             names[node.index] = name or "value"
     return names
@@ -286,36 +285,23 @@ def _description(value: Any) -> str:
 
 
 def _traced_flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Flatten under torch.compile."""
-    leaves: list[Any] = []
-    structure = traced_tree.flatten(tree, leaves, _is_named_tuple)
-    return _traced_by_optree(tree) if structure is False else (leaves, structure)
-
-
-@constant_while_tracing
-def _is_named_tuple(kind: Any) -> bool:
-    if not hasattr(kind, "_fields"):
-        return False
-    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
-    return entry is None or entry.type is not kind
-
-
-def _traced_by_optree(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Flatten containers of any class. torch.compile fails on empty dicts: they become leaves that are left out."""
+    """Flatten under torch.compile, which fails on empty dicts: they become leaves that are left out."""
     _register_all_with_optree()
     ordered: list[bool] = []
 
     def is_leaf(node: Any) -> bool:
-        if _is_ordered_dict(node):
+        if type(node) is OrderedDict:
             ordered.append(True)
-        return _is_empty_dict(node)
+        return isinstance(node, dict) and not node
 
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
     order = _sorted_order(spec) if ordered else None
     if order is not None:
         leaves = [leaves[index] for index in order]
-    empty = [_is_empty_dict(leaf) for leaf in leaves]
-    kept = [leaf for leaf, is_empty in zip(leaves, empty, strict=True) if not is_empty]
+    empty = [type(leaf) if isinstance(leaf, dict) else None for leaf in leaves]
+    if not any(empty):
+        return leaves, (spec, None, order)  # pyright: ignore[reportReturnType]
+    kept = [leaf for leaf, kind in zip(leaves, empty, strict=True) if kind is None]
     return kept, (spec, empty, order)  # pyright: ignore[reportReturnType]
 
 
@@ -351,10 +337,6 @@ def _as_dicts(tree: Tree) -> Tree:
 
 def _is_ordered_dict(value: Any) -> bool:
     return type(value) is OrderedDict
-
-
-def _is_empty_dict(value: Any) -> bool:
-    return isinstance(value, dict) and not value
 
 
 @constant_while_tracing

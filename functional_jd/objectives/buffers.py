@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Losses, Tree
 from functional_jd.random import fold_in
 
@@ -83,13 +83,15 @@ def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
     """
     if not extras.takes_buffers:
         return
-    (old, structure), (new, other) = tree_flatten(extras.buffers), tree_flatten(found)
-    if structure != other:
+    old, structure = tree_flatten(extras.buffers)
+    try:
+        new = leaves_like(structure, found)
+    except ValueError as error:
         names = sorted(set(tree_names(found)) ^ set(tree_names(extras.buffers)))
         raise ValueError(
             f"{extras.where}: the losses must return buffers with the structure of those that they received, found "
             f"another, which differs in {names[:5]}. Return all buffers, also those that did not change."
-        )
+        ) from error
     for index, (x, y) in enumerate(zip(old, new, strict=True)):
         expected, given = (_shaped(x), _shaped(y, rows))
         if expected != given:

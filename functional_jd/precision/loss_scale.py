@@ -24,6 +24,7 @@ from functional_jd.core.tree import (
     all_finite,
     any_sharded,
     check_layouts,
+    leaves_like,
     tree_flatten,
     tree_map,
     tree_names,
@@ -279,12 +280,14 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         {'w': tensor([0., 0.])}
     """
     _require_flag(finite, "select")
-    (leaves, structure), (others, other_structure) = tree_flatten(new), tree_flatten(old)
-    if structure != other_structure:
+    leaves, structure = tree_flatten(new)
+    try:
+        others = leaves_like(structure, old)
+    except ValueError as error:
         raise ValueError(
-            f"select: new and old must have the same structure, found {structure} and {other_structure}. "
+            f"select: new and old must have the same structure. {error} "
             "If a state is None before the first step, initialise it first."
-        )
+        ) from error
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         tensors = isinstance(leaf, Tensor) and isinstance(other, Tensor)
         alike = tensors and leaf.dtype == other.dtype and leaf.shape == other.shape

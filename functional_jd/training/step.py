@@ -19,8 +19,8 @@ from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
 from functional_jd.training.signatures import blame_batch
-from functional_jd.training.skip_derivatives import closed, opened
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
+from functional_jd.training.through_skips import closed, opened
 
 
 def step(
@@ -68,10 +68,10 @@ def step(
         engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
         the device, unless the rule does: its docstring says so.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
-        `torch.func.grad` inside what torch.compile traces makes them NaN. What it reports has derivatives of its own;
-        those of a sum of these and the later state are NaN: take `torch.where(info.moved, loss, 0)`. In forward mode
-        the tangents of float16 rows carry the scale: second derivatives above 65504 / scale make them infinite, and
-        derivatives NaN. Start with a smaller scale, such as 2**10, or take reverse mode.
+        in what torch.compile traces they are NaN. What it reports has derivatives of its own; those of a sum of these
+        and the later state are NaN: take `torch.where(info.moved, loss, 0)`. In forward mode the tangents of float16
+        rows carry the scale: second derivatives above 65504 / scale make them infinite, and derivatives NaN. Start
+        with a smaller scale, such as 2**10, or take reverse mode.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
@@ -181,7 +181,7 @@ def _finished(
     buffers = state.buffers if no_buffers else select(moved, buffers, state.buffers)
     new = TrainState(params, buffers, moments, memory, scale)
     if token is not None:  # what is reported is differentiated whether the step was taken or not
-        values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux), reported=True)
+        values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux))
     return new, StepInfo(values, weights, finite, moved, gramian, aux)
 
 

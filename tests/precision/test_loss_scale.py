@@ -444,7 +444,7 @@ def test_dicts_match_by_key():
         ({"a": torch.ones(2)}, {"a": torch.ones(3)}, TypeError, r"\[2\] and .*\[3\] in 'a'"),
         ({"a": torch.ones(2)}, {"a": torch.ones(2).half()}, TypeError, "torch.float32 .* and torch.float16 .* in 'a'"),
         ({"a": torch.ones(2)}, {"b": torch.ones(2)}, ValueError, "the same structure"),
-        ({"a": torch.ones(2)}, {"a": None}, ValueError, "the same structure"),
+        ({"a": torch.ones(2)}, {"a": None}, TypeError, "NoneType in 'a'"),
     ],
 )
 def test_select_names_what_differs(new, old, error, words):

@@ -1,0 +1,105 @@
+"""A skipped step is the identity to derivatives too: zero times the infinite derivatives of a step stays zero.
+
+    token, inputs = opened(inputs)             # backward: zero, unless the closing passes a flag
+    new = step with the inputs
+    new = closed(token, moved, new)            # backward: passes `moved` to the opening, as a cotangent
+    select(moved, new, old)                    # the old values from before the opening
+
+A cotangent carries the flag: outside of the functions it would stay at the level of the vmap that set it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from functional_jd.core.tree import any_sharded, tree_leaves, tree_map
+from functional_jd.core.types import Tree
+from functional_jd.torch_compat.torch_internals import under_functorch
+from functional_jd.torch_compat.vmap_levels import differentiates, innermost, zero_of_members
+
+
+def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
+    """Open a step: a token for `closed`, and the inputs of the step with the same values.
+
+    The token is None, and the inputs are unchanged, if nothing differentiates, if inputs are sharded, and in all that
+    torch.compile traces: derivatives through skipped steps are NaN there.
+    """
+    inputs = list(filter(_is_real, tree_leaves(tree)))
+    if torch.compiler.is_compiling() or any_sharded(inputs):
+        return None, tree
+    needed = torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs)
+    if not (needed or (under_functorch() and differentiates())):
+        return None, tree
+    token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
+    return token, _with_real(tree, copies)
+
+
+def closed(token: Tensor, moved: Tensor, tree: Tree) -> Tree:
+    """Close a step: its results with the same values. Their cotangents reach the inputs if the step `moved`, or if one
+    of them is not zero: `select` makes those of a skipped step zero, and those of a report remain.
+    """
+    results = list(filter(_is_real, tree_leaves(tree)))
+    return _with_real(tree, _Close.apply(token, moved, True, *results)) if results else tree  # pyright: ignore
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _with_real(tree: Tree, new: Any) -> Tree:
+    rest = iter(new)
+    return tree_map(lambda x: next(rest) if _is_real(x) else x, tree)
+
+
+class _Open(Function):
+    """`zero [], *inputs -> token [], *inputs`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(zero: Any, *inputs: Any) -> Any:  # pyright: ignore
+        return zero.clone(), *(torch.where(zero.to(x.device) == 0, x, x) for x in inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[0])  # not used, but torch's rule for vmap wants both or none
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004
+        flag, *cotangents = grad_outputs
+        return None, *(torch.where(flag.to(g.device) != 0, g, 0) for g in cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        return _Open.apply(*ctx.saved_tensors, *grad_inputs[1:])  # the token's tangent is the token of the tangents
+
+
+class _Close(Function):
+    """`token [], moved [], reports, *results -> *results`. If `reports`, results may be those of a report."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(token: Any, moved: Any, reports: bool, *results: Any) -> Any:  # noqa: ARG004  # pyright: ignore
+        return tuple(x.clone() for x in results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        token, moved, ctx.reports, *_ = inputs
+        ctx.save_for_backward(token, moved)
+        ctx.save_for_forward(token, moved)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        token, moved = ctx.saved_tensors
+        for g in grad_outputs if ctx.reports else ():
+            moved = moved | (g != 0).any().to(moved.device)
+        return moved.to(token), None, None, *_Close.apply(token, moved, False, *grad_outputs)  # pyright: ignore
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        (token, moved), (of_tangents, _, _, *tangents) = ctx.saved_tensors, grad_inputs
+        return _Close.apply(token + of_tangents, moved, ctx.reports, *tangents)
