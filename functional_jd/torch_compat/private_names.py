@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-SUPPORTED = "torch>=2.13,<2.16"
+SUPPORTED = "torch>=2.11"
 """What `pyproject.toml` asks for."""
 
 
