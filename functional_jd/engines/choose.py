@@ -56,10 +56,13 @@ class EngineChoice(NamedTuple):
 # - Rules that need the losses too: epo, m = 2: 1.33 at n = 2^10 and P = 16; 1.22, 1.06, 0.76 at 2^13.6, 2^16.3, 2^19
 #   and P = 64. natural_gradient, a residual per example: 0.98 at m n = 2^15, 1.10 at 2^17, 0.53 at 2^20.5.
 _RECORDED_FROM = 1 << 17
-# So many parameters for each position of all tasks; so many elements of rows for each position of one example.
-_BY_TASK, _BY_EXAMPLE = 6_000, 1 << 16
+# So many parameters for each position of all tasks; so many elements of rows for each position of one example. On an
+# H100, tasks on GPT-2 small with 2^12 positions and n = 2^26.9: 1.5.
+_BY_TASK, _BY_TASK_ON_DEVICE, _BY_EXAMPLE = 6_000, 40_000, 1 << 16
 # Rows of so many elements, 32 MB, make the difference in memory larger than that in time.
 MANY_ELEMENTS = 1 << 23
+# A network of so many square layers keeps less for its rows than for their factors if n is at most so many times P^2.
+_LAYERS = 16
 
 
 def choose_engine(
@@ -103,9 +106,11 @@ def choose_engine(
     if narrowest < 4:
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
-    if m * n >= MANY_ELEMENTS:
+    own = max(1, positions // m) if examples else positions
+    if m * n >= MANY_ELEMENTS and n > _LAYERS * own**2:
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
-    few = m * n < _BY_EXAMPLE * max(1, positions // m) if examples else n < max(_RECORDED_FROM, _BY_TASK * positions)
+    by_task = _BY_TASK if all(leaf.device.type in ("cpu", "meta") for leaf in leaves) else _BY_TASK_ON_DEVICE
+    few = m * n < _BY_EXAMPLE * own if examples else n < max(_RECORDED_FROM, by_task * positions)
     if few:
         return EngineChoice("jacobian", f"parameters are few {_BESIDE}: forming all gradients costs less than {_INNER}")
     return EngineChoice("gramian", f"parameters are many {_BESIDE}: {_INNER} costs less than forming all gradients")

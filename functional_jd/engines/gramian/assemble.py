@@ -55,7 +55,7 @@ def recorded(
         refuse_inner_backward(options.where, (*points, *constants))
         return to_dense(found)
 
-    return Vjp(outputs, detach_tree(extra), pullback), uses, edges
+    return Vjp(outputs, detach_tree(extra), pullback, tuple(points)), uses, edges
 
 
 def rows_of_examples(
