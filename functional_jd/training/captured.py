@@ -1,8 +1,9 @@
 """A graph of operators as one CUDA graph: captured once, then replayed by one launch."""
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -112,6 +113,7 @@ class Captured:
         with torch.no_grad():
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
             self.arguments = arguments
+            self.newest: list[Tensor | None] = [None] * arguments
             self.graph, self.results = self._captured(run)
 
     def _captured(self, run: Run) -> tuple[Any, list[Tensor]]:
@@ -142,8 +144,8 @@ class Captured:
         """Copy the inputs in, replay, and return fresh tensors; donated ones keep their static memory."""
         with self.lock, torch.no_grad():
             targets, sources = [], []
-            for own, given in zip(self.static[: self.arguments], tensors, strict=False):
-                if own.data_ptr() != given.data_ptr():
+            for own, mine, given in zip(self.static, self.newest, tensors, strict=False):
+                if given is not mine:
                     targets.append(own)
                     sources.append(given.detach())
             if targets:
@@ -156,9 +158,44 @@ class Captured:
             fresh = [k for k in range(len(found)) if k not in self.donated]
             if fresh:
                 copy_each([found[k] for k in fresh], [self.results[k] for k in fresh])
-            for given in set(self.donated.values()):
+            for result, given in self.donated.items():
                 tensors[given].__class__ = Donated
+                self.newest[given] = found[result]
         return found
+
+
+class Kinds:
+    """What a graph depends on, of several leaves, with its hash: to hash hundreds takes as long as a small step."""
+
+    def __init__(self, kinds: tuple[Any, ...]):
+        self.kinds, self.hash = kinds, hash(kinds)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Kinds) and self.kinds == other.kinds)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+
+class Newest(NamedTuple):
+    """The leaves of the newest donated result, whose kinds are those of the first argument."""
+
+    leaves: Sequence[Any] = ()
+    kinds: Kinds | None = None
+
+    def kinds_of(
+        self, given: Sequence[Any], first: tuple[Any, ...], kind_of: Callable[[Any], Any]
+    ) -> tuple[Kinds, int]:
+        """The kinds of the leaves of the first argument, and how many these are."""
+        if self.kinds is not None and len(given) >= len(self.leaves) and all(map(is_, self.leaves, given)):
+            return self.kinds, len(self.leaves)
+        count = len(tree_flatten(first)[0])
+        return Kinds(tuple(map(kind_of, given[:count]))), count
+
+
+def flat_kind(kind: tuple[Any, ...]) -> list[Any]:
+    """The kinds of all leaves, one by one."""
+    return [own for part in kind[2:] for own in (part.kinds if isinstance(part, Kinds) else (part,))]
 
 
 def refuse_without_cuda() -> None:
@@ -173,21 +210,16 @@ def donated_pairs(first: tuple[Any, ...], result: Any) -> list[tuple[int, int]]:
     """Pairs of positions, among all tensors: a tensor of the first argument, and the one of the first result."""
     given, structure = tree_flatten(first)
     found, found_structure = tree_flatten((result[0] if type(result) is tuple and result else result,))
-    if structure_key(structure) != structure_key(found_structure):
+    same = structure_key(structure) == structure_key(found_structure)
+    if not same or not all(map(_alike, given, found)):
         raise ValueError(
-            "compiled: with donate=True the first result must have the structure of the first argument, found another "
-            "one. Return the new state first, or pass donate=False."
+            "compiled: with donate=True the first result must have the structure, shapes and dtypes of the first "
+            "argument, found others. Return the new state first, or pass donate=False."
         )
-    inputs = iter(range(len(given)))
-    results = iter(range(len(found)))
-    pairs: list[tuple[int, int]] = []
-    for before, after in zip(given, found, strict=True):
-        source = next(inputs) if isinstance(before, Tensor) else None
-        target = next(results) if isinstance(after, Tensor) else None
-        if source is not None and target is not None and _alike(before, after):
-            pairs.append((source, target))
-    return pairs
+    return [(k, k) for k in range(sum(isinstance(x, Tensor) for x in given))]
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
+def _alike(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return type(x) is type(y) and not isinstance(x, Tensor)
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

@@ -20,7 +20,7 @@ from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.torch_compat.torch_internals import is_compiled as compiled_by_torch
-from functional_jd.training.captured import Captured, donated_pairs, refuse_without_cuda
+from functional_jd.training.captured import Captured, Newest, donated_pairs, flat_kind, refuse_without_cuda
 
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Run]
@@ -109,6 +109,7 @@ class Compiled:
     def __init__(self, f: Callable[..., Any], backend: Any, donate: bool = False):
         self.f, self.backend, self.donate = f, backend, donate
         self.graphs: dict[Any, _Graph] = {}
+        self.newest = Newest()
         update_wrapper(self, f, updated=())
 
     def __reduce__(self) -> Any:  # a copy compiles anew
@@ -124,7 +125,11 @@ class Compiled:
         given: list[Any]
         given, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        kind = (structure_key(structure), _ambient(tensors), *map(_kind, given))
+        if self.donate:  # all tensors are on one device
+            first, count = self.newest.kinds_of(given, args[:1], _kind)
+            kind = (structure_key(structure), _ambient(tensors[:1]), first, *map(_kind, given[count:]))
+        else:
+            kind = (structure_key(structure), _ambient(tensors), *map(_kind, given))
         try:
             graph = self.graphs.get(kind)
         except TypeError as error:
@@ -143,7 +148,10 @@ class Compiled:
                     _INSIDE.reset(inside)
                 if len(self.graphs) == _MANY:
                     self._warn((args, kwargs))
-        return graph(tensors)
+        result, leaves = graph(tensors)
+        if self.donate:
+            self.newest = Newest(leaves[:count], first)
+        return result
 
     def _add(self, kind: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         outputs: list[Any] = []
@@ -188,7 +196,7 @@ class Compiled:
     def _warn(self, arguments: Any) -> None:
         *_, before, last = self.graphs
         names = tree_names(arguments)
-        pairs = zip(names, before[2:], last[2:], strict=False)
+        pairs = zip(names, flat_kind(before), flat_kind(last), strict=False)
         changed = next((found for found in pairs if found[1] != found[2]), None)
         differs, cure = ("their structure", _CURE) if changed is None else _difference(*changed)
         warnings.warn(
@@ -210,7 +218,8 @@ class _Graph:
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         found = iter(self.run(*tensors, *(x.detach() for x in self.constants)))
-        return tree_unflatten(self.structure, [next(found) if x is None else x[0] for x in self.leaves])
+        leaves = [next(found) if x is None else x[0] for x in self.leaves]
+        return tree_unflatten(self.structure, leaves), leaves
 
 
 def is_compiled(f: Any) -> bool:

@@ -71,13 +71,14 @@ def peer(case: Case) -> Step:
     from torchjd.aggregation import UPGrad
     from torchjd.autojac import jac_to_grad, mtl_backward
 
-    optimizer, rule = _optimizer(case), UPGrad()
+    optimizer, rule, chunk = _optimizer(case), UPGrad(), 1 if case.dtype == torch.bfloat16 else None
     scaler = torch.amp.GradScaler(case.batch[0].device.type, 2.0**10, enabled=case.dtype == torch.float16)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         losses, h = case.forward()
-        mtl_backward([scaler.scale(loss) for loss in losses], features=h)
+        # Under vmap, batch normalisation raises for half precision: large models go row by row.
+        mtl_backward([scaler.scale(loss) for loss in losses], features=h, parallel_chunk_size=chunk)
         jac_to_grad(case.trunk.parameters(), rule)
         scaler.step(optimizer)
         scaler.update()

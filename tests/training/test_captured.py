@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functional_jd as jd
+from functional_jd.training import captured, compiled
 from functional_jd.training.captured import Donated, donated_pairs, on_the_device, refuse_inputs, refuse_what_waits
 
 
@@ -59,13 +60,12 @@ def test_tensors_elsewhere_are_named():
         refuse_inputs([torch.ones(2)])
 
 
-def test_donated_tensors_pair_by_position_shape_and_dtype():
+def test_what_is_donated_has_a_result_like_it():
     state = {"a": torch.ones(2), "b": (torch.ones(3), 1.0)}
-    other = {"a": torch.ones(2), "b": (torch.ones(3, dtype=torch.float64), 1.0)}
-    assert donated_pairs((state,), (state, "more")) == [(0, 0), (1, 1)]
-    assert donated_pairs((state,), other) == [(0, 0)]
-    with pytest.raises(ValueError, match="the first result must have the structure of the first argument"):
-        donated_pairs((state,), ({"a": torch.ones(2)}, state))
+    assert donated_pairs((state,), (state, "more")) == donated_pairs((state,), state) == [(0, 0), (1, 1)]
+    for other in (state | {"b": (torch.ones(3, dtype=torch.float64), 1.0)}, {"a": torch.ones(2)}, "state"):
+        with pytest.raises(ValueError, match="the first result must have the structure, shapes and dtypes"):
+            donated_pairs((state,), (other, state))
 
 
 def test_a_donated_tensor_raises_when_it_is_read():
@@ -75,3 +75,50 @@ def test_a_donated_tensor_raises_when_it_is_read():
         with pytest.raises(RuntimeError, match=r"^compiled: the state must be the newest one.* has donated\."):
             read()
     assert repr(x) == "Donated()"
+
+
+class Copies:
+    """Stands in for a CUDA graph: the replay computes on the static memory."""
+
+    def __init__(self, run, captured):
+        self.run, self.captured = run, captured
+
+    def replay(self):
+        found = self.run(*self.captured.static)
+        for own, new in zip(self.captured.results, found, strict=True):
+            own.copy_(new)
+        for result, given in self.captured.donated.items():
+            self.captured.static[given].copy_(found[result])
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """Graphs that are captured here run on the CPU."""
+    monkeypatch.setattr(captured, "refuse_inputs", lambda _: None)
+    monkeypatch.setattr(compiled, "refuse_without_cuda", lambda: None)
+    stand_in = lambda self, run: (Copies(run, self), [x.clone() for x in run(*self.static)])
+    monkeypatch.setattr(captured.Captured, "_captured", stand_in)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
+    """Batches of two sizes share the state; each size has one graph."""
+    losses = lambda p, x: {"a": (x @ p["w"]).square().mean(), "b": (p["w"] - 1).square().sum()}
+    how = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.adamw(0.1)}
+    batches = [torch.randn(size, 3, generator=torch.Generator().manual_seed(size)) for size in (4, 4, 5, 4, 5, 5)]
+    expected = jd.train_state({"w": torch.ones(3)}, batches[0], **how)
+    take = jd.compiled(partial(jd.step, **how), backend="cudagraphs", donate=donate)
+    state = jd.train_state({"w": torch.ones(3)}, batches[0], **how)
+    for x in batches:
+        expected, info = jd.step(expected, x, **how)
+        before, (state, found) = state, take(state, x)
+        torch.testing.assert_close(found.losses, info.losses)
+        torch.testing.assert_close(state.params["w"], expected.params["w"])
+        if donate:
+            with pytest.raises(RuntimeError, match="has donated"):
+                before.params["w"].sum()
+            with pytest.raises(RuntimeError, match="has donated"):
+                take(before, x)
+        else:
+            assert before.params["w"].isfinite().all()
+    assert len(take.graphs) == 2
