@@ -2,6 +2,8 @@
 
 Between, all is local, but for what every rank must know: sums over all entries, and flags. A leaf that is no `DTensor`
 passes through all of this unchanged.
+
+`torch.distributed.tensor` takes a second to import: functions import it once there is a `DTensor`.
 """
 
 import sys
@@ -20,7 +22,7 @@ def is_sharded(leaf: Any) -> bool:
     """Whether a leaf is a `DTensor`, on whatever placements."""
     if type(leaf) is Tensor or torch.compiler.is_compiling():
         return False
-    tensor = sys.modules.get("torch.distributed.tensor")  # without it there are none, and it takes a second to import
+    tensor = sys.modules.get("torch.distributed.tensor")  # without it there are none
     return tensor is not None and isinstance(leaf, tensor.DTensor)
 
 
@@ -42,15 +44,12 @@ def sharded_as(shard: Tensor, like: Any, rows: int = 0, *, differentiable: bool 
         return shard
     if not (rows or differentiable or shard.requires_grad) and shard.dtype == like.dtype:
         return sharded_like(shard, like)
-    placed: Any = sys.modules["torch.distributed.tensor"]
-    shape = (len(shard), *like.shape) if rows > 0 else tuple(like.shape[-rows:])
-    strides = [like.stride()] if not rows else []
-    if not strides:  # those of contiguous memory
-        strides = [tuple(torch.Size(shape[k + 1 :]).numel() for k in range(len(shape)))]
-    placements = [placed.Shard(p.dim + rows) if p.is_shard() else p for p in like.placements]
-    return placed.DTensor.from_local(
-        shard, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides[0]
-    )
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size((len(shard), *like.shape) if rows > 0 else like.shape[-rows:])
+    stride = tuple(shape[k + 1 :].numel() for k in range(len(shape))) if rows else like.stride()
+    placements = [Shard(p.dim + rows) if p.is_shard() else p for p in like.placements]
+    return DTensor.from_local(shard, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def same_layout(leaf: Any, other: Any) -> bool:
@@ -64,8 +63,9 @@ def layout_error(leaf: Any) -> str:
     """What keeps a leaf from being opened, in words; `""` where nothing does."""
     if not is_sharded(leaf):
         return ""
-    placed: Any = sys.modules["torch.distributed.tensor"]
-    odd = [p for p in leaf.placements if type(p) not in (placed.Shard, placed.Replicate)]
+    from torch.distributed.tensor import Replicate, Shard
+
+    odd = [p for p in leaf.placements if type(p) not in (Shard, Replicate)]
     return f"expected DTensors with the placements Shard and Replicate, found {odd[0]}" if odd else ""
 
 
@@ -112,11 +112,6 @@ def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:
     """A collective over the ranks along one dimension of a mesh."""
     group = mesh.get_group(dim)
     return collective(kind, value, group.group_name, group.size())
-
-
-def place_in(mesh: Any) -> int:
-    """The place of this rank in a mesh, the last dimension first."""
-    return reduce(lambda place, dim: place * mesh.size(dim) + mesh.get_local_rank(dim), range(mesh.ndim), 0)
 
 
 def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
@@ -171,10 +166,10 @@ def laid_out_as(found: Any, like: Any) -> Any:
     found = gathered_leaf(found)
     if not is_sharded(like):
         return found
-    for index, size in enumerate(like.shape):
-        dims = [i for i, p in enumerate(like.placements) if p.is_shard(index)]
-        found = found.narrow(index, *shard_range(size, like.device_mesh, dims))
-    return sharded_as(found.to(shard_of(like).device).contiguous(), like)
+    from torch.distributed.tensor import distribute_tensor
+
+    own = found.to(shard_of(like).device)
+    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)  # every rank has the whole
 
 
 def shard_range(size: int, mesh: Any, dims: Sequence[int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Losses, Params, Tree
-from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Keep, not_gathered_here, saved_shards
+from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf, not_gathered_here
 from functional_jd.objectives.structured import ExampleSets, PerExample
 
 
@@ -60,7 +60,6 @@ class Sharded(Declared):
         gathers: Gathers,
         *,
         has_aux: bool = False,
-        reshard: bool = False,
         at: Sequence[int] = (0,),
     ) -> Any:
         """The losses as a function of shards, of the kind of the losses themselves.
@@ -68,62 +67,66 @@ class Sharded(Declared):
         Args:
             over_shards: how losses of that kind become those of shards: see `Kind`.
             likes: the arguments that may be sharded, as they were given: their layouts count.
-            gathers: takes the names of what is gathered.
+            gathers: gathers leaves.
             has_aux: whether the losses return `(losses, aux)`.
-            reshard: whether to gather again in the backward pass.
             at: the positions of these arguments.
         """
-        where = gathers.where
-
-        def leave(result: Any) -> Any:
-            if has_aux and isinstance(result, tuple) and len(result) == 2:
-                return self.common(result[0], gathers), result[1]
-            return self.common(result, gathers)
 
         def enter(
             f: Callable[..., Any], likes: Sequence[Tree], prefix: str = "", *, returns_losses: bool = True
         ) -> Callable[..., Any]:
             if self.mesh is None and not returns_losses:
-                raise no_sharded_form(where, "multitask losses", ", or sharded(multitask(...), mesh)")
+                raise no_sharded_form(gathers.where, "multitask losses", ", or sharded(multitask(...), mesh)")
+            given = dict(zip(at, likes, strict=True))
 
             def of_shards(*args: Any) -> Any:
-                with saved_shards(gathers) if reshard else nullcontext() as keep, _told_of_mixed_leaves(where):
-                    whole = list(args)
-                    for k, like in zip(at, likes, strict=True):
-                        names = iter([prefix + name for name in tree_names(like)])
-                        enter = lambda old, x: self.enter(x, old, next(names), gathers, keep)  # noqa: B023
-                        whole[k] = tree_map(enter, like, args[k])
-                    for k, given in enumerate(args):
-                        if k not in at and self.mesh is not None and any_sharded(tree_leaves(given)):
-                            whole[k] = self.constant(given, f"argument {k}", gathers, keep)
-                    return leave(f(*whole)) if returns_losses else f(*whole)
+                hooks = gathers.saving_shards() if gathers.reshard else nullcontext()
+                with hooks, _told_of_mixed_leaves(gathers.where):
+                    whole = [
+                        self.entered(arg, given.get(k), prefix if k in given else f"argument {k}.", gathers)
+                        for k, arg in enumerate(args)
+                    ]
+                    found = f(*whole)
+                    if not returns_losses:
+                        return found
+                    if has_aux and isinstance(found, tuple) and len(found) == 2:
+                        return self.common(found[0], gathers), found[1]
+                    return self.common(found, gathers)
 
             return of_shards
 
         return over_shards(self.losses, likes, enter)
 
-    def enter(self, shard: Tensor, like: Any, name: str, gathers: Gathers, keep: Keep | None) -> Any:
-        """What the losses compute with, from this rank's shard of a leaf."""
-        if self.mesh is None:
-            return sharded_as(shard, like, differentiable=True)
-        if is_sharded(like) and like.device_mesh != self.mesh:
-            raise ValueError(
-                f"{gathers.where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
-                f"{like.device_mesh}. Distribute them with the same mesh."
-            )
-        if keep is None:
-            return gathers.gathered(shard, like, name)
-        return GatheredWhereUsed.of(shard, like, name, gathers, keep)
+    def entered(self, tree: Tree, likes: Tree | None, prefix: str, gathers: Gathers) -> Tree:
+        """An argument as the losses take it, whose leaves have names that begin with a prefix.
 
-    def constant(self, tree: Tree, name: str, gathers: Gathers, keep: Keep | None) -> Tree:
-        """An argument that is not differentiated, such as a frozen base, with whole leaves for sharded ones."""
-        names = iter([f"{name}.{leaf}" for leaf in tree_names(tree)])
+        Args:
+            tree: this rank's shards of leaves that are differentiated; or a constant, such as a frozen base.
+            likes: the leaves with their layouts; None for a constant.
+            prefix: comes before the names of the leaves.
+            gathers: gathers leaves.
+        """
+        constant = likes is None
+        if constant and (self.mesh is None or not any_sharded(tree_leaves(tree))):
+            return tree
+        likes = tree if constant else likes
+        names = iter(tree_names(likes))
 
-        def entered(leaf: Any) -> Any:
-            own = next(names)
-            return self.enter(shard_of(leaf).detach(), leaf, own, gathers, keep) if is_sharded(leaf) else leaf
+        def enter(like: Any, shard: Any) -> Any:
+            name = prefix + next(names)
+            if self.mesh is None:
+                return sharded_as(shard, like, differentiable=True)
+            if constant and not is_sharded(like):  # a count, for instance
+                return shard
+            if is_sharded(like) and like.device_mesh != self.mesh:
+                raise ValueError(
+                    f"{gathers.where}: expected parameters on the mesh of sharded(losses, mesh), {self.mesh}, found "
+                    f"{like.device_mesh}. Distribute them with the same mesh."
+                )
+            leaf = Leaf(shard_of(shard).detach() if constant else shard, like, name)
+            return GatheredWhereUsed.of(leaf, gathers) if gathers.reshard else gathers.gathered(leaf)
 
-        return tree_map(entered, tree)
+        return tree_map(enter, likes, tree)
 
     def common(self, values: Losses, gathers: Gathers) -> Losses:
         """The losses that all ranks have in common: their mean over the mesh, or those of a `DTensor`."""

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, saved_shards
+from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf
 
 
 @pytest.fixture
@@ -16,13 +16,13 @@ def like(tmp_path):
     dist.destroy_process_group()
 
 
-def gathers(like):
+def gathers_of(like):
     return Gathers("step", like.device_mesh, False)
 
 
-def leaf_of(like, keep=lambda *_: None):
+def leaf_of(like, gathers=None):
     shard = like.to_local().clone().requires_grad_()
-    return shard, GatheredWhereUsed.of(shard, like, "w", gathers(like), keep)
+    return shard, GatheredWhereUsed.of(Leaf(shard, like, "w"), gathers or gathers_of(like))
 
 
 def test_functions_get_the_whole_leaf_and_gradients_reach_the_shard(like):
@@ -36,15 +36,16 @@ def test_functions_get_the_whole_leaf_and_gradients_reach_the_shard(like):
 
 
 def test_what_a_leaf_tells_of_itself_needs_no_gathering(like):
-    gathered = []
-    shard, leaf = leaf_of(like, lambda *_: gathered.append(1))
-    assert (leaf.shape, leaf.ndim, len(leaf), leaf.numel(), leaf.size(1), leaf.stride()) == ((3, 2), 2, 3, 6, 2, (2, 1))
+    gathers = gathers_of(like)
+    shard, leaf = leaf_of(like, gathers)
+    assert (leaf.shape, leaf.ndim, len(leaf), leaf.numel(), leaf.size(1)) == ((3, 2), 2, 3, 6, 2)
     assert (leaf.dtype, leaf.device, leaf.layout) == (shard.dtype, shard.device, shard.layout)
     assert leaf.requires_grad
     assert leaf.is_floating_point()
-    assert not gathered
+    assert not gathers.names
     assert leaf.sum() == 15
-    assert gathered
+    assert leaf.stride() == (2, 1)
+    assert gathers.names == ["w", "w"]
 
 
 def test_the_backward_pass_reaches_a_leaf_before_what_was_recorded_earlier(like):
@@ -63,8 +64,9 @@ def test_the_backward_pass_reaches_a_leaf_before_what_was_recorded_earlier(like)
 
 
 def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
-    with saved_shards(gathers(like)) as keep:
-        _, leaf = leaf_of(like, keep)
+    gathers = gathers_of(like)
+    with gathers.saving_shards():
+        _, leaf = leaf_of(like, gathers)
         whole = leaf + 0
         del whole
         (leaf * 1).sum()  # the gathered leaf is gone now, and its memory may be taken
@@ -75,8 +77,9 @@ def test_saved_shards_do_not_stand_for_memory_that_was_given_back(like):
 
 
 def test_a_saved_tensor_that_was_changed_is_refused_as_autograd_refuses_it(like):
-    with saved_shards(gathers(like)) as keep:
-        shard, leaf = leaf_of(like, keep)
+    gathers = gathers_of(like)
+    with gathers.saving_shards():
+        shard, leaf = leaf_of(like, gathers)
         x = torch.ones(2, 3)
         y = (x @ leaf).exp()  # autograd saves the result
         y.mul_(2)
@@ -87,8 +90,9 @@ def test_a_saved_tensor_that_was_changed_is_refused_as_autograd_refuses_it(like)
 @pytest.mark.parametrize("through", [lambda whole: whole, lambda whole: whole[1:], lambda whole: whole.detach()])
 def test_a_gathered_leaf_that_was_changed_is_saved_itself(like, through):
     x = torch.ones(3, 2, requires_grad=True)
-    with saved_shards(gathers(like)) as keep:
-        _, leaf = leaf_of(like, keep)
+    gathers = gathers_of(like)
+    with gathers.saving_shards():
+        _, leaf = leaf_of(like, gathers)
         whole = leaf.view(3, 2)
         with torch.no_grad():
             through(whole).mul_(3)

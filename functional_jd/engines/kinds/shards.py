@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.core.sharding import agreed, over_dimension, place_in
+from functional_jd.core.sharding import agreed, over_mesh
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Tree
 from functional_jd.engines.evaluate import Options, select_arguments
@@ -101,11 +101,10 @@ def _opened(inner: Kind, losses: Sharded, args: Args, options: Options) -> tuple
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
         floating_leaves(args[position], options.where)
-    reshard = losses.reshard and not options.differentiable
-    gathers = Gathers(options.where, losses.mesh, options.starting and losses.mesh is not None, options.rule)
+    starting, reshard = options.starting and losses.mesh is not None, losses.reshard and not options.differentiable
+    gathers = Gathers(options.where, losses.mesh, starting, options.rule, reshard)
     likes = [args[position] for position in at]
-    over_shards = _form(inner, losses, options.where)
-    found = losses.of_shards(over_shards, likes, gathers, has_aux=options.has_aux, reshard=reshard, at=at)
+    found = losses.of_shards(_form(inner, losses, options.where), likes, gathers, has_aux=options.has_aux, at=at)
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
     alone = options.mode == "auto" and losses.mesh is None
     return found, opened, options._replace(mode="loop" if alone else options.mode, on_shards=True), gathers
@@ -114,15 +113,14 @@ def _opened(inner: Kind, losses: Sharded, args: Args, options: Options) -> tuple
 def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
     """Buffers that are floating-point are averaged over the mesh, others are those of its first rank."""
     if losses.mesh is not None:
-        extras = extras._replace(rank=place_in(losses.mesh), ranks=losses.mesh.size())
+        place = losses.mesh.mesh.flatten().tolist().index(losses.mesh.get_rank())
+        extras = extras._replace(rank=place, ranks=losses.mesh.size())
     own = inner.carrying(losses.losses, batch, extras)
     if losses.mesh is None:
         return own._replace(losses=Sharded(own.losses, None))
 
     def pooled(leaf: Tensor) -> Tensor:
-        for dim in range(losses.mesh.ndim):
-            leaf = over_dimension("mean" if leaf.is_floating_point() else "first", leaf, losses.mesh, dim)
-        return leaf
+        return over_mesh("mean" if leaf.is_floating_point() else "first", leaf, losses.mesh)
 
     def next_buffers(found: Tree) -> Tree:
         buffers = own.next_buffers(found)
@@ -132,7 +130,6 @@ def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> Carr
 
 
 def _sample(inner: Kind, losses: Sharded, args: Args, where: str) -> tuple[Any, Args]:
-    gathers = Gathers(where, losses.mesh, losses.mesh is not None)
-    over_shards = _form(inner, losses, where)
-    opened = losses.of_shards(over_shards, [args[0]], gathers, has_aux=True, reshard=losses.reshard)
+    gathers = Gathers(where, losses.mesh, losses.mesh is not None, reshard=losses.reshard)
+    opened = losses.of_shards(_form(inner, losses, where), [args[0]], gathers, has_aux=True)
     return opened, (shards_of(args[0]), *args[1:])
