@@ -21,13 +21,16 @@ from functional_jd.optimizers.base import (
     on_shards,
     refuse_tensor,
 )
-from functional_jd.torch_compat.torch_internals import capturable_devices, under_functorch
+from functional_jd.torch_compat.torch_internals import under_functorch
 
 _ENTRYWISE = {
     getattr(torch.optim, name): None
     for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 }
 """The classes of torch.optim that update every entry by itself, so that shards may be updated one by one."""
+
+_COUNTS_ON_HOST = ("cpu", "mps", "meta")
+"""The types of the devices on which classes of torch.optim do not take `capturable=True`."""
 
 
 @displayed_as(outline)
@@ -212,7 +215,7 @@ def _instance(
         )
     copies = [leaf.detach().clone() for leaf in params]
     # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.
-    may = params[0].device.type in capturable_devices() and params[0].dtype != torch.float64
+    may = params[0].device.type not in _COUNTS_ON_HOST and params[0].dtype != torch.float64
     if may and "capturable" in inspect.signature(cls).parameters:
         hyper = {"capturable": True} | hyper
     optimizer = cls(copies, **hyper)
@@ -220,7 +223,8 @@ def _instance(
         optimizer.param_groups[0]["lr"] = rate  # as a scheduler of torch does
     for copy, gradient, entry in zip(copies, gradients, entries, strict=True):
         copy.grad = copy_with_strides(gradient.detach(), copy)
-        optimizer.state[copy] = {key: copy_with_strides(value.detach(), copy) for key, value in entry.items()}
+        if entry:  # without one, that of the class: some create it at once, most in their first step
+            optimizer.state[copy] = {key: copy_with_strides(value.detach(), copy) for key, value in entry.items()}
     return optimizer
 
 

@@ -57,19 +57,6 @@ dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", 
 fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`; the formulas take its place."""
 
-fused_adamw_operator: Any = private("ops.aten._fused_adamw", "adamw", otherwise=False)
-"""The same without a change in place, `(params, directions, first, second, ...)` anew: what a graph may hold."""
-
-fused_devices: Any = private(
-    "utils._foreach_utils._get_fused_kernels_supported_devices", "adamw", otherwise=lambda: ["cpu", "cuda"]
-)
-"""The types of the devices that have such kernels; one that is registered later is among them."""
-
-capturable_devices: Any = private(
-    "optim.optimizer._get_capturable_supported_devices", "from_torch", otherwise=lambda: ["cuda"]
-)
-"""The types of the devices on which optimizers of torch need not wait for their count of steps."""
-
 each_times: Any = private(
     "_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [leaf * factor for leaf in leaves]
 )

@@ -240,11 +240,7 @@ FEATURES = {
 
 REPLACED = {
     "autograd.graph._engine_run_backward": step,
-    **dict.fromkeys(
-        ("_fused_adamw_", "ops.aten._fused_adamw", "_foreach_clone", "_foreach_mul", "_foreach_norm"), step
-    ),
-    "utils._foreach_utils._get_fused_kernels_supported_devices": step,
-    "optim.optimizer._get_capturable_supported_devices": optimizer_of_torch,
+    **dict.fromkeys(("_fused_adamw_", "_foreach_clone", "_foreach_mul", "_foreach_norm"), step),
     "_C._set_grad_enabled": layers,
     "Tensor._backward_hooks": step,
     "Node._input_metadata": many_losses,
@@ -272,7 +268,6 @@ TORCH_NEEDS = {
     "utils.checkpoint._CheckpointFrame.save_inputs",
     "nn.Module._call_impl",
     "utils.checkpoint._checkpoint_hook",
-    "optim.optimizer._get_capturable_supported_devices",
     "utils._foreach_utils._get_fused_kernels_supported_devices",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
 }
