@@ -74,6 +74,7 @@ CONTENTS = {
             "trainers",
             "cheaper_rules",
             "compile",
+            "gpu",
             "fronts",
             "pareto_sets",
             "physics",

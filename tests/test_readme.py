@@ -32,6 +32,7 @@ GUIDES = [
         "recipes_models",
         "cheaper_rules",
         "compile",
+        "gpu",
         "fronts",
         "pareto_sets",
         "physics",
