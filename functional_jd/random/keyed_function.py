@@ -1,10 +1,8 @@
 """Functions that draw random numbers, as pure functions of a key."""
 
 import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, wraps
-from threading import local
 from typing import Any
 
 import torch
@@ -104,28 +102,9 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
                 "torch shows to no mode drew from it, torch.manual_seed was called, or another thread drew. Draw with "
                 "the functions of functional_jd.random instead."
             )
-        if drawn and _THREAD.note is not None:
-            _THREAD.note(key)
         return result
 
     return wraps(f)(run) if hasattr(f, "__name__") else run
-
-
-@contextmanager
-def noting_keys(note: Callable[[Tensor], None]) -> Generator[None]:
-    """A context in which this thread calls `note(key)` after every function made by `keyed` that has drawn."""
-    around, _THREAD.note = _THREAD.note, note
-    try:
-        yield
-    finally:
-        _THREAD.note = around
-
-
-class _Thread(local):
-    note: Callable[[Tensor], None] | None = None
-
-
-_THREAD = _Thread()
 
 
 class _Keyed(RecomputedMode):

@@ -4,22 +4,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functional_jd.aggregation.hyper_parameters import POSITIVE, hyper_parameter
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.clipped import clipped
 from functional_jd.core.arguments import check_function, check_option, refuse
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_names
-from functional_jd.core.types import Params, Tree
-from functional_jd.engines.plan import Plan
+from functional_jd.core.tree import floating_leaves
+from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
-from functional_jd.objectives.buffers import is_key, may_be_key
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.noised import check_noise, noised
-from functional_jd.torch_compat.slow_path import user_level
-from functional_jd.torch_compat.watching import StateJournal
 
 _CLIPPINGS = {"flat": clipped, "automatic": lambda max_norm: auto_clipped(max_norm=max_norm)}
 _OTHERS = (
@@ -120,36 +115,3 @@ def _nothing_lost(params: Params, *batch: Any) -> Tensor:  # noqa: ARG001
     """One loss of zero, which no parameter moves."""
     leaves, _ = floating_leaves(params, "private")
     return leaves[0].new_zeros(1)
-
-
-def warn_of_moved_buffers(plan: Plan, journal: StateJournal, drawn: list[Tensor], buffers: Tree) -> None:
-    """Warn of buffers that the losses of an example return with other values, but for keys: they get no noise.
-
-    Args:
-        plan: how private training starts.
-        journal: what the evaluation of the losses changed in place.
-        drawn: the keys that `keyed` drew with.
-        buffers: those that the losses returned.
-    """
-    names = tree_names(buffers)
-    # Behind the keys of the examples, or, in a kind of somebody's own, behind the parameters.
-    given = next((x for x in plan.args[1:3] if tree_names(x) == names), ())
-    for name, before, after in zip(names, tree_leaves(given), tree_leaves(buffers), strict=False):
-        # Of a key by another name, all examples draw the same numbers: another warning says so.
-        is_drawn = is_key(name, before, given) or (drawn and may_be_key(before))
-        if is_drawn or not isinstance(after, Tensor) or _is_as_before(before, after, journal):
-            continue
-        warnings.warn(
-            f"{plan.where}: the losses of noised training move the buffer {name!r}, which gets no noise. If it follows "
-            "the examples, as a running mean does, neither it nor the parameters are private: keep none such. A count "
-            "of the steps is harmless, and gives no warning as an argument of the batch, by in_dims None.",
-            UserWarning,
-            stacklevel=user_level(),
-        )
-        return
-
-
-def _is_as_before(before: Tensor, after: Tensor, journal: StateJournal) -> bool:
-    _, _, old = journal.before.get(id(before), (None, None, None))
-    before = before if old is None else old
-    return before is after or torch.equal(before.nan_to_num(), after.nan_to_num())

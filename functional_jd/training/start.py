@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import check_type, described
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
@@ -23,10 +22,10 @@ from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_batch, check_learning, check_noise, refuse_8_bits
+from functional_jd.training.checks import check_learning, check_noise
 from functional_jd.training.driver import started
-from functional_jd.training.first_values import warn_of_values
-from functional_jd.training.prepare import prepare, refuse_engine
+from functional_jd.training.prepare import prepare
+from functional_jd.training.signatures import note_losses
 from functional_jd.training.state import TrainState, check_method
 
 
@@ -67,22 +66,18 @@ def train_state(
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not take this batch, or do
-            not return what the buffers and `has_aux` ask for.
-        ValueError: a scale that does not fit m; a batch without elements; an `nn.Parameter` that does not require grad
-            (pass it as a constant: `partition`); `multitask` losses without a trunk to train; losses of which none
-            reaches the parameters, or one does not (return it as aux, or name it in `constant`); `multitask` losses of
-            which none reaches the trunk; noise that protects nobody (`noised`). The graph of the losses decides, never
-            values.
+        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not return what the buffers
+            and `has_aux` need. An error of losses that do not take this batch has a note.
+        ValueError: losses of which none reaches the parameters, or one does not (return it as aux, or name it in
+            `constant`); `multitask` losses of which none reaches the trunk; a module that uses a parameter of its own
+            beside those it is given; noise that protects nobody (`noised`); losses that change parameters in place; a
+            frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit m. The graph of the
+            losses decides, never values.
 
     Warns:
-        UserWarning: losses that are not finite; running statistics of normalization, and other buffers of modules, that
-            move and are not returned as buffers; numbers of modules that `functional` puts back; a key in the buffers
-            that `keyed` draws with and that is returned as it was, or with which all examples draw alike; single losses
-            and something larger in one tuple; parameters that no loss reaches; gradients that pass through float16
-            without a scale; `levenberg_marquardt` and `natural_gradient` with losses that are squares, or with Adam;
-            examples of both signs, as residuals have, under rules for losses, such as `mean`, `upgrad` and `config`;
-            buffers other than keys that the losses move under `private` or `noised`.
+        UserWarning: parameters that no loss reaches; running statistics of normalization that move and are not returned
+            as buffers; buffers other than keys that the losses move under `private` or `noised`; single losses and
+            something larger in one tuple; gradients that pass through float16 without a scale.
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that
@@ -100,24 +95,24 @@ def train_state(
         >>> state.scale.scale
         tensor([65536., 65536.])
     """
-    check_method("train_state", losses, aggregator, optimizer, has_aux)
-    _check_kinds(engine, scale)
-    leaves, _ = floating_leaves(params, "train_state")
-    _refuse_without_trunk(losses, params)
-    refuse_frozen("train_state", params)
-    refuse_8_bits("train_state", "parameters", params)
-    check_batch("train_state", batch)
-    check_noise("train_state", losses, aggregator, optimizer)
+    where = "train_state"
+    check_method(where, losses, aggregator, optimizer, has_aux)
+    if scale is not None:
+        check_type(where, "scale", scale, ScaleState, "Start it with scale_state(2.0**16).")
+    leaves, _ = floating_leaves(params, where)
+    refuse_frozen(where, params)
+    check_noise(where, losses, aggregator, optimizer)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params = replicate(detach_parameters(params))
-    beside_parameters = _beside(leaves)
-    buffers = _buffers_at(beside_parameters, buffers)
-    placed = no_scale(device=leaves[0].device) if scale is None else tree_map(beside_parameters, scale)
+    place = _beside(leaves)
+    _check_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
+    buffers = tree_map(lambda x: place((x if _is_tracked(x) else x.detach()).clone()), buffers)
+    placed = no_scale(device=leaves[0].device) if scale is None else tree_map(place, scale)
     values = {"parameters": params, "buffers": buffers, "scale": placed}
-    check_ranks("train_state", losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
+    check_ranks(where, losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
     plan, chosen = prepare(
-        "train_state",
+        where,
         losses,
         params,
         batch,
@@ -129,24 +124,13 @@ def train_state(
         starting=True,
         optimizer=optimizer,
     )
-    check = partial(check_learning, optimizer=optimizer, losses=losses, batch=batch, constant=constant)
-    rule_state = _started(plan, chosen, check)
-    _refuse_no_tensors("the memory of a rule", rule_state, "Let its init return tensors: torch.zeros(()) for a number.")
-    check_ranks("train_state", losses, leaves, {"keys": keys_of(rule_state)})
+    check = partial(check_learning, optimizer=optimizer, buffers=buffers, constant=constant)
+    note = partial(note_losses, where, losses, len(plan.args) > 1 + len(batch), batch)
+    rule_state = _started(plan, chosen, check, note)
+    _check_tensors("the memory of a rule", rule_state, "Let its init return tensors: torch.zeros(()) for a number.")
+    check_ranks(where, losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
-
-
-def _check_kinds(engine: Any, scale: Any) -> None:
-    """Refuse what is no engine, and what is no scale."""
-    if not isinstance(engine, str | Engine):
-        refuse_engine("train_state", engine)
-    if scale is not None and not isinstance(scale, ScaleState):
-        raise TypeError(
-            f"train_state: scale must be a ScaleState or None, found {type(scale).__name__}. Start it with "
-            "scale_state(2.0**16), or scale_state(shape=(m,)) for one scale per objective; go on from a GradScaler "
-            "with precision.scale_state_from_dict(scaler.state_dict())."
-        )
 
 
 def _beside(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -159,13 +143,7 @@ def _beside(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
     return placed
 
 
-def _buffers_at(place: Callable[[Tensor], Tensor], buffers: Tree) -> Tree:
-    """Copies of the buffers, each where `place` puts it."""
-    _refuse_no_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
-    return tree_map(lambda x: place((x if _is_tracked(x) else x.detach()).clone()), buffers)
-
-
-def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
+def _started(plan: Plan, engine: Engine, check: Callable[..., None], note: Callable[..., None]) -> Tree:
     """The rule's initial state, from losses that leave no trace."""
     if torch.compiler.is_compiling():
         return started(plan, engine)[0]
@@ -174,14 +152,14 @@ def _started(plan: Plan, engine: Engine, check: Callable[..., None]) -> Tree:
         if not under_transform():
             check(plan, journal)
             put_back()
-        state, values = started(plan, engine)
+        return started(plan, engine)[0]
+    except TypeError as error:
+        note(error)
+        raise
     finally:
         journal.undo()  # the second evaluation changed what the first one did
         set_random_state(draws)
         put_back()
-    if not under_transform():
-        warn_of_values(plan, values)
-    return state
 
 
 def detach_parameters(params: Params) -> Params:
@@ -238,42 +216,24 @@ def _is_tracked(buffer: Tensor) -> bool:
     return under_functorch() and not isinstance(buffer, nn.Parameter)
 
 
-def _refuse_no_tensors(what: str, tree: Tree, cure: str) -> None:
+def _check_tensors(name: str, tree: Tree, cure: str) -> None:
     for index, leaf in enumerate(tree_leaves(tree)):
         if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            name = tree_names(tree)[index]
-            raise TypeError(
-                f"train_state: {what} must be a pytree of tensors, found {described(leaf)} in {name!r}. {cure}"
-            )
-
-
-def _refuse_without_trunk(losses: LossFunction, params: Params) -> None:
-    """Refuse `multitask` losses whose trunk has no parameters, or only frozen ones: no row is left for a rule."""
-    trunk = kind_of(losses).row_params(losses, params)
-    if trunk is params:
-        return
-    leaves = tree_leaves(trunk)
-    if not all(isinstance(p, nn.Parameter) and not p.requires_grad for p in leaves):
-        return
-    found = "that all of them are frozen" if leaves else "none"
-    raise ValueError(
-        f"train_state: expected parameters of the trunk to train, in params['shared'], found {found}. Where all of the "
-        "trunk is constant, take a plain function of {'heads': params['heads']} with total(): every head follows its "
-        "own loss, as in multitask. Pass the trunk in the buffers, or close over it."
-    )
+            found = f"{described(leaf)} in {tree_names(tree)[index]!r}"
+            raise TypeError(f"train_state: {name} must be a pytree of tensors, found {found}. {cure}")
 
 
 def refuse_frozen(where: str, params: Params) -> None:
-    """Refuse an `nn.Parameter` that is not trained: rows by it would count."""
-    leaves, _ = floating_leaves(params, where)
-    places = [index for index, p in enumerate(leaves) if isinstance(p, nn.Parameter) and not p.requires_grad]
-    if places:
-        names = tree_names(params)
-        frozen = [names[index] for index in places]
+    """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
+    frozen = [
+        name
+        for name, p in zip(tree_names(params), tree_leaves(params), strict=True)
+        if isinstance(p, nn.Parameter) and not p.requires_grad
+    ]
+    if frozen:
         raise ValueError(
-            f"{where}: expected parameters that require grad, since all of them are trained, found frozen "
+            f"{where}: all parameters must require grad, since all of them are trained, found frozen "
             f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
             "trained, constant = objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
-            "objectives.merge(trained, constant) (of multitask losses in `features`: a function around them would be "
-            "plain losses)."
+            "(of multitask losses in `features`) objectives.merge(trained, constant)."
         )

@@ -18,7 +18,7 @@ from functional_jd.torch_compat.torch_internals import under_functional_transfor
 from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
-from functional_jd.training.signatures import blame_batch
+from functional_jd.training.signatures import note_losses
 from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
 from functional_jd.training.through_skips import closed, opened
 
@@ -108,7 +108,7 @@ def step(
         # Nobody else holds the direction.
         return _finished(plan, state, optimizer, directed(plan, chosen, used.aggregator), token, used)
     except TypeError as error:
-        blame_batch("step", losses, len(plan.args) > 1 + len(batch), batch, error)
+        note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.training.blame import bad_derivatives
-from functional_jd.training.signatures import blame_step
+from functional_jd.training.signatures import note_step
 from functional_jd.training.skips import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
 
@@ -73,7 +73,7 @@ def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) ->
         try:
             state, info = step(state, *given)
         except TypeError as error:
-            blame_step(watch.where, step, given, error)
+            note_step(watch.where, step, given, error)
             raise
         yield state, info
         # Afterwards, so that the last step is seen too.

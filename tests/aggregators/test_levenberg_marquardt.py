@@ -1,6 +1,5 @@
 """Levenberg-Marquardt: Nielsen's update by hand, bad starts that recover, transforms and derivatives."""
 
-import warnings
 from functools import partial
 
 import numpy as np
@@ -150,48 +149,6 @@ def test_dampings_are_checked():
     with pytest.raises(ValueError, match=r"levenberg_marquardt: damping must be positive and finite, found 0"):
         fj.levenberg_marquardt(0.0)
     assert tree_map(lambda x: x.shape, three_steps(normal(2, 2), normal(2), 1.0)) == (3, 2)
-
-
-LINEAR = {"w": torch.tensor([1.0, -2.0])}
-SQUARED = {
-    "squares of points": fj.per_example(lambda p, x: (p["w"] @ x - 1).square()),
-    "their mean": lambda p, x: {"fit": ((x @ p["w"] - 1) ** 2).mean(), "size": p["w"].square().sum() / 2},
-    "mse_loss": lambda p, x: torch.nn.functional.mse_loss(x @ p["w"], torch.ones(len(x))),
-}
-RESIDUALS = {
-    "points": fj.per_example(lambda p, x: p["w"] @ x - 1),
-    "a square less a number": fj.per_example(lambda p, x: (p["w"] @ x).square() - 1),
-    "a tensor": lambda p, x: x @ p["w"] - 1,
-}
-
-
-def told(losses, optimizer, rule=None):
-    x = torch.eye(2)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        rule = fj.levenberg_marquardt() if rule is None else rule
-        fj.train_state(LINEAR, x, losses=losses, aggregator=rule, optimizer=optimizer)
-    return "".join(str(each.message) for each in found)
-
-
-@pytest.mark.parametrize("losses", SQUARED.values(), ids=SQUARED)
-def test_losses_that_are_squares_are_warned_of(losses):
-    for rule, name in ((None, "levenberg_marquardt"), (fj.natural_gradient(), "natural_gradient")):
-        assert f"{name} expects residuals and a rate of 1, found losses that are squares" in told(
-            losses, fj.sgd(1.0), rule
-        )
-    assert told(losses, fj.sgd(1.0), fj.mean()) == ""
-
-
-@pytest.mark.parametrize("losses", RESIDUALS.values(), ids=RESIDUALS)
-def test_residuals_are_not_warned_of_but_adam_is(losses):
-    searching = fj.line_search(fj.sgd(1.0), [1.0, 0.5])
-    assert told(losses, fj.sgd(1.0)) == told(losses, searching) == ""
-    for optimizer in (fj.adamw(), fj.from_torch(torch.optim.Adam, lr=0.1), fj.line_search(fj.adamw(), [1.0, 0.5])):
-        assert "found Adam, which undoes the length of its steps: take line_search(sgd(1.0), rates)." in told(
-            losses, optimizer
-        )
-        assert "natural_gradient expects residuals" in told(losses, optimizer, fj.natural_gradient())
 
 
 def test_new_points_are_learned_after_a_long_rest_at_rounding():

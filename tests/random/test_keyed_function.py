@@ -560,15 +560,3 @@ def test_multitask_losses_share_the_draw_of_their_features():
         return torch.stack([h.square().mean(), h.abs().mean()])
 
     close((jacobian.shared, torch.stack(values)), (torch.func.jacrev(by_hand)(params["a"]), by_hand(params["a"])))
-
-
-def test_keys_of_functions_that_have_drawn_are_noted():
-    drawn, inner, own = [], [], keyed(lambda x: drop(x, 0.5))
-    with keyed_function.noting_keys(drawn.append):
-        own(KEY, x)
-        with keyed_function.noting_keys(inner.append):
-            own(KEY, x)
-        keyed(torch.sin)(random.key(2), x)
-    own(KEY, x)
-    assert len(drawn) == len(inner) == 1
-    assert drawn[0] is inner[0] is KEY

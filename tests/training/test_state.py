@@ -46,7 +46,7 @@ def test_what_is_no_state_is_refused(state):
 
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
 def test_what_is_no_scale_is_refused(scale):
-    refused(r"^train_state: scale must be a ScaleState or None.*scale_state\(", lambda: begun(scale=scale), TypeError)
+    refused(r"^train_state: scale must be a ScaleState, found .*scale_state\(", lambda: begun(scale=scale), TypeError)
     refused(
         r"^step: state\.scale must be a ScaleState.*no_scale\(\)",
         lambda: fj.step(begun()._replace(scale=scale), X, **method()),

@@ -286,20 +286,23 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
     direct = lambda params, x: {"a": net(x).square().mean(), "b": (net(x) - 1).square().mean()}
     mixed = lambda params, x: {"a": apply(params, dict(net.named_buffers()), x)[0].square().mean(), "b": net(x).mean()}
     before, draws = {name: b.clone() for name, b in net.named_buffers()}, torch.get_rng_state()
-    with pytest.raises(ValueError, match="weights_fn: expected losses that depend on the parameters, found none"):
+    with pytest.raises(ValueError, match="weights_fn: the losses must depend on the parameters, found none"):
         jd.weights_fn(direct, jd.upgrad())(params, x)
     # The look leaves no trace: what was refused was not evaluated, as far as module and generator can tell.
     assert torch.equal(torch.get_rng_state(), draws)
     assert all(torch.equal(b, before[name]) for name, b in net.named_buffers())
-    with pytest.warns(UserWarning, match="found 'b' without a gradient, whose weights say nothing"):
+    with pytest.raises(ValueError, match=r"also use the tensor that '0\.bias' starts from"):
         jd.weights_fn(mixed, jd.upgrad())(params, x)
+    partly = lambda params, x: {"a": mixed(params, x)["a"], "b": x.mean()}
+    with pytest.warns(UserWarning, match="found 'b' without a gradient: their weights mean nothing"):
+        jd.weights_fn(partly, jd.upgrad())(params, x)
 
 
 def test_parameters_that_are_frozen_are_refused():
     base, head = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
     net, x = nn.Sequential(base, head), torch.randn(4, 2)
     losses = lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0)
-    with pytest.raises(ValueError, match=r"weights_fn: expected parameters that require grad.*found frozen '0.bias'"):
+    with pytest.raises(ValueError, match=r"weights_fn: all parameters must require grad.*found frozen '0.bias'"):
         jd.weights_fn(losses, jd.config())(dict(net.named_parameters()), x)
     trained, constant = jd.objectives.partition(dict(net.named_parameters()), lambda name, p: p.requires_grad)
     found = jd.weights_fn(lambda p, x: losses(jd.objectives.merge(p, constant), x), jd.config())(trained, x)
@@ -314,7 +317,7 @@ def test_parameters_that_are_frozen_later_are_refused_too():
     weigh = jd.weights_fn(lambda params, x: jd.functional(net)(params, {}, x)[0].square().mean(0), jd.config())
     state = weigh(dict(net.named_parameters()), x).state
     net.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"weights_fn: expected parameters that require grad.*found frozen 'bias'"):
+    with pytest.raises(ValueError, match=r"weights_fn: all parameters must require grad.*found frozen 'bias'"):
         weigh(dict(net.named_parameters()), x, state=state)
 
 
