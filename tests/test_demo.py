@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rule_table import RULES, rule_of
 from sklearn.datasets import load_digits
 
 import functional_jd as fj
@@ -15,7 +16,6 @@ from functional_jd.aggregators.mean import mean
 from functional_jd.core.tree import tree_leaves
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.random import key
-from functional_jd.testing.table import RULES, rule_of
 from functional_jd.training.start import train_state
 
 ROOT = Path(__file__).parents[1]

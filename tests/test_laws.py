@@ -2,7 +2,7 @@
 
 Claims are tested with hyper-parameters from their whole ranges.
 
-The table is `functional_jd.testing.RULES`: a new rule is one entry there.
+The table is `rule_table.RULES`: a new rule is one entry there.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from functools import partial
 import hypothesis
 import pytest
 import torch
+from rule_table import RULES, builder, jacobians_for, rule_of
 
 from functional_jd import aggregators
 from functional_jd.aggregation.aggregate import aggregate
@@ -19,9 +20,8 @@ from functional_jd.aggregation.hyper_parameters import Number
 from functional_jd.aggregation.per_objective import Numbers
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.core.tree import tree_leaves
-from functional_jd.testing import ALWAYS, BY_CLAIM, RULES, hyper_parameters_are_values
+from functional_jd.testing import ALWAYS, BY_CLAIM, hyper_parameters_are_values
 from functional_jd.testing.conformance import counterexample
-from functional_jd.testing.table import builder, jacobians_for, rule_of
 
 PROFILE = hypothesis.settings()
 CLAIMED = hypothesis.settings(max_examples=max(10, PROFILE.max_examples // 2))

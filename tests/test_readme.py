@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from rule_table import RULES
 
 import functional_jd
 from functional_jd.core.tree import all_finite
-from functional_jd.testing import RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

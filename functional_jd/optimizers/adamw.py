@@ -136,8 +136,8 @@ def adamw(
         # The kernel of an accelerator takes a rate in float32.
         if exact and fused and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = leaves, directions, first, second
-            moved = _fused(columns, state.steps, moving, rate, (b1, b2, weight_decay, eps))
-            params, first, second = (tree_unflatten(structure, list(column)) for column in moved)
+            new = _fused(columns, state.steps, moving, rate, (b1, b2, weight_decay, eps))
+            params, first, second = (tree_unflatten(structure, list(column)) for column in new)
             return params, AdamwState(state.steps + (1 if moving is None else moving), first, second)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
@@ -181,7 +181,8 @@ def _fused(
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
         group = [[column[place] for place in places] for column in columns]
         numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-        new = (fused_adamw_op if in_graph else _moved)(*group, steps, moving, *numbers, *settings)
+        kernel: Any = fused_adamw_op if in_graph else _moved
+        new = kernel(*group, steps, moving, *numbers, *settings)
         moved.update(zip(places, zip(new[:count], new[count : 2 * count], new[2 * count :], strict=True), strict=True))
     return zip(*[moved[place] for place in range(len(moved))], strict=True)
 

@@ -12,7 +12,6 @@ if _missing := [name for name in ("hypothesis", "pytest", "scipy") if find_spec(
         'Install them: pip install "functional_jd[test]".'
     )
 
-from functional_jd.testing.black_box import black_box
 from functional_jd.testing.conformance import Counterexample, Findings, laws_of, obeys
 from functional_jd.testing.derivatives import differentiable, hyper_parameters_are_values
 from functional_jd.testing.laws import (
@@ -36,18 +35,15 @@ from functional_jd.testing.laws import (
     weakly_stationary,
 )
 from functional_jd.testing.strategies import Layer, Range, gramians, jacobians, param_trees
-from functional_jd.testing.table import RULES, rules_table, with_rules_table
 
 __all__ = [
     "ALWAYS",
     "BY_CLAIM",
-    "RULES",
     "Counterexample",
     "Findings",
     "Layer",
     "Range",
     "batched",
-    "black_box",
     "compiled",
     "differentiable",
     "finite",
@@ -66,10 +62,8 @@ __all__ = [
     "permutation_equivariant",
     "pure",
     "rotation_blind",
-    "rules_table",
     "shaped",
     "strongly_stationary",
     "tree_equals_flat",
     "weakly_stationary",
-    "with_rules_table",
 ]

@@ -1,6 +1,5 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
-import inspect
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from functional_jd.testing.laws import ALWAYS, BY_CLAIM, Law, compiled
 from functional_jd.testing.measures import Case, runs
 from functional_jd.testing.strategies import Range, numbers
 from functional_jd.testing.strategies import jacobians as any_jacobians
-from functional_jd.testing.written import Written, first_argument
 
 Cases = st.SearchStrategy[Any]
 Builder = Callable[..., Aggregator]
@@ -46,7 +44,6 @@ class Counterexample(NamedTuple):
         losses: the losses, for a rule that uses them.
         error: the exception that was raised.
         hyper: the hyper-parameters, for a builder that was tested.
-        rule: how the rule was written in the call of `obeys` or `laws_of`, if that can be pasted.
     """
 
     law: Law
@@ -55,7 +52,6 @@ class Counterexample(NamedTuple):
     losses: Losses
     error: BaseException
     hyper: Mapping[str, float] = MappingProxyType({})
-    rule: Written | None = None
 
     def __bool__(self) -> bool:
         return False
@@ -71,15 +67,10 @@ class Counterexample(NamedTuple):
         imports = {"import torch", f"from {self.law.__module__} import {self.law.__name__}"}
         assignments = [f"{name} = {_code(value, imports)}" for name, value in values.items()]
         call = f"{self.law.__name__}({', '.join(arguments)})"
-        if self.rule is not None:
-            imports.update(self.rule.imports)
-        unknown = "" if self.rule else f"  # {'build' if self.hyper else 'rule'}: the one that was tested"
+        unknown = f"  # {'build' if self.hyper else 'rule'}: the one that was tested"
         if self.hyper:
-            assignments += [f"build = {self.rule.code}"] if self.rule else []
             given = f"hyper = {dict(self.hyper)}" if is_of_builder else f"rule = build(**{dict(self.hyper)})"
             assignments.append(given + unknown)
-        elif self.rule is not None:
-            assignments.append(f"rule = {self.rule.code}")
         else:
             call += unknown
         return "\n".join([*sorted(imports, key=len), "", *assignments, call])
@@ -137,7 +128,7 @@ def obeys(
 
     Returns:
         A parametrised pytest test. If a law is broken it raises an `AssertionError`, whose message is the smallest such
-        Jacobian, as code to paste into a notebook, with the rule as it is written in the call.
+        Jacobian, as code to paste into a notebook.
 
     Raises:
         TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
@@ -155,14 +146,12 @@ def obeys(
     """
     check_search("obeys", laws, jacobians, settings)
     _check_subject(rule, hyper, "obeys")
-    written = first_argument(_caller(), "obeys")
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
         __tracebackhide__ = True  # pytest shows the message alone: the example is in it
         example = counterexample(rule, law, jacobians, settings or hypothesis.settings(deadline=None), hyper)
         if example is not None:
-            example = example._replace(rule=written)
             raise AssertionError(f"{law.__name__} is broken: {_message(example.error)}\n\n{example}") from None
 
     return test
@@ -198,14 +187,7 @@ def laws_of(
     _check_subject(rule, hyper, "laws_of")
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
-    written = first_argument(_caller(), "laws_of")
-    return Findings({name: True if e is None else e._replace(rule=written) for name, e in examples.items()})
-
-
-def _caller() -> Any:
-    """The frame that called the function that calls this one."""
-    frame = inspect.currentframe()
-    return frame.f_back.f_back if frame and frame.f_back else None
+    return Findings({name: True if example is None else example for name, example in examples.items()})
 
 
 def counterexample(

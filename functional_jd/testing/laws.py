@@ -280,7 +280,7 @@ def linear_under_row_scaling(rule: Aggregator, jacobian: Jacobian, *others: Jaco
 def on_the_simplex(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """Weights are on the simplex, for every entry if they are entrywise: `weights >= 0`, `sum_i weights_i = 1`.
 
-    To 2^-20, as weights may be float32. Of a rule whose weights are not known (`black_box`), the direction is a convex
+    To 2^-20, as weights may be float32. If a leaf of the weights has a `rest`, the direction is a convex
     combination of the rows, to 2^-20 of the largest entry; such weights are found by non-negative least squares.
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012: the convex hull of the gradients.

@@ -10,7 +10,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the package of this clone
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]  # the package of this clone, its tests
 
 # By the first cell of a row of the README's table "Beside the peers". None: read in the code of the peers.
 ROWS: dict[str, str | None] = {

@@ -16,7 +16,11 @@ import hypothesis
 import torch
 from torchjd import aggregation as peer
 
-from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, black_box, laws_of
+from functional_jd.aggregation import AffineWeights
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.tree import tree_flatten, tree_unflatten
+from functional_jd.testing import ALWAYS, BY_CLAIM, Counterexample, laws_of
+from functional_jd.views import full_jacobian
 
 STORED = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).parents[2]
@@ -24,6 +28,23 @@ PAGE = ROOT / "docs" / "laws_of_torchjd.md"
 LAWS = (*ALWAYS, *BY_CLAIM)
 BEGIN, END = "<!-- begin: made by tests/claims/laws_of_torchjd.py -->", "<!-- end -->"
 SETTINGS = hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
+
+
+def black_box(f: Callable[[torch.Tensor], torch.Tensor]) -> Aggregator:
+    """A rule whose direction is `f(matrix)`. Its weights are not known: they are zero, with the direction as `rest`."""
+
+    def update(jacobian: Any, _: Any) -> Any:
+        leaves, structure = tree_flatten(jacobian)
+        rows = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in leaves]
+        parts = f(torch.cat(rows, dim=1)).split([row.shape[1] for row in rows])
+        zeros = [leaf.new_zeros((len(leaf), *[1] * (leaf.ndim - 1)), dtype=torch.float64) for leaf in leaves]
+        rests = [
+            part.to(torch.promote_types(part.dtype, torch.float32)).reshape(leaf.shape[1:])
+            for part, leaf in zip(parts, leaves, strict=True)
+        ]
+        return tree_unflatten(structure, list(map(AffineWeights, zeros, rests))), ()
+
+    return Aggregator(full_jacobian, lambda _: (), update)
 
 
 def reset(aggregator: Any) -> Callable[[torch.Tensor], torch.Tensor]:

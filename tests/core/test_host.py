@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rule_table import RULES, rule_of
 from simulated import simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -12,7 +13,6 @@ from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View
 from functional_jd.core.host import is_capturing, run_on_host
-from functional_jd.testing.table import RULES, rule_of
 
 ROWS = {"constant": 3, "cosmos": 3, "epo": 3, "pbi": 3}  # of the rules that are built for a number of them
 KINDS = (torch.bool, torch.float64, torch.int32, torch.float16, torch.uint8, torch.int64, torch.complex128)

@@ -431,7 +431,6 @@ TESTING = {
     },
     "linear_under_row_scaling": lambda g: testing.linear_under_row_scaling(jd.mean(), g.matrix),
     "rotation_blind": lambda g: testing.rotation_blind(jd.mgda(), g.matrix),
-    "black_box": lambda g: jd.aggregate(testing.black_box(lambda J: J.mean(0)), g.rows),
     "hyper_parameters_are_values": lambda g: testing.hyper_parameters_are_values(
         jd.uw, {"rate": 0.5}, g.rows, losses=g.losses
     ),
@@ -473,11 +472,10 @@ RECORDS = (
 WITHOUT = {
     **dict.fromkeys(RECORDS, "a record, of what the functions return or take"),
     **dict.fromkeys(("SlowPathWarning", "TrainingStalled"), "an exception"),
-    **dict.fromkeys(("testing.ALWAYS", "testing.BY_CLAIM", "testing.RULES", "random"), "no function"),
+    **dict.fromkeys(("testing.ALWAYS", "testing.BY_CLAIM", "random"), "no function"),
     **dict.fromkeys(("plotting.PALETTE", "plotting.PROBLEMS"), "no function"),
     **dict.fromkeys(("plotting.quadratics", "plotting.fonseca_fleming", "plotting.two_valleys"), "takes no tensors"),
     **dict.fromkeys(("plotting.legend", "plotting.look", "plotting.quiet"), "takes no tensors"),
-    **dict.fromkeys(("testing.rules_table", "testing.with_rules_table"), "a text"),
     **dict.fromkeys(("testing.jacobians", "testing.gramians", "testing.param_trees"), "draws examples, on the CPU"),
     **dict.fromkeys(("testing.obeys", "testing.laws_of"), "calls a law with drawn examples, on the CPU"),
     "PLAIN": "a record, of functions that others call",

@@ -5,14 +5,13 @@ It takes a torch that was built with CUDA, and no GPU. Steps are not possible: a
 
 import pytest
 import torch
+from rule_table import RULES, rule_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as jd
 from functional_jd import aggregate
 from functional_jd.aggregation.aggregate import start
-from functional_jd.testing import RULES
-from functional_jd.testing.table import rule_of
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch built with CUDA")
 

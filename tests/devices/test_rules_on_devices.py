@@ -8,14 +8,13 @@ from inspect import signature
 import pytest
 import torch
 from bounds import check_stable
+from rule_table import RULES, rule_of
 from simulated import TooManyLaunchesError, simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd
 from functional_jd import aggregate, constant, cosmos, epo, pbi, random
 from functional_jd.aggregation.aggregate import start
-from functional_jd.testing import RULES
-from functional_jd.testing.table import rule_of
 
 # Small dense problems take one round trip to the host, or at most 40 launches; the rest is of the rows.
 LIMIT = 400

@@ -179,10 +179,6 @@ def _laws_of(rule, law, jacobians, hyper, settings):
     testing.laws_of(rule, law, jacobians=jacobians, hyper=hyper, settings=settings)
 
 
-def _black_box(f):
-    return jd.aggregate(testing.black_box(f), rows())
-
-
 def _subject() -> dict[str, Any]:
     return {
         "rule": jd.uw,
@@ -214,7 +210,6 @@ LAWS = (
 
 TESTING = {
     **{name: _law(name) for name in LAWS},
-    "black_box": Call(_black_box, lambda: {"f": lambda J: J.mean(0)}, functions=kinds({"f"})),
     "obeys": Call(_obeys, _subject, {"law": CALLABLE, "jacobians": OPTION, "settings": OPTION}, kinds({"rule", "law"})),
     "laws_of": Call(_laws_of, _subject, {"law": CALLABLE - {"module"}, "jacobians": OPTION}, kinds({"rule", "law"})),
     "hyper_parameters_are_values": Call(
@@ -230,10 +225,4 @@ TESTING = {
     ),
     "gramians": Call(testing.gramians, lambda: {"rows": 2, "rank": (1, 2), "wide": True}, {"wide": SWITCH}),
     "param_trees": Call(testing.param_trees, lambda: {"dtype": torch.float64}),
-    "rules_table": Call(
-        testing.rules_table,
-        lambda: {"rules": {"mine": jd.mean()}, "jacobians": testing.jacobians(2, 2), "settings": _FAST},
-        {"rules": OPTION | kinds({"dict"}), "jacobians": OPTION},
-    ),
-    "with_rules_table": Call(testing.with_rules_table, lambda: {"text": "<!-- rules --><!-- /rules -->"}),
 }

@@ -3,12 +3,12 @@
 import hypothesis
 import pytest
 import torch
+from rule_table import RULES, jacobians_for, rule_of
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian, no_gradients
-from functional_jd.testing import RULES, differentiable, hyper_parameters_are_values, laws_of
-from functional_jd.testing.table import jacobians_for, rule_of
+from functional_jd.testing import differentiable, hyper_parameters_are_values, laws_of
 
 J = torch.tensor([[1.0, 2.0], [0.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
 

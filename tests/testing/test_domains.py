@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from rule_table import RULES, rule_of
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.testing import RULES
-from functional_jd.testing.table import rule_of
 
 CASES = [(name, number) for name, entry in RULES.items() for number in entry.invalid]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_table import RULES, rule_of
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as jd
 from functional_jd.aggregation.views import as_view
-from functional_jd.testing.table import RULES, rule_of
 from functional_jd.training.compiled import is_compiled
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))

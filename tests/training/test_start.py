@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from rule_table import RULES, rule_of
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
-from functional_jd.testing.table import RULES, rule_of
 
 METHOD = {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

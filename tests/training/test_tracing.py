@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from rule_table import RULES, rule_of
 from torch._higher_order_ops import cond, scan, while_loop
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,7 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 import functional_jd as jd
 from functional_jd.aggregation.views import as_view
-from functional_jd.testing.table import RULES, rule_of
 
 X = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
 PARAMS = {"w": X[0, :3, :2].clone(), "b": torch.zeros(2)}

@@ -1,24 +1,26 @@
-"""The rules of the package: how tests build each, which laws each claims, and the table of `docs/rules.md`."""
+"""The rules of the package: how tests build each, which laws each claims, and the table of `docs/rules.md`.
+
+`python tests/rule_table.py docs/rules.md` writes the table into the page, between its marks.
+"""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import hypothesis
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule, start
+from functional_jd.aggregation.aggregate import Aggregator, start
 from functional_jd.aggregation.views import as_view
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.core.arguments import check_mapping, check_type
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Params
 from functional_jd.random import key
-from functional_jd.testing.conformance import SETTINGS, cases_of, check_search, laws_of, nontrivial_case
 from functional_jd.testing.laws import (
     Law,
     homogeneous,
@@ -102,38 +104,10 @@ def jacobians_for(name: str) -> st.SearchStrategy[Any]:
     return any_jacobians(entry.rows, like=entry.like, wide=entry.wide)
 
 
-def rules_table(
-    rules: Mapping[str, Aggregator] | None = None,
-    *,
-    jacobians: st.SearchStrategy[Any] | None = None,
-    settings: hypothesis.settings = SETTINGS,
-) -> str:
-    """Return rules as a Markdown table: what each looks at and remembers, and the laws that it obeys.
-
-    Args:
-        rules: rules by name, such as `{"shy": shy(), "upgrad": upgrad()}`: each is tested as `laws_of` tests it, some
-            seconds long, and a law is marked where no counterexample was found. `None`: all rules of the package, with
-            the laws that they claim, which its tests test.
-        jacobians: a strategy, for rules that do not accept all Jacobians: `jacobians(rows=3)`.
-        settings: settings of hypothesis, as for `laws_of`.
-
-    Returns:
-        Two header lines, then one line per rule.
-
-    Raises:
-        TypeError: `rules` is not a dict of rules by name, `jacobians` no strategy, or `settings` none.
-
-    Example:
-        >>> table = rules_table({"mine": stateless(views.gramian, torch.diag), "mean": mean()})
-    """
+def rules_table() -> str:
+    """All rules as a Markdown table: what each looks at and remembers, and the laws that it claims."""
     lines = [_row(["rule", "looks at", "remembers", *_COLUMNS.values()])]
     lines.append(_row(["---", "---", "---", *[":-:"] * len(_COLUMNS)]))
-    if rules is not None:
-        check_mapping("rules_table", "rules", rules, 'Pass for instance {"mine": mine(), "upgrad": upgrad()}.')
-        check_search("rules_table", (), jacobians, settings)
-        for rule in rules.values():
-            check_rule(rule, "rules_table")
-        return "\n".join([*lines, *(_found_row(name, rule, jacobians, settings) for name, rule in rules.items())])
     for name, entry in RULES.items():
         build = builder(name)
         if _takes_rules(name):
@@ -145,39 +119,12 @@ def rules_table(
     return "\n".join(lines)
 
 
-def _found_row(
-    name: str, rule: Aggregator, jacobians: st.SearchStrategy[Any] | None, settings: hypothesis.settings
-) -> str:
-    """What was found of a rule that claims nothing."""
-    strategy = cases_of(rule, any_jacobians() if jacobians is None else jacobians, {})
-    (rows, others, losses), _ = nontrivial_case(strategy, settings)
-    marks = [
-        "✓" if found else "" for found in laws_of(rule, *_COLUMNS, jacobians=jacobians, settings=settings).values()
-    ]
-    return _row([f"`{name}`", _seen_by(rule), _remembered(start(rule, rows, *others, losses=losses)), *marks])
-
-
 def with_rules_table(text: str) -> str:
-    """Update the table between the markers `<!-- rules -->` and `<!-- /rules -->` in a Markdown text.
-
-    Args:
-        text: the Markdown, with both markers.
-
-    Returns:
-        The text with the new table, otherwise unchanged.
-
-    Raises:
-        TypeError: no text.
-        ValueError: the text does not have both markers, in this order.
-    """
-    check_type("with_rules_table", "text", text, str, "Pass the Markdown.")
+    """The text with the new table between its marks."""
     before, opening, rest = text.partition(_OPEN)
     _, closing, after = rest.partition(_CLOSE)
-    if not (opening and closing):
-        raise ValueError(
-            f"with_rules_table: expected the markers {_OPEN} and {_CLOSE} in this order, found a text without them. "
-            "Put them on lines of their own around the table."
-        )
+    assert opening, text
+    assert closing, text
     return f"{before}{_OPEN}\n{rules_table()}\n{_CLOSE}{after}"
 
 
@@ -389,3 +336,8 @@ RULES: dict[str, Entry] = {
     "gradnorm": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FREE, {"alpha": _SIZE, "rate": _RATES}),
 }
 """All rules by name: how each is tested, and the laws that it claims."""
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(with_rules_table(page.read_text(encoding="utf-8")), encoding="utf-8")
