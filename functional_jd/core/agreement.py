@@ -121,26 +121,22 @@ def description(value: Any, keys: bool = True, waiting: bool = True, depth: int 
     """
     if depth > _DEEPEST or value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value if depth <= _DEEPEST else "..."
-    inner = partial(description, keys=keys, waiting=waiting, depth=depth + 1)
     if isinstance(value, Tensor):
         is_key = value.dtype == torch.int64 and value.shape == (2,)
         plain = not is_sharded(value) and (keys or not is_key) and (waiting or value.is_cpu)
         return [str(value.dtype), list(value.shape), int(checksums([value])[0]) if plain else ""]
+    inner = partial(description, keys=keys, waiting=waiting, depth=depth + 1)
+    parts = list(map(inner, _parts(value)))
     if isinstance(value, Mapping):
-        return [[str(key), inner(item)] for key, item in cast("Mapping[Any, Any]", value).items()]
-    if isinstance(value, list | tuple):
-        return [type(cast(Any, value)).__name__, *map(inner, cast("list[Any]", value))]
-    if isinstance(value, partial):
-        return ["partial", inner(cast(Any, value).func), inner(value.args), inner(value.keywords)]
+        return [list(map(str, cast("Mapping[Any, Any]", value))), *parts]
+    if isinstance(value, list | tuple | partial):
+        names = list(cast(Any, value).keywords) if isinstance(value, partial) else []
+        return [type(cast(Any, value)).__name__, *names, *parts]
     if not isinstance(value, FunctionType):
         kind: Any = cast(Any, value) if isinstance(value, type) else type(value)
         return f"{kind.__module__}.{kind.__qualname__} {getattr(value, '__name__', '')}"
-    module = value.__module__ or ""  # none, if exec made it
-    name = f"{module}.{value.__qualname__}:{value.__code__.co_firstlineno}"
-    if not module.startswith("functional_jd."):
-        return name
-    filled = [cell for cell in value.__closure__ or () if _is_filled(cell)]
-    return [name, *(inner(cell.cell_contents) for cell in filled), *map(inner, value.__defaults__ or ())]
+    name = f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
+    return [name, *parts, *map(inner, value.__defaults__ or ())] if _is_own(value) else name
 
 
 def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[str]:
@@ -153,26 +149,35 @@ def function_names(value: Any, of_users: bool = True, depth: int = 0) -> list[st
     """
     if depth > _DEEPEST:
         return []
-    parts: list[Any] = []
     names: list[str] = []
-    if isinstance(value, Mapping):
-        parts = list(cast("Mapping[Any, Any]", value).values())
-    elif isinstance(value, list | tuple):
-        parts = list(cast("list[Any]", value))
-    elif isinstance(value, partial):
-        parts = [cast(Any, value).func, *value.args, *value.keywords.values()]
-    elif not isinstance(value, FunctionType):  # classes, and functions of torch
-        names = [getattr(value, "__name__", "")]
-    else:
-        own = (value.__module__ or "").startswith("functional_jd.")
+    if isinstance(value, FunctionType):
         name = value.__qualname__.partition(".<locals>")[0]
-        if own:
-            names = [(value.__module__ or "").rpartition(".")[2] if name == "<lambda>" else name]
+        if _is_own(value):
+            names = [value.__module__.rpartition(".")[2] if name == "<lambda>" else name]
         elif of_users and not value.__qualname__.endswith("<lambda>"):
             names = [name]
-        parts = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)] if own else []
-    found = [*names, *(name for part in parts for name in function_names(part, of_users, depth + 1))]
+    elif not isinstance(value, Mapping | list | tuple | partial):  # classes, and functions of torch
+        names = [getattr(value, "__name__", "")]
+    found = [*names, *(name for part in _parts(value) for name in function_names(part, of_users, depth + 1))]
     return list(dict.fromkeys(filter(None, found)))
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a rule, an optimizer or a part of one is made of: entries, arguments, and what own functions capture."""
+    if isinstance(value, Mapping):
+        return list(cast("Mapping[Any, Any]", value).values())
+    if isinstance(value, list | tuple):
+        return list(cast("list[Any]", value))
+    if isinstance(value, partial):
+        bound: Any = value
+        return [bound.func, *bound.args, *bound.keywords.values()]
+    if isinstance(value, FunctionType) and _is_own(value):
+        return [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    return []
+
+
+def _is_own(function: FunctionType) -> bool:
+    return (function.__module__ or "").startswith("functional_jd.")  # none, if exec made it
 
 
 def _is_filled(cell: Any) -> bool:
