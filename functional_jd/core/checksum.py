@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.sharding import is_sharded, over_dimension, positions, shard_of
+from functional_jd.core.sharding import is_sharded, over_dimension, positions, shard_dims, shard_of
 
 _CHUNK = 1 << 16
 
@@ -22,9 +22,8 @@ def checksums(leaves: Sequence[Any]) -> list[Tensor]:
     found = [_of_shard(leaf) for leaf in leaves]
     meshes: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        for dim, placement in enumerate(leaf.placements if is_sharded(leaf) else ()):
-            if placement.is_shard():
-                meshes.setdefault((leaf.device_mesh, dim), []).append(index)
+        for key in shard_dims(leaf):
+            meshes.setdefault(key, []).append(index)
     for (mesh, dim), members in meshes.items():
         total = over_dimension("sum", torch.stack([found[index] for index in members]), mesh, dim)
         for index, value in zip(members, total.unbind(), strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.core.float64 import on_wide_device
 from functional_jd.core.foreach import times
 from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import any_sharded, check_layouts, tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import check_layouts, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -53,8 +53,7 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
             )
         rows.append(leaf.shape[0])
         uneven = uneven or leaf.shape[0] != rows[0]
-    if any_sharded(leaves):
-        check_layouts(leaves, jacobian, where)
+    check_layouts(leaves, jacobian, where)
     if uneven:
         names = tree_names(jacobian)
         found = " and ".join(f"{m} in {names[rows.index(m)]!r}" for m in dict.fromkeys(rows))

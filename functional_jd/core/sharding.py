@@ -69,6 +69,12 @@ def layout_error(leaf: Any) -> str:
     return f"expected DTensors with the placements Shard and Replicate, found {odd[0]}" if odd else ""
 
 
+def shard_dims(leaf: Any) -> tuple[tuple[Any, int], ...]:
+    """The dimensions of meshes over which a leaf is sharded: pairs of a mesh and a dimension."""
+    placements = leaf.placements if is_sharded(leaf) else ()
+    return tuple((leaf.device_mesh, dim) for dim, placement in enumerate(placements) if placement.is_shard())
+
+
 def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
     """Add up what was made of each leaf's shard, over the ranks that hold other entries of it.
 
@@ -76,10 +82,7 @@ def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
     """
     groups: dict[Any, list[Tensor]] = {}
     for part, leaf in zip(parts, leaves, strict=True):
-        key = ()
-        if is_sharded(leaf):
-            key = tuple((leaf.device_mesh, i) for i, p in enumerate(leaf.placements) if p.is_shard())
-        groups.setdefault(key, []).append(part)
+        groups.setdefault(shard_dims(leaf), []).append(part)
     sums: list[Tensor] = []
     for key, members in groups.items():
         total = reduce(torch.add, members)
@@ -89,9 +92,14 @@ def sum_over_shards(parts: Sequence[Tensor], leaves: Sequence[Any]) -> Tensor:
     return reduce(torch.add, sums)
 
 
+def meshes_of(leaves: Sequence[Any]) -> list[Any]:
+    """The meshes of the leaves that are `DTensor`s."""
+    return list(dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf)))
+
+
 def over_all_ranks(kind: str, value: Tensor, leaves: Sequence[Any]) -> Tensor:
     """The `"least"` or `"most"` of all ranks that hold shards of some leaf; the value itself where there are none."""
-    for mesh in dict.fromkeys(leaf.device_mesh for leaf in leaves if is_sharded(leaf)):
+    for mesh in meshes_of(leaves):
         value = over_mesh(kind, value, mesh)
     return value
 
@@ -105,7 +113,7 @@ def over_mesh(kind: str, value: Tensor, mesh: Any) -> Tensor:
 
 def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Flags that hold on all ranks that hold shards of some leaf."""
-    return over_all_ranks("least", flags.int(), leaves).bool() if any(map(is_sharded, leaves)) else flags
+    return over_all_ranks("least", flags.int(), leaves).bool() if meshes_of(leaves) else flags
 
 
 def over_dimension(kind: str, value: Tensor, mesh: Any, dim: int) -> Tensor:

@@ -218,7 +218,7 @@ def any_sharded(leaves: list[Any]) -> bool:
 
 def check_layouts(leaves: list[Tensor], tree: Tree, where: str) -> None:
     """Raise ValueError if a leaf of a pytree is a `DTensor` that cannot be opened to shards."""
-    for index, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves if any_sharded(leaves) else ()):
         if error := layout_error(leaf):
             raise ValueError(
                 f"{where}: {error} in {tree_names(tree)[index]!r}. Redistribute it: "
@@ -255,8 +255,7 @@ def floating_leaves(params: Tree, where: str, *, some: bool = True) -> tuple[lis
                 f"{where}: all leaves must be floating-point tensors, found {found} in {tree_names(params)[index]!r}. "
                 f"{_cure(params, leaf)}"
             )
-    if any_sharded(leaves):
-        check_layouts(leaves, params, where)
+    check_layouts(leaves, params, where)
     if some and not leaves:
         raise ValueError(
             f"{where}: expected at least one parameter tensor, found an empty tree. Pass for instance "

@@ -327,8 +327,7 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
                 f"{_description(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
                 "scale_state() creates one scale for all objectives."
             )
-    if any_sharded(leaves):
-        check_layouts(leaves, tree, where)
+    check_layouts(leaves, tree, where)
     return leaves, structure
 
 

@@ -12,7 +12,7 @@ from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import check_type, described
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
-from functional_jd.core.sharding import is_sharded, over_mesh
+from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine, Plan
@@ -179,8 +179,7 @@ def check_ranks(
         values: by name, trees of tensors whose values are the same on all ranks, or shards.
         method: by name, records of functions, such as a rule.
     """
-    meshes = dict.fromkeys([mesh_of(losses), *(leaf.device_mesh for leaf in leaves if is_sharded(leaf))])
-    meshes.pop(None, None)  # losses that know of no ranks
+    meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(leaves)]) if mesh is not None]
     if not meshes or under_transform():
         return
     parts: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import described, refuse
 from functional_jd.core.record_display import Table, displayed_as, outline
-from functional_jd.core.sharding import is_sharded
+from functional_jd.core.sharding import meshes_of
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
@@ -195,8 +195,7 @@ def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engin
         return "auto"
     over_mesh = mesh_of(losses) is not None
     if group is None:
-        meshes = [cast(Any, leaf).device_mesh for leaf in tree_leaves(params) if is_sharded(leaf)]
-        if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes):
+        if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params))):
             return "auto"
         raise ValueError(
             f"{_WHERE}: expected a group, since there are {dist.get_world_size()} ranks, each with its part of the "
