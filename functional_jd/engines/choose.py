@@ -291,13 +291,6 @@ def leaves_are_joined(leaves: Sequence[Tensor], m: int) -> list[bool]:
     return [leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED for leaf in leaves]
 
 
-def records_elementwise_layers(examples: bool) -> bool:
-    """Whether the recorder takes elementwise layers, which give rows, not factors: without a hidden dimension of
-    examples, autograd forms the same rows faster.
-    """
-    return examples
-
-
 def _price(n: int) -> int:
     """Multiplications per column for the inner products of n rows: what lies off the diagonal is computed once."""
     return n * ((n + min(n, HALVE_FROM // 2)) // 2 + _MOVED)

@@ -8,12 +8,11 @@ it means; `test_next_torch.py` takes each away.
 
 import inspect
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from functional_jd.torch_compat.private_names import Missing, missing, private
 
@@ -35,15 +34,9 @@ _add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
 interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
-is_view: Any = private("Tensor._is_view", _RECORDER)
-_unsafe_view: Any = private("ops.aten._unsafe_view.default", _RECORDER)
 
 torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
-
-# Without it, the layer recorder asks of every layer whether a custom function calls it.
-set_grad_enabled: Any = private("_C._set_grad_enabled", _RECORDER, otherwise=False)
-"""What `torch.enable_grad` and its like call, as a `TorchFunctionMode` sees it."""
 
 traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
@@ -117,9 +110,6 @@ pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered contain
 name_record: Any = private("utils._pytree._register_namedtuple", "records in exports", otherwise=lambda *_, **__: None)
 """Names a class of named tuples in programs of torch.export that are saved."""
 
-# From torch 2.14 on it is written in C and has no frame.
-_APPLY: Any = getattr(torch.autograd.Function.apply, "__code__", None)
-
 
 def constant_while_tracing(f: _Function) -> _Function:
     """`torch.compiler.assume_constant_result`, but for the import of the compiler, which takes as long as torch."""
@@ -188,37 +178,12 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def in_custom_function() -> bool:
-    """Whether the caller runs inside the forward of a `torch.autograd.Function`."""
-    if torch.compiler.is_compiling():  # torch.compile traces no frames
-        return False
-    if _APPLY is not None:
-        return runs_inside(_APPLY)
-    frame = inspect.currentframe()
-    while frame is not None and not _is_forward(frame):
-        frame = frame.f_back
-    return frame is not None
-
-
 def runs_inside(code: Any) -> bool:
     """Whether the caller runs inside the Python function with this code."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
-
-
-def _is_forward(frame: FrameType) -> bool:
-    """Whether a frame is that of the forward of a custom function: by its context, or by its code."""
-    code = frame.f_code
-    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(first, FunctionCtx) or code.co_name != "forward" or isinstance(first, nn.Module):
-        return isinstance(first, FunctionCtx)
-    classes: list[Any] = [torch.autograd.Function]
-    for cls in classes:
-        classes += cls.__subclasses__()
-    # Below `functools.wraps`: the code of a wrapper is that of all functions that it wraps.
-    return any(getattr(inspect.unwrap(cls.forward), "__code__", None) is code for cls in classes)
 
 
 def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
@@ -341,12 +306,6 @@ def version(x: Tensor) -> int:
     """How often a tensor was changed in place."""
     with torch_function_disabled():
         return change_count(unwrapped(x) if is_batched_tensor(x) else x)
-
-
-def without_view(x: Tensor, shape: Any = None) -> Tensor:
-    """The same numbers, in this shape, without a copy and not as a view, which in place changes give another graph."""
-    alone = shape is None and not is_view(unwrapped(x) if is_batched_tensor(x) else x)
-    return x if alone else _unsafe_view(x, x.shape if shape is None else shape)
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:

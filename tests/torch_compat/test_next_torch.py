@@ -209,8 +209,6 @@ FEATURES = {
     "_functorch.eager_transforms._autograd_grad": compiled,
     "_dynamo.variables.torch.get_overridable_functions": compiled_draws,
     "Tensor._version": layers,
-    "Tensor._is_view": layers,
-    "ops.aten._unsafe_view": examples,
     "_C.DisableTorchFunction": draws,
     "_weight_norm": weight_norm,
     "ops.aten._cdist_forward": distances_in_a_transform,
@@ -241,7 +239,6 @@ FEATURES = {
 REPLACED = {
     "autograd.graph._engine_run_backward": step,
     **dict.fromkeys(("_fused_adamw_", "_foreach_clone", "_foreach_mul", "_foreach_norm"), step),
-    "_C._set_grad_enabled": layers,
     "Tensor._backward_hooks": step,
     "Node._input_metadata": many_losses,
     "_C._len_torch_dispatch_stack": draws,
@@ -264,7 +261,6 @@ REPLACED = {
 TORCH_NEEDS = {
     "_weight_norm",
     "autograd.forward_ad._set_fwd_grad_enabled",
-    "_C._set_grad_enabled",
     "utils.checkpoint._CheckpointFrame.save_inputs",
     "nn.Module._call_impl",
     "utils.checkpoint._checkpoint_hook",

@@ -1,7 +1,6 @@
 """One canary for each private name of torch: it fails when torch renames the name, or changes what it means."""
 
 import ast
-import functools
 import subprocess
 import sys
 import tomllib
@@ -234,17 +233,6 @@ def test_changes_in_place_are_counted_below_vmap_too():
     torch.vmap(f)(torch.ones(2, 2))
 
 
-def test_a_view_becomes_a_tensor_of_its_own_without_a_copy():
-    x = torch.ones(4, requires_grad=True) * 1
-    view = x.view(2, 2)
-    alone = internals.without_view(view)
-    assert alone.data_ptr() == x.data_ptr()
-    assert not alone._is_view()
-    assert internals.without_view(x) is x
-    other = internals.without_view(x, (1, 4))
-    assert (other.data_ptr(), other.shape, other._is_view()) == (x.data_ptr(), (1, 4), False)
-
-
 def test_the_graph_tells_its_nodes_and_the_shapes_of_their_gradients():
     w = torch.ones(50, 3, requires_grad=True)
     y = (torch.ones(2, 50) @ w).tanh()
@@ -310,68 +298,6 @@ def test_modes_see_the_getters_of_the_graph_and_vmap_hides_what_they_return():
     assert answers == [(False, True)]
     with Answers():
         assert (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
-
-
-def test_the_forward_of_a_custom_function_is_recognised():
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            answers.append(internals.in_custom_function())
-            return x.clone()
-
-    class Inherits(Asks):
-        pass
-
-    class Separate(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            answers.append(internals.in_custom_function())
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, g):
-            return g
-
-    def wrapped(f):
-        @functools.wraps(f)
-        def run(*args):
-            return f(*args)
-
-        return run
-
-    class Wrapped(torch.autograd.Function):
-        forward = staticmethod(wrapped(lambda ctx, x: (answers.append(internals.in_custom_function()), x.clone())[1]))
-
-    answers = [internals.in_custom_function()]
-    Asks.apply(torch.ones(1, requires_grad=True))
-    Wrapped.apply(torch.ones(1, requires_grad=True))
-    answers.append(not wrapped(internals.in_custom_function)())
-    Inherits.apply(torch.ones(1, requires_grad=True))
-    torch.vmap(torch.func.grad(lambda x: Separate.apply(x).sum()))(torch.ones(2, 1))
-    answers.append(internals.in_custom_function())
-    assert answers == [False, True, True, True, True, True, False]
-
-
-def test_modes_see_that_autograd_is_switched_on():
-    class Switches(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is internals.set_grad_enabled:
-                switched.append(args)
-            return func(*args, **(kwargs or {}))
-
-    switched = []
-    with Switches():
-        with torch.enable_grad():
-            torch.set_grad_enabled(True)
-        with torch.no_grad():
-            pass
-    assert switched == [(True,), (True,), (True,), (False,), (True,)]
 
 
 def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():

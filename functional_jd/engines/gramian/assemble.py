@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,91 +13,130 @@ from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import LeafGroup, Options
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
-from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
-from functional_jd.engines.gramian.traced_recorder import layer_uses, recorded_vjp
+from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
 from functional_jd.engines.row_vjps import Rows
-from functional_jd.engines.vjp import Cotangent, Vjp, refuse_inner_backward, to_dense
+from functional_jd.engines.vjp import Cotangent, Vjp, refuse_inner_backward, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.torch_internals import traced_grad, transform_level, under_transform
+from functional_jd.torch_compat.vmap_levels import varies_in_vmap
+
+Recorded: TypeAlias = Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]]
+"""`f(points, recorder) -> (outputs, extra)`."""
 
 
 class RowsNeededError(Exception):
     """The Gramian cannot be found layer by layer: the rows are needed."""
 
 
-def recorded(
-    f: Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]], leaves: list[Tensor], options: Options
-) -> tuple[Vjp, list[LayerUse], list[Any]]:
+def recorded(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[Vjp, Recording]:
     """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
-    outputs of the recorded layers and, behind them, the points; the uses; and their edges.
+    outputs of the recorded layers and, behind them, the points; and what was recorded.
     """
     if options.differentiable:
-        point, seen = recorded_vjp(f, leaves)
+        point, recording = recorded_vjp(f, leaves)
         extra, sources = point.extra
-        return point._replace(extra=extra), layer_uses(seen, [x[None] for x in sources]), list(range(len(sources)))
-    uses: list[LayerUse] = []
+        return point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
+    recording = new_recording()
     constants = [x.detach().requires_grad_() for x in leaves]
     points = [x.detach().requires_grad_() for x in leaves]
     with torch.enable_grad():
-        outputs, extra = f(points, LayerRecorder(points, constants, uses, examples=False))
+        outputs, extra = f(points, LayerRecorder(points, constants, recording))
     for x in points:  # as in `vjp`
         if not x.requires_grad:
             x.requires_grad = True
-    edges = _edges_of(uses)
+    ends: Any = [*recording.ends, *points]  # torch's annotation does not know of a mixture
 
     def pullback(cotangent: Cotangent) -> list[Tensor | None]:
         pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
         if not pairs:
-            return [None] * (len(edges) + len(points))
+            return [None] * len(ends)
         outs, given = [y for y, _ in pairs], [c for _, c in pairs]
-        ends: Any = [*edges, *points]  # torch's annotation does not know of a mixture
         with autocast_disabled():
             found = torch.autograd.grad(outs, ends, given, retain_graph=True, allow_unused=True)
         refuse_inner_backward(options.where, (*points, *constants))
         return to_dense(found)
 
-    return Vjp(outputs, detach_tree(extra), pullback, tuple(points)), uses, edges
+    sources = [x[None] for x in recording.sources]
+    point = Vjp(outputs, detach_tree(extra), pullback, tuple(points))
+    return point, recording._replace(sources=sources, outputs=outputs)
 
 
-def rows_of_examples(
-    losses: Tensor, scales: Tensor, uses: list[LayerUse], points: list[Tensor]
-) -> tuple[list[Any], Rows]:
-    """The edges of the uses, and the rows of scaled losses `[m]` by edge and, behind them, by point. No loss depends on
-    another example: one backward pass from all of them keeps the rows apart.
+def recorded_vjp(f: Recorded, leaves: list[Tensor]) -> tuple[Vjp, Recording]:
+    """The same under transforms, torch.compile, and where the result may be differentiated. The `extra` of the product
+    is `(extra, sources)`.
+
+    The pullback needs the tensors inside the transform: they leave it by a list, as in `torch.func`.
     """
-    edges = _edges_of(uses)
-    ends: Any = [*edges, *points]
+    recording = new_recording()
+    inside: list[list[Tensor]] = []
+
+    def inner(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        # Views: while torch.compile traces, the inputs themselves do not say that they require grad.
+        points, constants = [x.view_as(x) for x in inputs[: len(leaves)]], inputs[len(leaves) :]
+        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=True))
+        inside[:] = [outputs, [*cast(list[Tensor], recording.ends), *points]]
+        return outputs, (extra, recording.sources)
+
+    point = vjp(inner, [*leaves, *leaves], differentiable=True)
+    outputs, inputs = inside
+
+    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
+        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
+        # A zero cotangent would turn an infinite derivative into NaN; torch.compile needs the same graph for all.
+        if torch.compiler.is_compiling():
+            sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
+        else:
+            sent = [(y, c) for y, c in pairs if c is not None]
+        with autocast_disabled():
+            return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])[among]
+
+    whole = recording if under_transform() else recording._replace(outputs=outputs)
+    return Vjp(point.outputs, point.extra, pullback), whole
+
+
+def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:
+    """`None` where a gradient is certainly zero."""
+    if torch.compiler.is_compiling():
+        # The only function for gradients that is traced here. It returns zeros in the place of None; they are told
+        # apart by this: what does not vary with the cotangent is zero.
+        found = traced_grad(outputs, inputs, cotangent, retain_graph=True, create_graph=True)
+        depth = transform_level()[0]
+        return [g if varies_in_vmap(g, depth) else None for g in found]
+    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if y.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    given: Any = [[y for y, _ in pairs], inputs, [c for _, c in pairs]]
+    return to_dense(torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True))
+
+
+def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, points: list[Tensor]) -> Rows:
+    """The rows of scaled losses `[m]` by end and, behind them, by point. No loss depends on another example: one
+    backward pass from all of them keeps the rows apart.
+    """
+    ends: Any = [*recording.ends, *points]
     with autocast_disabled():
-        return edges, to_dense(torch.autograd.grad(losses, ends, scales, allow_unused=True))
-
-
-def _edges_of(uses: list[LayerUse]) -> list[Any]:
-    """Where the gradients of the recorded layers are found, each once."""
-    return list(dict.fromkeys([use.edge for use in uses]))
+        found = torch.autograd.grad(losses, ends, scales, allow_unused=True)
+    n, m = len(recording.ends), len(losses)
+    return to_dense([g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)])
 
 
 def gramian_of_uses(
-    uses: list[LayerUse], edges: list[Any], rows: Rows, leaves: list[Tensor], m: int, options: Options
+    recording: Recording, rows: Rows, leaves: list[Tensor], m: int, options: Options
 ) -> tuple[Any, Callable[[Any], list[Tensor]]]:
-    """The Gramian of all leaves, or what `options.products` says, and their pullback: from the rows by edge and, behind
+    """The Gramian of all leaves, or what `options.products` says, and their pullback: from the rows by end and, behind
     them, by leaf.
     """
     leaves = _like_directions(leaves, options)
-    by_edge = dict(zip(edges, rows, strict=False))
-    products: Any
-    by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[len(edges) :]]
+    n = len(recording.ends)
+    by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[n:]]
     with autocast_disabled():
-        for use in uses:
-            gradient = by_edge[use.edge]
-            if gradient is not None:
-                by_leaf[use.leaf].append(use.form(gradient))
+        for leaf, part in parts_of(recording, rows[:n]):
+            by_leaf[leaf].append(part)
         if options.products == "factors":
-            products, pull = by_leaf, partial(weighted_parts, by_leaf, leaves, m)
-        elif options.groups is None:
-            products, pull = _products(by_leaf, leaves, m, options.products)
-        else:
-            products, pull = _products_by_group(by_leaf, leaves, m, options.groups)
-
-    return products, pull
+            return by_leaf, partial(weighted_parts, by_leaf, leaves, m)
+        if options.groups is None:
+            return _products(by_leaf, leaves, m, options.products)
+        return _products_by_group(by_leaf, leaves, m, options.groups)
 
 
 def _products(

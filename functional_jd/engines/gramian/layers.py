@@ -1,7 +1,8 @@
 """The known layers, in a table: add a layer here.
 
-A layer says how the rows of its parameters are formed from its input and the gradients of its output: as `Factors`,
-whose inner products need no rows, or as rows.
+A layer tells how the rows of its parameters are formed from its input and the gradients of its output: as `Factors`,
+whose inner products need no rows, or as rows. Only layers whose rows are worth it are known: all other parameters,
+those of norms among them, get their rows from autograd, as fast.
 """
 
 from collections.abc import Callable
@@ -10,55 +11,60 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from functional_jd.engines.gramian.elementwise_layers import ELEMENTWISE_FORMS, NORM_FORMS, plus, slopes
 from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, WHOLE
 
-Form: TypeAlias = Callable[[Tensor, Tensor, dict[str, Any]], Factors | Tensor]
-"""`form(input [m or 1, *x], gradients of the output [m, *y], other arguments)`."""
+F = nn.functional
+
+Given: TypeAlias = dict[str, Any]
+"""The arguments of an op by name."""
+
+Form: TypeAlias = Callable[[Tensor, Tensor, Given], Factors | Tensor]
+"""`form(inputs [m or 1, n, *x], gradients of the outputs [m, n, *y], other arguments)`, of n inputs."""
 
 
 class Layer(NamedTuple):
     """How an op is recorded.
 
     Attributes:
-        names: the names of its positional arguments. The input is `"input"`, or `"other"` where that one is a leaf.
-        forms: for each argument that may be a leaf, how its factors or rows are formed.
+        names: the names of its positional arguments; its input is `"input"`.
+        forms: for each argument that may be a parameter, how its factors or rows are formed.
         fits: `fits(arguments)`: whether the forms hold for these arguments.
-        reach: the largest distance of a weight from its leaf, WHOLE, MATRIX or FLAT; other arguments may have any. FLAT
-            is for forms that return rows.
-        keeps: further tensors that the forms need.
+        dims: the number of dimensions of one input, without those along which there are several.
+        matrix: whether the weight may be the transpose of a parameter.
     """
 
     names: tuple[str, ...]
     forms: dict[str, Form]
-    fits: Callable[[dict[str, Any]], bool]
-    reach: int = WHOLE
-    keeps: tuple[str, ...] = ()
+    fits: Callable[[Given], bool]
+    dims: int = 1
+    matrix: bool = False
 
 
 def _columns(x: Tensor) -> Tensor:
-    """`[m, *, i]` as `[m, positions, 1, i]`."""
-    return x.reshape(len(x), x.shape[1:-1].numel(), 1, x.shape[-1])
+    """`[m, n, i]` as `[m, positions, groups, i]`."""
+    return x.unsqueeze(2)
 
 
-def _pixels(x: Tensor, dims: int, groups: int) -> Tensor:
-    """`[m, *, channels, *s]` as `[m, positions, groups, channels per group]`."""
-    first = x.ndim - dims
-    return _channels_first(x.movedim(first - 1, 1).flatten(2), groups)
+def _sums(columns: Tensor) -> Tensor:
+    """Rows of what is added at every position."""
+    return columns.sum((1, 2), dtype=torch.promote_types(columns.dtype, torch.float32))
 
 
-def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, options: dict[str, Any]) -> Tensor:
-    """What the kernel sees at each position: `[m, *, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
+def _pixels(x: Tensor, groups: int = 1) -> Tensor:
+    """`[m, n, channels, *s]` as `[m, positions, groups, channels per group]`."""
+    return _channels_first(x.transpose(1, 2).flatten(2), groups)
+
+
+def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, options: Given) -> Tensor:
+    """What the kernel sees at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
     dims = len(kernel)
     stride, dilation = (_each(options.get(name, 1), dims) for name in ("stride", "dilation"))
     padding = _padding(options.get("padding", 0), kernel, dilation)
-    x = nn.functional.pad(x, padding) if any(padding) else x
-    first = x.ndim - dims
+    x = F.pad(x, padding) if any(padding) else x
     for d in range(dims):
-        windows = x.unfold(first + d, (kernel[d] - 1) * dilation[d] + 1, stride[d])
-        x = windows[..., :: dilation[d]].narrow(first + d, 0, positions[d])
-    x = x.movedim((first - 1, *range(x.ndim - dims, x.ndim)), tuple(range(1, dims + 2)))
+        windows = x.unfold(3 + d, (kernel[d] - 1) * dilation[d] + 1, stride[d])
+        x = windows[..., :: dilation[d]].narrow(3 + d, 0, positions[d])
+    x = x.movedim((2, *range(x.ndim - dims, x.ndim)), tuple(range(1, dims + 2)))
     return _channels_first(x.flatten(1, dims + 1).flatten(2), options.get("groups", 1))
 
 
@@ -83,123 +89,81 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     return [n for n in reversed(each) for _ in range(2)]
 
 
-def _conv(dims: int) -> Layer:
-    def weight(x: Tensor, gradient: Tensor, options: dict[str, Any]) -> Factors:
-        right = _patches(x, options["shape"][2:], gradient.shape[-dims:], options)
-        return Factors(_pixels(gradient, dims, options.get("groups", 1)), right)
-
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    return Layer(names, {"weight": weight, "bias": _channel_sums(dims)}, _is_real)
-
-
-def _conv_transpose(dims: int) -> Layer:
-    def weight(x: Tensor, gradient: Tensor, options: dict[str, Any]) -> Factors:
-        right = _patches(gradient, options["shape"][2:], x.shape[-dims:], options)
-        return Factors(_pixels(x, dims, options.get("groups", 1)), right)
-
-    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    return Layer(names, {"weight": weight, "bias": _channel_sums(dims)}, _is_real)
-
-
-def _channel_sums(dims: int) -> Form:
-    return lambda _x, gradient, _options: _sums(_pixels(gradient, dims, 1))
-
-
-def _sums(columns: Tensor) -> Tensor:
-    """Rows of what is added at every position."""
-    return columns.sum((1, 2), dtype=torch.promote_types(columns.dtype, torch.float32))
-
-
-def _lookup(x: Tensor, gradient: Tensor, options: dict[str, Any]) -> Factors:
-    padding = options.get("padding_idx")
-    right = _columns(gradient)
-    if padding is not None:
-        row = padding % options["shape"][0]
-        right = torch.where((x == row).reshape(len(x), -1, 1, 1), 0, right)
-    return Factors(x.reshape(len(x), x.shape[1:].numel()).long(), right)
-
-
-def _is_real(given: dict[str, Any]) -> bool:
+def _is_real(given: Given) -> bool:
     source = given.get("input")
     return isinstance(source, Tensor) and source.is_floating_point()
 
 
-def _is_flat(given: dict[str, Any]) -> bool:
-    """Whether the matrix is one, so that every row of what goes in is a position of its own."""
-    return _is_real(given) and given["weight"].ndim == 2
+def _conv(dims: int, *, transposed: bool = False) -> Layer:
+    """A convolution: the transposed one exchanges the input and the gradient of the output."""
+
+    def weight(x: Tensor, gradient: Tensor, options: Given) -> Factors:
+        small, large = (x, gradient) if transposed else (gradient, x)
+        right = _patches(large, options["shape"][2:], small.shape[3:], options)
+        return Factors(_pixels(small, options.get("groups", 1)), right)
+
+    def fits(given: Given) -> bool:
+        return _is_real(given) and given["input"].ndim in (dims + 1, dims + 2)
+
+    last = "output_padding groups dilation" if transposed else "dilation groups"
+    names = f"input weight bias stride padding {last}".split()
+    bias = lambda _x, gradient, _options: _sums(_pixels(gradient))
+    return Layer(tuple(names), {"weight": weight, "bias": bias}, fits, dims + 1)
 
 
-def _is_linear(given: dict[str, Any]) -> bool:
-    """Whether the bias has an element for each output; torch broadcasts others."""
-    bias = given.get("bias")
-    return _is_flat(given) and (bias is None or bias.shape == given["weight"].shape[:1])
+def _lookup(x: Tensor, gradient: Tensor, options: Given) -> Factors:
+    padding, right = options.get("padding_idx"), _columns(gradient)
+    if padding is not None:
+        right = torch.where((x == padding % options["shape"][0])[:, :, None, None], 0, right)
+    return Factors(x.long(), right)
 
 
-def _is_pair(given: dict[str, Any]) -> bool:
-    other = given.get("other")
-    return isinstance(other, Tensor) and other.is_floating_point() and _is_real(given)
+def _is_plain_lookup(given: Given) -> bool:
+    plain = given.get("max_norm") is None and not given.get("scale_grad_by_freq")
+    return plain and isinstance(given.get("input"), Tensor)
 
 
-def _is_plain_lookup(given: dict[str, Any]) -> bool:
-    return given.get("max_norm") is None and not given.get("scale_grad_by_freq")
+def _product(names: str, *, transposed: bool = False) -> Layer:
+    """A matrix `[o, i]` times each input, or, transposed, each input times a matrix `[i, o]`."""
+
+    def weight(x: Tensor, gradient: Tensor, _options: Given) -> Factors:
+        sides = _columns(gradient), _columns(x)
+        return Factors(*sides[::-1]) if transposed else Factors(*sides)
+
+    def fits(given: Given) -> bool:
+        """Whether the bias has an element for each output: torch broadcasts others."""
+        if not _is_real(given) or given["weight"].ndim != 2 or given["input"].ndim < 1:
+            return False
+        bias, outputs = given.get("bias"), given["weight"].shape[1 if transposed else 0]
+        return bias is None or bias.shape == (outputs,)
+
+    bias = lambda _x, gradient, _options: _sums(_columns(gradient))
+    return Layer(tuple(names.split()), {"weight": weight, "bias": bias}, fits, matrix=True)
 
 
-_LINEAR = Layer(
-    ("input", "weight", "bias"),
-    {
-        "weight": lambda x, gradient, _options: Factors(_columns(gradient), _columns(x)),
-        "bias": lambda _x, gradient, _options: _sums(_columns(gradient)),
-    },
-    _is_linear,
-    MATRIX,
-)
+def _of_matrices(layer: Layer) -> Layer:
+    return layer._replace(fits=lambda given: layer.fits(given) and given["input"].ndim == 2)
 
 
-_MATMUL = Layer(
-    ("input", "weight"),
-    {"weight": lambda x, gradient, _options: Factors(_columns(x), _columns(gradient))},
-    _is_flat,
-    MATRIX,
-)
-
-
-_EMBEDDING = Layer(
-    ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
-    {"weight": _lookup},
-    _is_plain_lookup,
-)
-
-
-_ADDMM = Layer(
-    ("bias", "input", "weight"),
-    {"weight": _MATMUL.forms["weight"], "bias": plus},
-    _is_flat,
-    MATRIX,
-)
-
-
-_STATISTICS = ("running_mean", "running_var")
-
-_PRELU = Layer(("input", "weight"), {"weight": slopes}, _is_real, FLAT)
+_MATMUL = _product("input weight", transposed=True)
+_MM = _of_matrices(_MATMUL)
+_ADDMM = _of_matrices(_product("bias input weight", transposed=True))
+_EMBEDDING = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 
 LAYERS: dict[Any, Layer] = {
-    nn.functional.linear: _LINEAR,
+    F.linear: _product("input weight bias"),
     torch.matmul: _MATMUL,
     Tensor.matmul: _MATMUL,
     Tensor.__matmul__: _MATMUL,
-    torch.mm: _MATMUL,
-    Tensor.mm: _MATMUL,
+    torch.mm: _MM,
+    Tensor.mm: _MM,
     torch.addmm: _ADDMM,
     Tensor.addmm: _ADDMM,
-    nn.functional.embedding: _EMBEDDING,
-    nn.functional.conv1d: _conv(1),
-    nn.functional.conv2d: _conv(2),
-    nn.functional.conv3d: _conv(3),
-    nn.functional.conv_transpose1d: _conv_transpose(1),
-    nn.functional.conv_transpose2d: _conv_transpose(2),
-    nn.functional.conv_transpose3d: _conv_transpose(3),
-    nn.functional.prelu: _PRELU,
-    Tensor.prelu: _PRELU,
-    **{op: Layer(("input", "other"), dict(forms), _is_pair, FLAT) for op, forms in ELEMENTWISE_FORMS.items()},
-    **{op: Layer(names, dict(forms), _is_real, FLAT, _STATISTICS) for op, (names, forms) in NORM_FORMS.items()},
+    F.embedding: Layer(tuple(_EMBEDDING.split()), {"weight": _lookup}, _is_plain_lookup, dims=0),
+    F.conv1d: _conv(1),
+    F.conv2d: _conv(2),
+    F.conv3d: _conv(3),
+    F.conv_transpose1d: _conv(1, transposed=True),
+    F.conv_transpose2d: _conv(2, transposed=True),
+    F.conv_transpose3d: _conv(3, transposed=True),
 }

@@ -4,283 +4,283 @@ A row of a linear layer's Jacobian is `sum_p left_p right_p'` over the positions
 side is the layer's input, the other the gradient of its output. Inner products of such rows need no rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.choose import records_elementwise_layers
-from functional_jd.engines.gramian.batched_ops import BATCHED_OPS, on_batch
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
-from functional_jd.engines.gramian.parameter_views import FLAT, MATRIX, VIEWS, ParameterView, same, view_of
+from functional_jd.torch_compat.autograd_graph import graph_nodes
+from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
-    GRAPH_ATTRIBUTES,
-    batch_dim,
-    change_count,
+    as_batch,
     examples_first,
-    graph_attribute,
-    in_custom_function,
+    function_name,
     is_batched,
-    is_batched_tensor,
-    is_view,
-    set_grad_enabled,
-    torch_function_disabled,
+    traceable,
     transform_level,
     transparent,
     untraced,
-    unwrapped,
-    without_view,
+    version,
 )
 from functional_jd.torch_compat.watching import SEEN, SEEN_WITH, WatchingMode
 
-
-class LayerUse(NamedTuple):
-    """One use of a leaf by a known layer.
-
-    Attributes:
-        leaf: the index of the leaf.
-        edge: the graph edge of the layer's output, whose gradient is needed; the index of the layer when traced.
-        form: `form(gradients of the output)` returns the `Factors` of the rows, or the rows `[m, *p]` themselves.
-    """
-
-    leaf: int
-    edge: GradientEdge | int
-    form: Callable[[Tensor], Factors | Tensor]
+F = torch.nn.functional
 
 
 class UnrecordedDerivativeError(Exception):
     """The losses use a parameter in a way that the recorder does not see."""
 
 
-class Known(NamedTuple):
-    """A leaf or a view of it, as the losses receive it.
+class LayerUse(NamedTuple):
+    """One use of a parameter by a known layer.
 
     Attributes:
-        part: what it is.
-        seen: the tensor: without a reference, its id could be given to another.
-        base: the tensor below vmap, which counts changes in place.
-        changes: how many there were.
+        leaf: the index of the parameter.
+        end: the index of the layer among those recorded.
+        form: how its factors or rows are formed.
+        options: the arguments of the layer that are not tensors, and the shape of its weight.
+        transposed: whether the layer received the transpose of the parameter.
     """
 
-    part: ParameterView
+    leaf: int
+    end: int
+    form: Form
+    options: dict[str, Any]
+    transposed: bool
+
+    def part(self, source: Tensor, gradient: Tensor) -> Factors | Tensor:
+        """What the use adds to the parameter's rows."""
+        made = self.form(source, gradient, self.options)
+        return Factors(made.right, made.left) if self.transposed and isinstance(made, Factors) else made
+
+
+class Recording(NamedTuple):
+    """What was recorded: lists from outside, as torch.compile loses the attributes of a mode.
+
+    Attributes:
+        uses: the uses of parameters.
+        ends: for each layer, the edge of the graph, or the tensor, whose gradient is needed.
+        sources: for each layer, its inputs `[n, *x]`, or `[m, n, *x]` where each row has its own.
+        versions: for each layer, how often its inputs had been changed in place; -1 for a copy.
+        outputs: the ends of the graph of plain autograd, where it is the whole graph.
+    """
+
+    uses: list[LayerUse]
+    ends: list[GradientEdge | Tensor]
+    sources: list[Tensor]
+    versions: list[int]
+    outputs: list[Tensor]
+
+
+def new_recording() -> Recording:
+    """Nothing yet."""
+    return Recording([], [], [], [], [])
+
+
+class _Known(NamedTuple):
+    """A parameter or its transpose, as the losses receive it, and the same of the constant that takes its place."""
+
     seen: Tensor
-    base: Tensor
-    changes: int
+    leaf: int
+    constant: Tensor
+    transposed: bool = False
 
 
 class LayerRecorder(WatchingMode):
-    """Records every known layer that receives a leaf. The layer gets a constant in the place of the leaf, so that the
-    gradient that still arrives at the leaf is that of all other uses, including those that no mode sees, such as
-    custom autograd functions.
+    """Records every known layer that receives a parameter. The layer gets a constant instead of the parameter, so that
+    the gradient that still arrives at the parameter is that of all other uses, whatever they are.
 
     Args:
         leaves: the tensors that the function receives.
         constants: tensors with the same values that are leaves of the graph.
-        uses: a list that is filled with the uses.
-        examples: whether `torch.vmap` hides a dimension of examples.
+        recording: is filled.
+        traced: whether it may run under a transform or torch.compile, or the result may be differentiated. Then copies
+            of tensors are recorded, as their changes in place are not seen.
+        m: the number of examples that `torch.vmap` hides; 0 if it hides none.
     """
 
-    def __init__(self, leaves: list[Tensor], constants: list[Tensor], uses: list[LayerUse], *, examples: bool):
+    def __init__(
+        self, leaves: list[Tensor], constants: list[Tensor], recording: Recording, *, traced: bool = False, m: int = 0
+    ):
         super().__init__()
-        self.known: dict[int, Known] = {}
-        for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
-            self.remember(leaf, ParameterView(index, constant))
-        self.uses, self.examples = uses, examples
-        self.reach = FLAT if records_elementwise_layers(examples) else MATRIX
-        # Whether a custom function has switched autograd on, which is off when its forward begins.
-        self.graph_inside = not set_grad_enabled
+        self.constants, self.recording, self.traced, self.m = constants, recording, traced, m
+        pairs = enumerate(zip(leaves, constants, strict=True))
+        self.known = [_Known(leaf, index, constant) for index, (leaf, constant) in pairs]
         self.level = transform_level()
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        watch, call = self.watch, func
+        kwargs, watch = kwargs or {}, self.watch
+        func = call = traceable(func)
         if watch is not None and (func in SEEN or not kwargs.keys().isdisjoint(SEEN_WITH)):
             call = partial(watch.call, func)
-        if func not in _WATCHED:
+        if func not in _WATCHED and not (self.traced and function_name(func) in IN_PLACE_NAMES):
             return call(*args, **kwargs)
-        if func in GRAPH_ATTRIBUTES:
-            examples = self.examples and transform_level() == self.level
-            found = graph_attribute(func, *args) if examples else func(*args)
-            if func == GRAD_FN and found is not None:
-                self.refuse_layer_node(found)
-            return found
-        if func is set_grad_enabled:
-            self.graph_inside = self.graph_inside or (args[0] and in_custom_function())
-        if func is Tensor.register_hook and self.view_of_leaf(args[0]) is not None:
-            raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
-        if func == _SET_REQUIRES_GRAD and self.examples and self.view_of_leaf(args[0]) is not None:
-            # Below vmap it stays as it is, and its gradient arrives.
-            raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
-        if func in _BACKWARD:
-            # A derivative inside the losses would miss the uses in which a constant takes the place of the leaf.
-            raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
-        form = transparent.get(func)
-        if func in RECURRENT and not kwargs:
-            form = batched_form(func, args)
-        if form is not None and any(self.view_of_leaf(x) for x in _with_lists((*args, *kwargs.values()))):
-            return self.inline(func, form, args, kwargs)
-        layer, given, source = LAYERS.get(func), kwargs, None
-        uses: dict[str, ParameterView] = {}
+        layer = LAYERS.get(func)
         if layer is not None:
             given = dict(zip(layer.names, args, strict=False)) | kwargs
-            for name in layer.forms:
-                part = self.view_of_leaf(given.get(name))
-                if part is not None:
-                    uses[name] = part
-            source = given.get("other" if "input" in uses else "input")
-            if uses:
-                with torch_function_disabled():
-                    uses = uses if self.fits(layer, given, source, uses) else {}
-                    if uses and self.examples:
-                        source = examples_first(source)
-                args, kwargs = list(args), dict(kwargs)
-                for name, part in uses.items():  # a constant in the place of each leaf
-                    if name in kwargs:
-                        kwargs[name] = part.constant
-                    else:
-                        args[layer.names.index(name)] = part.constant
-        if self.examples and func in BATCHED_OPS:  # for all examples at once
-            output = on_batch(func, args, kwargs, self.level[0] if transform_level() == self.level else None)
-        else:
-            output = call(*args, **kwargs)
-        if layer is not None and uses:
-            with torch_function_disabled():
-                output = self.record(layer, given, source, uses, output)
-        elif func in VIEWS and args and (part := self.view_of_leaf(args[0])):
-            self.follow(part, func, args, kwargs, output)
-        return output
-
-    def refuse_layer_node(self, node: Any) -> None:
-        """The gradient of a layer's output is taken before its node, whose hooks would not act."""
-        if any(isinstance(use.edge, GradientEdge) and use.edge.node is node for use in self.uses):
-            raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
-
-    def view_of_leaf(self, x: Any) -> ParameterView | None:
-        """The view of a leaf that this tensor is, unless it was changed in place since, or frozen for a time."""
-        known = self.known.get(id(x))
-        if known is None:
-            return None
-        with torch_function_disabled():
-            same_values = change_count(known.base) == known.changes
-            return known.part if same_values and known.base.requires_grad else None
-
-    def remember(self, x: Tensor, part: ParameterView) -> None:
-        base = unwrapped(x) if is_batched_tensor(x) else x
-        with torch_function_disabled():
-            self.known[id(x)] = Known(part, x, base, change_count(base))
-
-    def follow(self, part: ParameterView, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Remember the views of a leaf that an op returned."""
-        rest = (args[1:], kwargs)
-        if not torch.is_grad_enabled() or transform_level() != self.level:
-            return
-        if any(isinstance(x, Tensor) for x in tree_leaves(rest)):
-            return  # an index tensor: elements are picked one by one
-        views = func(part.constant, *args[1:], **kwargs)
-        pairs = [(output, views)] if isinstance(output, Tensor) else zip(output, views, strict=True)
-        for seen, view in pairs:
-            with torch_function_disabled():
-                found = view_of(part, view)
-            if found is not None and id(seen) not in self.known:
-                self.remember(seen, found)
-
-    def inline(self, func: Any, form: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function that torch shows as one op so that this mode sees the ops inside, in autocast's dtype."""
-
-        def op(*args: Any, **kwargs: Any) -> Any:
-            relevant = (*args, *kwargs.values())
-            if has_torch_function(relevant):  # outer modes see the function as one op first
-                return handle_torch_function(op, relevant, *args, **kwargs)
+            uses = self.uses_of(layer, given, len(args))
+            return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
+        form = batched_form(func, args) if func in RECURRENT and not kwargs else transparent.get(func)
+        if torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None:
+            form = None  # torch checks it with a message that its compiler cannot trace
+        if form is not None and any(self.known_as(x) for x in _with_lists((*args, *kwargs.values()))):
             with self:
                 return form(*args, **kwargs)
-
-        op.__name__ = func.__name__
-        return op(*[self.cast_view(x) for x in args], **{name: self.cast_view(x) for name, x in kwargs.items()})
-
-    def cast_view(self, x: Any) -> Any:
-        """A view of a leaf in autocast's dtype, which is a view too; other tensors are cast by the op tables."""
-        if isinstance(x, list):
-            return [self.cast_view(part) for part in x]
-        part = self.view_of_leaf(x)
-        if part is None or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
-            return x
-        cast = x.to(torch.get_autocast_dtype(x.device.type))
-        self.follow(part, Tensor.to, (x, cast.dtype), {}, cast)
-        return cast
-
-    def fits(self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView]) -> bool:
-        return (
-            layer.reach <= self.reach
-            and not uses.keys() >= {"input", "other"}
-            and given.keys() <= set(layer.names)
-            and not (layer.keeps and any(is_batched(given.get(name)) for name in layer.keeps))
-            and ("weight" not in uses or uses["weight"].distance <= layer.reach)
-            and layer.fits(given)
-            and (not self.examples or is_batched(source))
-            # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
-            and transform_level() == self.level
-            # A graph that the forward of a custom function keeps for its backward pass must reach the leaf.
-            and not (self.graph_inside and in_custom_function())
-        )
-
-    def record(
-        self, layer: Layer, given: dict[str, Any], source: Any, uses: dict[str, ParameterView], output: Tensor
-    ) -> Tensor:
-        """Remember the uses of leaves by a layer, and return its output as the losses get it."""
-        inner, axis = (unwrapped(output), batch_dim(output)) if self.examples else (output, 0)
-        if is_view(inner):
-            output = without_view(output)
-            inner, axis = (unwrapped(output), batch_dim(output)) if self.examples else (output, 0)
-        source = source.detach() if self.examples else source.detach()[None]
-        if not inner.requires_grad:
-            return output  # torch.no_grad inside the losses
-        options: dict[str, Any] = {}
-        for name, value in given.items():
-            if name in layer.keeps or not isinstance(value, Tensor):
-                options[name] = value
-        before, edge = change_count(source), get_gradient_edge(inner)
-        for name, part in uses.items():
-
-            def form(gradient: Tensor, rule: Form = layer.forms[name], part: ParameterView = part) -> Factors | Tensor:
-                with torch_function_disabled():
-                    changed = change_count(source) != before
-                if changed:
-                    raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
-                shape = {"shape": part.constant.shape}
-                made = rule(source, gradient.movedim(axis, 0), options | shape)
-                return made if part.back is same else part.back(made)
-
-            self.uses.append(LayerUse(part.leaf, edge, form))
+        if func is F.scaled_dot_product_attention:
+            own = self.m and transform_level() == self.level
+            return _attention_of_examples(self.level[0], *args, **kwargs) if own else call(*args, **kwargs)
+        self.refuse(func, args)
+        output = call(*args, **kwargs)
+        if func in _TRANSPOSES:
+            self.follow(func, args, kwargs, output)
+        elif func == GRAD_FN and any(
+            isinstance(end, GradientEdge) and end.node is output for end in self.recording.ends
+        ):
+            raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
         return output
 
+    def known_as(self, x: Any) -> _Known | None:
+        """What is known of a tensor, unless it is frozen for a time."""
+        if not isinstance(x, Tensor):
+            return None
+        for known in self.known:
+            if known.seen is x:
+                return known if self.m or x.requires_grad else None
+        return None
 
-def _with_lists(values: Sequence[Any]) -> list[Any]:
+    def refuse(self, func: Any, args: Any) -> None:
+        """Raise where a gradient would miss the layers that received a constant. Forget what is changed in place."""
+        if func in _BACKWARD:
+            raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
+        changed = [self.known_as(x) for x in _with_lists(args[:1])]
+        leaves = [known.leaf for known in changed if known is not None]
+        if not leaves or func in _TRANSPOSES or func == GRAD_FN:
+            return
+        if func is Tensor.register_hook:
+            raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
+        if func in _ATTRIBUTES and self.m:  # below vmap requires_grad stays as it is, and the gradient arrives
+            raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
+        if func not in _ATTRIBUTES:
+            self.known[:] = [known for known in self.known if known.leaf not in leaves]
+
+    def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Recognise the transpose of a matrix."""
+        known = self.known_as(args[0])
+        if known is None or known.seen.ndim != 2 or transform_level() != self.level or not torch.is_grad_enabled():
+            return
+        way = [*args[1:], *kwargs.values()]
+        if not way or (len(way) == 2 and all(isinstance(d, int) for d in way) and way[0] % 2 != way[1] % 2):
+            constant = func(known.constant, *args[1:], **kwargs)
+            self.known.append(_Known(output, known.leaf, constant, not known.transposed))
+
+    def uses_of(self, layer: Layer, given: dict[str, Any], n_args: int) -> dict[str, _Known]:
+        """The parameters that a layer receives, by argument; none where its rows are left to autograd."""
+        found = {name: self.known_as(given.get(name)) for name in layer.forms}
+        uses = {name: known for name, known in found.items() if known is not None}
+        # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
+        if not uses or n_args > len(layer.names) or transform_level() != self.level:
+            return {}
+        if not given.keys() <= set(layer.names) or not layer.fits(given):
+            return {}
+        if "weight" in uses and uses["weight"].transposed and not layer.matrix:
+            return {}
+        others = [given.get(name) for name in layer.forms if name not in uses]
+        return uses if not self.m or (is_batched(given["input"]) and not any(map(is_batched, others))) else {}
+
+    def record(
+        self, call: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
+    ) -> Tensor:
+        """Remember the uses of parameters by a layer, and return its output as the losses get it."""
+        source = examples_first(given["input"]) if self.m else given["input"]
+        several = source.shape[: source.ndim - layer.dims]
+        # Along one dimension: the output is then no view, which changes in place would give another graph.
+        flat = source if len(several) == 1 else source.reshape(-1, *source.shape[len(several) :])
+        made = given | {name: known.constant for name, known in uses.items()} | {"input": flat}
+        output = call(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
+        if output.requires_grad:  # else torch.no_grad inside the losses
+            recording = self.recording
+            for name, known in uses.items():
+                options = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+                options["shape"] = known.constant.shape
+                end = len(recording.ends)
+                recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], options, known.transposed))
+            recording.ends.append(output if self.traced else get_gradient_edge(output))
+            flat = flat.clone() if self.traced else flat.detach()
+            recording.sources.append(flat.unflatten(0, (self.m, -1)) if self.m else flat)
+            recording.versions.append(-1 if self.traced else version(flat))
+            # The losses may change what they get in place; torch.compile removes the copy.
+            output = output.clone() if self.traced else output
+        output = output if len(several) == 1 else output.reshape(*several, *output.shape[1:])
+        return as_batch(output, self.level[0]) if self.m else output
+
+
+def parts_of(recording: Recording, gradients: Sequence[Tensor | None]) -> list[tuple[int, Factors | Tensor]]:
+    """What the recorded layers add to the rows, by parameter: from the m gradients of each end, `[m, n, *y]`."""
+    for source, before in zip(recording.sources, recording.versions, strict=True):
+        if before >= 0 and version(source) != before:
+            raise UnrecordedDerivativeError("the input of a layer was changed in place after the layer used it")
+    # A custom function may have recorded a layer in its forward, to differentiate it by itself in its backward.
+    nodes = graph_nodes(recording.outputs) if any(g is None for g in gradients) else []
+    if any(isinstance(node, BackwardCFunction) for node in nodes):
+        raise UnrecordedDerivativeError("the losses use a custom autograd function, in which a layer may be hidden")
+    found = [(use, gradients[use.end]) for use in recording.uses]
+    return [(use.leaf, use.part(recording.sources[use.end], g)) for use, g in found if g is not None]
+
+
+def _with_lists(values: Any) -> list[Any]:
     """The values, and those in lists among them."""
-    return [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
 
 
-_SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # pyright: ignore
+def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
+    """The fused attention of all examples at once: torch has no rule that batches its kernel for CPUs.
+
+    Without dropout, which draws for every example, and without a mask that has dimensions beside the positions, or that
+    torch refuses beside `is_causal`.
+    """
+    given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    sides, mask = [given[name] for name in _ATTENTION[:3]], given.get("attn_mask")
+    masked = mask is not None and (is_batched(mask) or mask.ndim > 2 or given.get("is_causal"))
+    if not given.get("dropout_p") and not masked and all(map(is_batched, sides)):
+        physical = [examples_first(x) for x in sides]
+        several = physical[0].shape[:-3]
+        if several and all(x.shape[:-3] == several for x in physical):
+            flat = dict(zip(_ATTENTION, [x.flatten(0, -4) for x in physical], strict=False))
+            return as_batch(F.scaled_dot_product_attention(**given | flat).unflatten(0, several), level)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
-KNOWN = {*LAYERS, *transparent, *RECURRENT, *VIEWS}
-"""Ops that do not change what they receive."""
+_ATTRIBUTES = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # pyright: ignore
+_TRANSPOSES = {
+    f
+    for home in (torch, Tensor)
+    for name in ("t", "transpose", "swapaxes", "swapdims")
+    if (f := getattr(home, name, None))
+} | {Tensor.T.__get__, Tensor.mT.__get__}  # pyright: ignore
 
 _WATCHED = {
-    *KNOWN,
-    *BATCHED_OPS,
+    *LAYERS,
+    *transparent,
+    *RECURRENT,
     *_BACKWARD,
-    *GRAPH_ATTRIBUTES,
+    *_ATTRIBUTES,
+    *_TRANSPOSES,
+    F.scaled_dot_product_attention,
+    GRAD_FN,
     Tensor.register_hook,
-    set_grad_enabled,
-    _SET_REQUIRES_GRAD,
+    Tensor.data.__set__,  # pyright: ignore
 }

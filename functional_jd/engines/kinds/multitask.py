@@ -106,12 +106,12 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     inside: list[Tensor] = []
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-        inside[:] = [*points, *(part.constant for part, *_ in recorder.known.values())]
+        inside[:] = [*points, *recorder.constants]
         run = with_op_tables(losses.features, options.journal, options.where, inner=recorder)
         features = run(tree_unflatten(structure, points), *batch)
         return _differentiable(features), features
 
-    point, uses, edges = recorded(trunk, leaves, options)
+    point, recording = recorded(trunk, leaves, options)
     if any(x.is_complex() for x in _differentiable(point.extra)):
         raise RowsNeededError("features are complex numbers")
 
@@ -134,7 +134,7 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
         carried = _buffers_of(extra) if isinstance(extra, FeaturesAndBuffers) else []
         _refuse_other_ways(tensors, [*differentiated, *carried], inside, options)
     rows = vjp_rows(point, between, options)
-    products, pullback = gramian_of_uses(uses, edges, rows, leaves, len(between[0]), options)
+    products, pullback = gramian_of_uses(recording, rows, leaves, len(between[0]), options)
     own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
     if options.products != "factors":
         products = nan_unless_finite(products, (gradient,))

@@ -27,9 +27,8 @@ from functional_jd.engines.evaluate import (
     evaluate_losses,
     row_scales,
 )
-from functional_jd.engines.gramian.assemble import gramian_of_uses, rows_of_examples, shaped
-from functional_jd.engines.gramian.recorder import LayerRecorder, LayerUse
-from functional_jd.engines.gramian.traced_recorder import TracedUse, layer_uses, recorded_vjp
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples, shaped
+from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
@@ -90,40 +89,40 @@ def gramian(losses: PerExample, args: Args, options: Options) -> FoundGramian:
 def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
     leaves, structure = floating_leaves(params, options.where)
     m, dims = losses.count(batch), losses.dims(batch)
-    uses: list[LayerUse] = []
+    recording = new_recording()
     constants = [x.detach().requires_grad_() for x in leaves]
     # A copy for every example: its gradient is the rows of all uses that the recorder does not take.
     points = [x.detach().expand(m, *x.shape).requires_grad_() for x in leaves]
 
     def one(*example: Any) -> tuple[list[Tensor], Any]:
         copies = list(map(as_batch, points, repeat(transform_level()[0])))
-        recorder = LayerRecorder(copies, constants, uses, examples=True)
+        recorder = LayerRecorder(copies, constants, recording, m=m)
         return evaluate_losses(losses.loss, (tree_unflatten(structure, copies), *example), options, recorder)
 
     with torch.enable_grad():
         outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
     check_example_losses(outputs, (m,))
     scales = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
-    edges, rows = rows_of_examples(outputs[0], scales, uses, points)
-    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
+    rows = rows_of_examples(outputs[0], scales, recording, points)
+    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, m, options)
     return products, *detach_tree(extra), shaped(pullback, structure), ()
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
     leaves, structure = floating_leaves(params, options.where)
     m = losses.count(batch)
-    seen: list[list[TracedUse]] = []
+    found: list[Recording] = []
     reached: list[bool] = []
 
     def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
             return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), options, recorder)
 
-        recorded = recorded_vjp(f, leaves)
-        check_example_losses(recorded.point.outputs, ())
-        extra, sources = recorded.point.extra
-        gradients = recorded.point.pullback([factor.to(recorded.point.outputs[0].dtype)])
-        seen[:], reached[:] = [recorded.seen], [g is not None for g in gradients]
+        point, recording = recorded_vjp(f, leaves)
+        check_example_losses(point.outputs, ())
+        extra, sources = point.extra
+        gradients = point.pullback([factor.to(point.outputs[0].dtype)])
+        found[:], reached[:] = [recording], [g is not None for g in gradients]
         return [g for g in gradients if g is not None], sources, extra
 
     dims = (None, 0, *losses.dims(batch))
@@ -133,8 +132,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
         gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
-    uses, edges = layer_uses(seen[0], sources), list(range(len(sources)))
-    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
+    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, m, options)
     return products, *extra, shaped(pullback, structure), ()
 
 

@@ -58,10 +58,10 @@ def gramian(losses: Any, args: Args, options: Options) -> FoundGramian:
     def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         return evaluate_losses(losses, rebuild(tree_unflatten(structure, points)), options, recorder)
 
-    point, uses, edges = recorded(f, leaves, options)
+    point, recording = recorded(f, leaves, options)
     m = element_count(point.outputs)
     rows = jacobian_rows(point, row_scales(options.scale, m, point.outputs[0], options.where), options)
-    products, pullback = gramian_of_uses(uses, edges, rows, leaves, m, options)
+    products, pullback = gramian_of_uses(recording, rows, leaves, m, options)
     return products, *point.extra, shaped(pullback, structure), ()
 
 
