@@ -103,7 +103,6 @@ def test_one_thought_fits_a_function():
 
 
 LONG = {
-    "recorder.__torch_function__": "one call more for every operator of the losses",
     "adamw.adamw": "holds `step`, and all that it needs of the hyper-parameters",
     "adamw.step": "the kernel and the formula that it stands for, side by side; a call more in every step",
     "adapters.from_torch": "holds init, update and their checks, which share the optimizer of torch",

@@ -5,6 +5,7 @@ side is the layer's input, the other the gradient of its output. Inner products 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,13 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.torch_compat.autograd_graph import graph_nodes
-from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     as_batch,
     examples_first,
-    function_name,
     is_batched,
     traceable,
     transform_level,
@@ -113,17 +112,19 @@ class LayerRecorder(WatchingMode):
     ):
         super().__init__()
         self.constants, self.recording, self.traced, self.m = constants, recording, traced, m
-        pairs = enumerate(zip(leaves, constants, strict=True))
-        self.known = [_Known(leaf, index, constant) for index, (leaf, constant) in pairs]
+        self.known: list[_Known] = []
+        self.by_id: dict[int, _Known] = {}
+        for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
+            self.remember(_Known(leaf, index, constant))
         self.level = transform_level()
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, watch = kwargs or {}, self.watch
-        func = call = traceable(func)
+        func = call = traceable(func) if self.traced else func
         if watch is not None and (func in SEEN or not kwargs.keys().isdisjoint(SEEN_WITH)):
             call = partial(watch.call, func)
-        if func not in _WATCHED and not (self.traced and function_name(func) in IN_PLACE_NAMES):
+        if func not in _WATCHED:
             return call(*args, **kwargs)
         layer = LAYERS.get(func)
         if layer is not None:
@@ -139,39 +140,41 @@ class LayerRecorder(WatchingMode):
         if func is F.scaled_dot_product_attention:
             own = self.m and transform_level() == self.level
             return _attention_of_examples(self.level[0], *args, **kwargs) if own else call(*args, **kwargs)
-        self.refuse(func, args)
+        self.refuse(func, args[0] if args else None)
         output = call(*args, **kwargs)
         if func in _TRANSPOSES:
             self.follow(func, args, kwargs, output)
-        elif func == GRAD_FN and any(
-            isinstance(end, GradientEdge) and end.node is output for end in self.recording.ends
-        ):
+        elif func == GRAD_FN and any(isinstance(x, GradientEdge) and x.node is output for x in self.recording.ends):
             raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
         return output
+
+    def remember(self, known: _Known) -> None:
+        """Recognise a tensor from now on."""
+        self.known.append(known)
+        if not torch.compiler.is_compiling():
+            self.by_id[id(known.seen)] = known
 
     def known_as(self, x: Any) -> _Known | None:
         """What is known of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
             return None
-        for known in self.known:
-            if known.seen is x:
-                return known if self.m or x.requires_grad else None
+        if not torch.compiler.is_compiling():
+            found = self.by_id.get(id(x))
+            return None if found is None or not (self.m or x.requires_grad) else found
+        for known in self.known:  # an id would be a constant of the graph
+            if known.seen is x and x.requires_grad:
+                return known
         return None
 
-    def refuse(self, func: Any, args: Any) -> None:
-        """Raise where a gradient would miss the layers that received a constant. Forget what is changed in place."""
+    def refuse(self, func: Any, x: Any) -> None:
+        """Raise where a gradient would miss the layers that received a constant."""
         if func in _BACKWARD:
             raise UnrecordedDerivativeError(f"the losses call {func.__name__}, which the layer recorder cannot follow")
-        changed = [self.known_as(x) for x in _with_lists(args[:1])]
-        leaves = [known.leaf for known in changed if known is not None]
-        if not leaves or func in _TRANSPOSES or func == GRAD_FN:
-            return
-        if func is Tensor.register_hook:
+        if func is Tensor.register_hook and self.known_as(x):
             raise UnrecordedDerivativeError("the losses register a hook on a parameter, past which layers are recorded")
-        if func in _ATTRIBUTES and self.m:  # below vmap requires_grad stays as it is, and the gradient arrives
+        if func == _SET_REQUIRES_GRAD and self.m and self.known_as(x):
+            # Below vmap it stays as it is, and the gradient arrives.
             raise UnrecordedDerivativeError("the losses set requires_grad of a parameter, which vmap hides")
-        if func not in _ATTRIBUTES:
-            self.known[:] = [known for known in self.known if known.leaf not in leaves]
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Recognise the transpose of a matrix."""
@@ -181,7 +184,7 @@ class LayerRecorder(WatchingMode):
         way = [*args[1:], *kwargs.values()]
         if not way or (len(way) == 2 and all(isinstance(d, int) for d in way) and way[0] % 2 != way[1] % 2):
             constant = func(known.constant, *args[1:], **kwargs)
-            self.known.append(_Known(output, known.leaf, constant, not known.transposed))
+            self.remember(_Known(output, known.leaf, constant, not known.transposed))
 
     def uses_of(self, layer: Layer, given: dict[str, Any], n_args: int) -> dict[str, _Known]:
         """The parameters that a layer receives, by argument; none where its rows are left to autograd."""
@@ -255,16 +258,16 @@ def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
         physical = [examples_first(x) for x in sides]
         several = physical[0].shape[:-3]
         if several and all(x.shape[:-3] == several for x in physical):
-            flat = dict(zip(_ATTENTION, [x.flatten(0, -4) for x in physical], strict=False))
+            flat: Any = dict(zip(_ATTENTION, [x.flatten(0, -4) for x in physical], strict=False))
             return as_batch(F.scaled_dot_product_attention(**given | flat).unflatten(0, several), level)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH) if sides[0].is_cpu else nullcontext():
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_ATTRIBUTES = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # pyright: ignore
+_SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # pyright: ignore
 _TRANSPOSES = {
     f
     for home in (torch, Tensor)
@@ -277,10 +280,9 @@ _WATCHED = {
     *transparent,
     *RECURRENT,
     *_BACKWARD,
-    *_ATTRIBUTES,
     *_TRANSPOSES,
     F.scaled_dot_product_attention,
     GRAD_FN,
     Tensor.register_hook,
-    Tensor.data.__set__,  # pyright: ignore
+    _SET_REQUIRES_GRAD,
 }

@@ -85,11 +85,6 @@ def attention_by_keywords_behind_masks(p, x, y):
     return F.scaled_dot_product_attention(query=q, key=q.cos(), value=q, attn_mask=mask)
 
 
-def entropy_of_bytes(p, x, y):
-    """To a byte, -253 is class 3."""
-    return F.cross_entropy(linear(p, x, y), y.to(torch.uint8), ignore_index=-253)
-
-
 def entropy(p, x, y):
     return F.cross_entropy(linear(p, x, y)[0], y[0])
 
@@ -121,24 +116,23 @@ def weighted_entropy(p, x, y):
 TOGETHER = {
     linear: "addmm",
     linear_of_one_position: "addmm",
-    frozen_linear: "addmm",
-    layer_norm: "native_layer_norm",
-    layer_norm_of_all_positions: "native_layer_norm",
-    group_norm: "native_group_norm",
     attention: "_scaled_dot_product_flash_attention_for_cpu",
     attention_of_a_batch: "_scaled_dot_product_flash_attention_for_cpu",
     attention_behind_a_mask: "_scaled_dot_product_flash_attention_for_cpu",
-    entropy: "nll_loss_forward",
-    entropy_without_reduction: "nll_loss_forward",
-    entropy_of_positions: "nll_loss_forward",
-    entropy_of_bytes: "nll_loss_forward",
-    entropy_summed: "nll_loss2d_forward",
 }
 """Losses, and the op of torch that they call once for all examples."""
 
 APART = [
     linear_to_one_number,
     linear_with_a_bias_for_each_position,
+    frozen_linear,
+    layer_norm,
+    layer_norm_of_all_positions,
+    group_norm,
+    entropy,
+    entropy_without_reduction,
+    entropy_of_positions,
+    entropy_summed,
     attention_behind_masks_of_examples,
     attention_to_what_all_share,
     attention_of_one_head,

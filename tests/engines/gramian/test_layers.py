@@ -1,4 +1,4 @@
-"""Taps of affine parameters, attention's projections, and parts of leaves, against rows of plain autograd."""
+"""Layers that are recorded, and parameters whose rows come from autograd, against rows of plain autograd."""
 
 import math
 from functools import cache
@@ -25,9 +25,7 @@ from torch.utils import _pytree
 from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
 
 from functional_jd.engines.gramian import assemble
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.parameter_views import FLAT, VIEWS, WHOLE, ParameterView, view_of
-from functional_jd.engines.gramian.recorder import LayerRecorder
+from functional_jd.engines.gramian.recorder import LayerRecorder, new_recording
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.kinds import multitask, per_example, plain
 
@@ -51,15 +49,16 @@ def case_of(name, kind):
     return KINDS[kind]((MODELS | MORE)[name]())
 
 
-def untapped(monkeypatch, case):
-    """The shapes of the leaves that get rows from autograd, and how many taps there are."""
+def unrecorded(monkeypatch, case):
+    """The shapes of the leaves that get rows from autograd, and how many layers are recorded."""
     seen = []
     together = assemble.gramian_of_uses
 
-    def spy(taps, edges, rows, leaves, m, options):
-        direct = rows[len(edges) :]
-        seen.append(([tuple(x.shape) for x, r in zip(leaves, direct, strict=True) if r is not None], len(taps)))
-        return together(taps, edges, rows, leaves, m, options)
+    def spy(recording, rows, leaves, m, options):
+        direct = rows[len(recording.ends) :]
+        shapes = [tuple(x.shape) for x, r in zip(leaves, direct, strict=True) if r is not None]
+        seen.append((shapes, len(recording.ends)))
+        return together(recording, rows, leaves, m, options)
 
     with monkeypatch.context() as patch:
         for kind in (plain, per_example, multitask):
@@ -95,19 +94,10 @@ def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, to
 # What is tapped
 
 
-@pytest.mark.parametrize("name", [*ALONE, *ATTENTION, *MORE, "batch_norm_eval"])
-def test_every_leaf_of_a_known_layer_is_tapped_where_examples_are_hidden(name, monkeypatch):
-    # Keys that are appended, columns of a slice, and what a parametrization makes of a weight.
-    left = {"attention_biased": 2, "packed": 1, "weight_norm": 2, "spectral_norm": 1}
-    direct, taps = untapped(monkeypatch, case_of(name, "by_example"))
-    assert len(direct) == left.get(name, 0)
-    assert taps
-
-
-@pytest.mark.parametrize("kind", ["plain", "tasks"])
-@pytest.mark.parametrize("name", [*ATTENTION, "cross_attention", "attention_apart", "attention_unpacked", "decoder"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_projections_of_attention_are_tapped_everywhere(name, kind, monkeypatch):
-    direct, _ = untapped(monkeypatch, case_of(name, kind))
+    direct, _ = unrecorded(monkeypatch, case_of(name, kind))
     assert all(len(shape) == 1 for shape in direct)  # scales and shifts, which autograd sums up as fast
 
 
@@ -259,76 +249,27 @@ def test_scales_and_shifts_of_every_shape(left, right, op, flipped, kind):
     agree(found(case), expectation(case))
 
 
-# Parts
-
-
-PATHS = {
-    "transpose": lambda x, _: x.mT if x.ndim > 1 else x.reshape(1, -1).T,
-    "narrow": lambda x, n: x.narrow(0, min(n, len(x) - 1), 1 if n % 2 else len(x) - min(n, len(x) - 1)),
-    "chunk": lambda x, n: x.chunk(2)[-1 if n % 2 else 0],
-    "split": lambda x, n: x.split(2)[0],
-    "slice": lambda x, n: x[-2:] if n % 2 else x[None, :2],
-    "strided": lambda x, n: x[::2],
-    "columns": lambda x, n: x[..., n % 2 :],
-    "flatten": lambda x, n: x.flatten(),
-    "unsqueeze": lambda x, n: x.unsqueeze(n % 2),
-    "select": lambda x, n: x.select(0, 0) if x.ndim > 1 else x,
-    "cast": lambda x, n: x.to(torch.float32),
-    "unbind": lambda x, n: x.unbind()[-1] if x.ndim > 1 else x,
-    "reshape": lambda x, n: x.reshape(-1, 2) if x.numel() % 2 == 0 else x,
-}
-
-
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(sorted(PATHS)), st.integers(0, 3)), max_size=4),
-    shape=st.sampled_from([(4,), (4, 3), (6, 2), (1, 4), (3, 1), (2, 3, 2)]),
-    m=st.integers(1, 2),
-)
-def test_rows_of_a_part_find_the_way_back(steps, shape, m):
-    leaf = numbers(*shape).requires_grad_()
-    part = ParameterView(0, leaf)
-    for name, n in steps:
-        view = PATHS[name](part.constant, n)
-        found_part = view_of(part, view)
-        if found_part is None:
-            break
-        part = found_part
-    end = part.constant
-    rows = numbers(m, *end.shape, seed=1)
-    true = torch.stack([torch.autograd.grad(end, leaf, row.to(end.dtype), retain_graph=True)[0] for row in rows])
-    torch.testing.assert_close(part.back(rows).double(), true, rtol=1e-6, atol=1e-6)
-    if part.distance < FLAT and end.ndim == 2:
-        left, right = numbers(m, 5, 1, end.shape[0], seed=2), numbers(m, 5, 1, end.shape[1], seed=3)
-        outer = lambda f: torch.einsum("mpgo,mpgi->moi", f.left, f.right)
-        made = part.back(Factors(left, right))
-        torch.testing.assert_close(outer(made), part.back(outer(Factors(left, right))))
-
-
-def test_a_part_is_none_where_numbers_were_copied_or_left_out():
-    base = ParameterView(0, numbers(4, 3).requires_grad_())
-    assert view_of(base, base.constant.clone()) is None
-    assert view_of(base, base.constant[::2]) is None
-    assert view_of(base, base.constant[:, 1:]) is None
-    assert view_of(base, base.constant.expand(2, 4, 3)) is None
-    assert view_of(base, base.constant[4:]) is None
-    assert view_of(base, base.constant.view(torch.int64)) is None
-    half = view_of(base, base.constant.half())
-    assert half.distance == WHOLE
-    assert view_of(half, half.constant.view(torch.bfloat16)) is None
-    assert {torch.chunk, torch.Tensor.chunk, torch.Tensor.T.__get__} <= VIEWS
-
-
-def test_a_tapped_value_is_the_value():
+def test_a_recorded_value_is_the_value():
     """Constants take the leaves' places: nothing but gradients may differ."""
-    model = MORE["packed"]()
+    model = MODELS["mlp"]()
     flat, spec = _pytree.tree_flatten(model.params)
     points, constants = ([x.clone().requires_grad_() for x in flat] for _ in range(2))
-    taps = []
-    with LayerRecorder(points, constants, taps, examples=False):
+    recording = new_recording()
+    with LayerRecorder(points, constants, recording):
         y = model.predict(_pytree.tree_unflatten(points, spec), model.inputs)
     torch.testing.assert_close(y, model.predict(model.params, model.inputs), rtol=0, atol=0)
-    assert {tap.leaf for tap in taps} == {0, 1, 2}
+    assert [flat[use.leaf].ndim for use in recording.uses] == [2, 2]
     assert y.shape == (BATCH, WIDTH)
+
+
+@pytest.mark.parametrize("transpose", [lambda w: w.T, lambda w: w.mT, torch.t, lambda w: w.transpose(-2, 1).T.T])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transposed_weight_is_recorded(transpose, kind, monkeypatch):
+    params = {"w": numbers(3, 3), "v": numbers(3, 3, seed=1)}
+    predict = lambda p, x: F.linear(torch.tanh(x @ transpose(p["w"])), transpose(p["v"]))
+    case = KINDS[kind](model_of(predict, params))
+    assert unrecorded(monkeypatch, case) == ([], 2)
+    agree(found(case), expectation(case))
 
 
 # Transforms
