@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH),,-c constraints.txt)
 
-.PHONY: demo test test-inductor test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence claims notebooks docs lint types check clean
+.PHONY: demo test test-inductor test-kernels test-cpus test-models bench bench-compiled bench-physics bench-device bench-fronts bench-gpu evidence claims notebooks docs lint types check clean
 
 demo: $(VENV)/.demo  ## train on two-digit images, under mean and under upgrad
 	@$(BIN)/python -m functional_jd
@@ -17,6 +17,9 @@ test: $(VENV)/.test  ## all tests but those of `make test-inductor` and `make te
 
 test-inductor: $(VENV)/.test  ## the tests that compile to machine code: it takes a C++ compiler, and its time
 	@$(BIN)/python -m pytest -n 2 -q --ignore=tests/models -m inductor
+
+test-kernels: $(VENV)/.test $(VENV)/.kernels  ## the kernels of Triton, by its interpreter: no GPU is needed
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/kernels
 
 # Another CPU adds up in another order. AVX2 is asked for only where the CPU has it; the others run on every CPU.
 NUMERICAL := tests/exact tests/solvers tests/aggregators tests/core/test_rows.py tests/engines/gramian tests/engines/test_differential.py tests/test_laws.py

@@ -17,6 +17,8 @@ from two_tasks import close, method, two_tasks
 import functional_jd as fj
 from functional_jd import distributed
 from functional_jd.core.rows import in_range
+from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.lcp import linear_complementarity
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -153,6 +155,42 @@ def test_rules_find_on_a_gpu_what_they_find_on_a_cpu(m, condition, solver):
         found = fj.aggregate(rule(solver=solver), J.cuda()).direction
         assert found.is_cuda
         check_stable(found.cpu(), by_gramian, J @ J.mT, roundings=128)
+
+
+@pytest.mark.parametrize("kind", ["conflicting", "dependent", "opposite", "zeros", "ill"])
+@pytest.mark.parametrize("m", [2, 3, 5, 8, 16, 32, 64])
+def test_the_search_in_one_launch_meets_its_conditions_in_a_graph_too(m, kind):
+    pytest.importorskip("triton")
+    draw = torch.Generator().manual_seed(m)
+    J = torch.randn(3, m, m // 2 if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
+    if kind == "conflicting":
+        J = J - 1.2 * J.mean(1, keepdim=True)
+    elif kind == "opposite":
+        J[:, -1] = -J[:, 0]
+    elif kind == "zeros":
+        J[:, ::2] = 0
+    elif kind == "ill":
+        J[0] = rows_of_condition(m, 1e7)
+    C, _ = cosines(J @ J.mT)
+    free = ~torch.eye(m, dtype=torch.bool).expand_as(C)
+    expected = linear_complementarity(C, C, free)
+    C, free, s = C.cuda(), free.cuda(), expected.cuda()
+    linear_complementarity(C, C, free, solver="device")  # compiles
+    with waiting("error"):
+        found = linear_complementarity(C, C, free, solver="device")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear_complementarity(C, C, free, solver="device")
+    graph.replay()
+    assert torch.equal(captured, found)
+    w, size = C + found @ C, 1 + found.sum(-1, keepdim=True)
+    limit = 2e-13 * size
+    assert (found >= -limit).all()
+    assert (torch.where(free, w, 0) >= -limit).all()
+    assert ((found * w).abs() <= limit * size).all()
+    # The length of the difference of two solutions, squared, is at most their slack.
+    change = found - s
+    assert (((change @ C) * change).sum(-1, keepdim=True) <= 4 * m * limit * (size + s.sum(-1, keepdim=True))).all()
 
 
 def test_a_step_is_that_of_the_cpu():

@@ -1,11 +1,11 @@
 """Complementarity problems of few rows by numbers: solving one takes as long as some operations on tensors."""
 
 from math import isfinite, sqrt
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from functional_jd.solvers.pivoting import TOLERANCE
 from functional_jd.torch_compat.torch_internals import dispatch_modes
 
 # Pivots below this tell that active rows are ill-conditioned.
@@ -13,77 +13,59 @@ _WELL_CONDITIONED = 1e-4
 # Exchanges of few rows converge within so many rounds, or go round.
 _ROUNDS = 6
 
-_Factor = list[list[float]]
+_Rows = list[list[float]]
+_Solved = tuple[list[int], list[float], _Rows]
 
 
-class Solved(NamedTuple):
-    """The active entries, ascending; their multipliers; the rows of their lower Cholesky factor."""
-
-    active: list[int]
-    s: list[float]
-    factor: _Factor
-
-
-def solve_by_numbers(matrix: Tensor, offset: Tensor, allowed: Tensor, tolerance: float) -> list[Solved] | None:
+def solve_by_numbers(
+    matrix: Tensor, offset: Tensor, allowed: Tensor, inverses: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """Solve the problems of `linear_complementarity` by block principal pivoting, with a factor for each active set.
 
     Args:
-        matrix: float64 `[*, m, m]`, on a CPU.
-        offset: float64 `[*, k, m]`.
-        allowed: bool `[*, k, m]`.
-        tolerance: how far below zero an entry may lie.
+        matrix: float64 `[b, m, m]`, on a CPU.
+        offset: float64 `[b, k, m]`.
+        allowed: bool `[b, k, m]`.
+        inverses: whether to return the inverses.
 
     Returns:
-        For every problem its solution; `None` where they are traced, where a number is not finite, where an active set
-        is ill-conditioned, and where exchanges go round.
+        s `[b, k, m]`, and the inverses of the active parts of the matrices, else zero, `[b, k, m, m]`, or empty; `None`
+        where they are traced, where a number is not finite, where an active set is ill-conditioned, and where exchanges
+        go round.
     """
     m = offset.shape[-1]
     if type(matrix) is not Tensor or type(offset) is not Tensor or dispatch_modes():
         return None
-    solved: list[Solved] = []
-    problems = [x.reshape(-1, *x.shape[-2:]).tolist() for x in (matrix, offset, allowed)]
-    for M, several, free in zip(*problems, strict=True):
+    multipliers: _Rows = []
+    blocks: list[_Rows] = []
+    for M, several, free in zip(matrix.tolist(), offset.tolist(), allowed.tolist(), strict=True):
         if not isfinite(sum(map(sum, M))):
             return None
-        factors: dict[tuple[int, ...], _Factor | None] = {}
+        factors: dict[tuple[int, ...], _Rows | None] = {}
         for q, entries in zip(several, free, strict=True):
-            found = _solve(M, q, [j for j in range(m) if entries[j]], factors, tolerance)
+            found = _solve(M, q, [j for j in range(m) if entries[j]], factors)
             if found is None:
                 return None
-            solved.append(found)
-    return solved
+            active, values, factor = found
+            multipliers.append(_spread(values, active, m))
+            if inverses:
+                block = [[0.0] * m for _ in range(m)]
+                for i in active:
+                    block[i] = _spread(_solve_factored(factor, [float(i == j) for j in active]), active, m)
+                blocks.append(block)
+    s = torch.tensor(multipliers, dtype=offset.dtype).view(offset.shape)
+    return s, torch.tensor(blocks, dtype=offset.dtype).view(*offset.shape, m) if inverses else s[:0]
 
 
-def as_multipliers(solved: list[Solved], like: Tensor) -> Tensor:
-    """The multipliers of all problems, with the shape of the offsets."""
-    rows = [[0.0] * like.shape[-1] for _ in solved]
-    for row, one in zip(rows, solved, strict=True):
-        for j, x in zip(one.active, one.s, strict=True):
-            row[j] = x
-    return torch.tensor(rows, dtype=like.dtype, device=like.device).view(like.shape)
+def _spread(values: list[float], active: list[int], m: int) -> list[float]:
+    row = [0.0] * m
+    for j, x in zip(active, values):  # noqa: B905
+        row[j] = x
+    return row
 
 
-def as_factors(solved: list[Solved], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The active sets, with the shape of the offsets `[*, m]`; upper Cholesky factors `[*, m, m]`, else identity."""
-    m = like.shape[-1]
-    active = [[False] * m for _ in solved]
-    upper = [[[float(i == j) for j in range(m)] for i in range(m)] for _ in solved]
-    for found, row, one in zip(upper, active, solved, strict=True):
-        for j, numbers in zip(one.active, one.factor, strict=True):
-            row[j] = True
-            for i, x in zip(one.active, numbers, strict=False):
-                found[i][j] = x
-    kept = torch.tensor(upper, dtype=like.dtype, device=like.device).view(*like.shape, m)
-    return torch.tensor(active, device=like.device).view(like.shape), kept
-
-
-def _solve(
-    M: list[list[float]],
-    q: list[float],
-    free: list[int],
-    factors: dict[tuple[int, ...], _Factor | None],
-    tolerance: float,
-) -> Solved | None:
+def _solve(M: _Rows, q: list[float], free: list[int], factors: dict[tuple[int, ...], _Rows | None]) -> _Solved | None:
+    """The active entries, ascending; their multipliers; the rows of their lower Cholesky factor."""
     if not isfinite(sum(q)):
         return None
     active = [j for j in free if q[j] < 0]
@@ -94,24 +76,24 @@ def _solve(
         factor = factors[key]
         if factor is None:
             return None
-        s = _multipliers(factor, [q[j] for j in active])
-        wrong = [j for j, x in zip(active, s) if x < -tolerance]  # noqa: B905
+        s = _solve_factored(factor, [-q[j] for j in active])
+        wrong = [j for j, x in zip(active, s) if x < -TOLERANCE]  # noqa: B905
         for j in free:
             if j not in key:
                 row, w = M[j], q[j]
                 for i, x in zip(active, s):  # noqa: B905
                     w += row[i] * x
-                if w < -tolerance:
+                if w < -TOLERANCE:
                     wrong.append(j)
         if not wrong:
-            return Solved(active, s, factor)
+            return active, s, factor
         active = sorted(set(active).symmetric_difference(wrong))
     return None
 
 
-def _cholesky(M: list[list[float]], active: list[int]) -> _Factor | None:
+def _cholesky(M: _Rows, active: list[int]) -> _Rows | None:
     """The rows of the lower factor of `M_FF`; `None` where a pivot is small."""
-    factor: _Factor = []
+    factor: _Rows = []
     for i in active:
         row, new = M[i], []
         pivot = row[i]
@@ -129,8 +111,8 @@ def _cholesky(M: list[list[float]], active: list[int]) -> _Factor | None:
     return factor
 
 
-def _multipliers(factor: _Factor, x: list[float]) -> list[float]:
-    """`-(M_FF)^-1 x`, given the lower factor; x is overwritten."""
+def _solve_factored(factor: _Rows, x: list[float]) -> list[float]:
+    """`(M_FF)^-1 x`, given the lower factor; x is overwritten."""
     for n, row in enumerate(factor):
         y = x[n]
         for i in range(n):
@@ -141,4 +123,4 @@ def _multipliers(factor: _Factor, x: list[float]) -> list[float]:
         y = x[n] = x[n] / row[n]
         for i in range(n):
             x[i] -= row[i] * y
-    return [-y for y in x]
+    return x

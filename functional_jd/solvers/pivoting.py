@@ -1,0 +1,129 @@
+"""Linear complementarity by a monotone active-set method on a tableau: exact on dependent and ill-conditioned rows.
+
+With the rows F active, the tableau `T, t` gives s on F, and elsewhere `w = M s + q`: `(s_F, w_other) = T (w_F, s_other)
++ t`. So its block of F is the inverse of `M_FF`, and t has the multipliers at the minimum on F. A step is one of two,
+until no sign is wrong:
+
+- An entry of t on F is not positive: walk towards the minimum until the first multiplier is zero, which leaves F.
+- Else s is t on F. The entry along which the objective decreases most enters F, unless its row depends on those in F.
+
+No step increases the objective, so that no set F returns. Nothing needs an interior, which the dual cone of dependent
+rows lacks. At the end, chord steps refine s by M itself. If signs are wrong then, or residuals large, the tableau has
+lost its digits: it is made again from M, by the largest pivots first, and the method goes on from s.
+
+`one_launch` has the same method for an accelerator.
+
+Source:
+    Lawson & Hanson, Solving least squares problems, 1974, chapter 23; Cottle, Pang & Stone, The linear complementarity
+    problem, 1992, section 2.3 (principal pivots).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_jd.solvers.search import matvec
+
+# How far below zero an entry may lie, relative to `1 + sum(s)`: a few hundred roundings.
+TOLERANCE = 1e-13
+# How often a tableau is made; on a device, where nothing may look, always twice.
+_TABLEAUS, _BLIND_TABLEAUS = 4, 2
+
+
+class _Tableau(NamedTuple):
+    """Of n problems: T `[n, m, m]`, t, the active rows and the current multipliers, `[n, m]` each."""
+
+    matrix: Tensor
+    right: Tensor
+    active: Tensor
+    s: Tensor
+
+
+def least_pivot(m: int) -> float:
+    """The largest pivot, of a matrix of cosines, that counts as zero: its row depends on the active ones."""
+    return 12 * m * torch.finfo(torch.float64).eps
+
+
+def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
+    """Solve the problems of `linear_complementarity`, one for each matrix.
+
+    Args:
+        M: float64 `[n, m, m]`.
+        q: float64 `[n, m]`.
+        free: bool `[n, m]`: the entries that are allowed.
+        looks: whether to look at values, and stop when all problems are solved; else the steps are `8 m + 24`.
+
+    Returns:
+        s, `[n, m]`; the inverses of the active parts of M, else zero, `[n, m, m]`.
+    """
+    s, inverse, solved = _by_one_tableau(M, q, free, torch.zeros_like(q), looks)
+    for _ in range((_TABLEAUS if looks else _BLIND_TABLEAUS) - 1):
+        if not looks:
+            new_s, new_inverse, _ = _by_one_tableau(M, q, free, s, looks)
+            s, inverse = torch.where(solved, s, new_s), torch.where(solved.unsqueeze(-1), inverse, new_inverse)
+            break
+        left = (~solved).squeeze(-1).nonzero().squeeze(-1)
+        if not len(left):
+            break
+        new = _by_one_tableau(M[left], q[left], free[left], s[left], looks)
+        s, inverse, solved = (x.index_copy(0, left, y) for x, y in zip((s, inverse, solved), new, strict=True))
+    return s, inverse
+
+
+def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Multipliers, inverses, and whether solved, `[n, 1]`, from a tableau of M, and multipliers s to begin with."""
+    m = q.shape[-1]
+    found = _Tableau(M, q, torch.zeros_like(free), s.clamp(min=0))
+    pending = s > 0
+    moving, places = torch.ones_like(pending[:, :1]), torch.arange(m, device=q.device)
+    for _ in range(4 * m + 12):
+        found, pending, moving = _step(found, pending, free, places)
+        if looks and not moving.any():
+            break
+    tableau, _, active, s = found
+    both = active.unsqueeze(-1) & active.unsqueeze(-2)
+    inverse = torch.where(both, tableau, 0)
+    before, w = s, q + matvec(M, s)
+    for _ in range(2):
+        s = s - matvec(inverse, torch.where(active, w, 0))
+        w = q + matvec(M, s)
+    limit = TOLERANCE * (1 + s.sum(-1, keepdim=True))
+    outside = free & ~active & (tableau.diagonal(dim1=-2, dim2=-1) > least_pivot(m))
+    wrong = torch.where(active, (s < -limit) | (w.abs() > limit), outside & (w < -limit))
+    return torch.where(moving, before, s), inverse, ~(moving | wrong.any(-1, keepdim=True))
+
+
+def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor) -> tuple[_Tableau, Tensor, Tensor]:
+    """One step; rows that are pending enter first. Whether there was something to do, `[n, 1]`."""
+    tableau, t, active, s = found
+    pivots, least = tableau.diagonal(dim1=-2, dim2=-1), least_pivot(t.shape[-1])
+    negative, waiting = active & (t <= 0), pending.any(-1, keepdim=True)
+    walking = negative.any(-1, keepdim=True) & ~waiting
+    s = torch.where(waiting | walking, s, t * active)
+    enters = free & ~active & (pivots > least) & (t < -TOLERANCE * (1 + s.sum(-1, keepdim=True)))
+    chosen = torch.where(waiting, pending, torch.where(walking, negative, enters))
+    score = torch.where(waiting, -pivots, torch.where(walking, s / (s - t).clamp(min=1e-300), t))
+    best, r = score.masked_fill(~chosen, torch.inf).min(-1, keepdim=True)
+    here = places == r
+    s = torch.where(walking, torch.lerp(s, t, best).clamp(min=0) * (active & ~here), s)
+    # A row that depends on those before it waits no longer.
+    exchanged = torch.where(waiting, best < -least, best < torch.inf)
+    tableau, t = _pivoted(tableau, t, active, r, here, exchanged)
+    return _Tableau(tableau, t, active ^ (here & exchanged), s), pending & ~here, waiting | exchanged
+
+
+def _pivoted(
+    tableau: Tensor, t: Tensor, active: Tensor, r: Tensor, here: Tensor, exchanged: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tableaus after an exchange of entry r, which is here, where it is wanted."""
+    row = tableau.gather(1, r.unsqueeze(-1).expand(-1, 1, t.shape[-1])).squeeze(1)
+    opposite, pivot = -row, row.gather(1, r)
+    right = -t.gather(1, r) / pivot
+    # Between active rows and others, a tableau is antisymmetric, else symmetric.
+    column = torch.where(active == active.gather(1, r), row, opposite)
+    new = opposite.masked_fill(here, 1) / pivot
+    changed = torch.addcmul(tableau.masked_fill(here.unsqueeze(-2), 0), column.unsqueeze(-1), new.unsqueeze(-2))
+    changed = torch.where(here.unsqueeze(-1), new.unsqueeze(-2), changed)
+    tableau = torch.where(exchanged.unsqueeze(-1), changed, tableau)
+    return tableau, torch.where(exchanged, torch.where(here, right, torch.addcmul(t, column, right)), t)

@@ -1,0 +1,135 @@
+"""The search in one launch against the host's, run by Triton's interpreter: `make test-kernels`. It needs no GPU."""
+
+import os
+
+import pytest
+import torch
+from bounds import check_within, cone_bound, eps
+
+import functional_jd as fj
+from functional_jd.solvers import lcp, one_launch
+from functional_jd.solvers.dual_cone import cosines
+from functional_jd.solvers.lcp import linear_complementarity
+from functional_jd.solvers.one_launch import can_be_launched, solve_in_one_launch
+
+pytestmark = pytest.mark.skipif(
+    one_launch.triton is None or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
+)
+
+# Of the slack of signs, in units of `1 + sum(s)`.
+SLACK = 2 * 1e-13
+
+
+def rows(kind, m, seed=0):
+    """Rows `[m, n]`; of `ill`, singular values from 1 to 1e-7."""
+    draw = torch.Generator().manual_seed(100 * seed + m)
+    J = torch.randn(m, max(1, m // 2) if kind == "dependent" else m + 10, generator=draw, dtype=torch.float64)
+    if kind == "conflicting":
+        J = J - 1.2 * J.mean(0)
+    elif kind == "opposite":
+        J[-1] = -J[0]
+    elif kind == "zeros":
+        J[::2] = 0
+    elif kind == "integers":
+        J = torch.randint(-2, 3, (m, max(1, m - 1)), generator=draw).double()
+    elif kind == "ill":
+        left, _, right = torch.linalg.svd(J, full_matrices=False)
+        J = left * 10.0 ** -torch.linspace(0, 7, m, dtype=torch.float64) @ right
+    return J
+
+
+def problem(J, k):
+    """Cosines, k right-hand sides, and what is free, as of `row_multipliers`; unit rows."""
+    C, norms = cosines(J @ J.mT)
+    return C, C[:k], ~torch.eye(len(J), dtype=torch.bool)[:k], J / norms[:, None]
+
+
+@pytest.mark.parametrize("kind", ["random", "conflicting", "dependent", "opposite", "zeros", "integers", "ill"])
+@pytest.mark.parametrize("m", [2, 3, 5, 8, 13, 32, 64])
+def test_one_launch_finds_what_the_host_finds(kind, m):
+    J = rows(kind, m)
+    C, q, free, N = problem(J, min(m, 3))
+    (s,), (inverse,) = solve_in_one_launch(C[None], q[None], free[None], inverses=True)
+    expected = linear_complementarity(C, q, free)
+    w, size = q + s @ C, 1 + s.sum(-1, keepdim=True)
+    assert (s >= -SLACK * size).all()
+    assert (s[~free] == 0).all()
+    assert (w[free] >= -SLACK * size.expand_as(w)[free]).all()
+    assert ((s * w).abs() <= SLACK * size**2).all()
+    check_within(s @ N, expected @ N, cone_bound(J[J.any(1)]) * size)
+    # The inverse belongs to independent rows that carry the solution.
+    active = inverse.diagonal(dim1=-2, dim2=-1) != 0
+    assert (active | (s.abs() <= SLACK * size)).all()
+    if kind != "ill":
+        one = torch.where(active[:, :, None] & active[:, None, :], C, 0) @ inverse
+        check_within(
+            one, torch.diag_embed(active.double()), 1e-3 * eps() ** 0.5 * inverse.abs().amax((1, 2), True) ** 2
+        )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which computes by NumPy
+def test_several_matrices_with_an_entry_that_is_not_finite():
+    several = [problem(rows("conflicting", 5, seed), 5) for seed in range(3)]
+    C, q, free = (torch.stack(x) for x in list(zip(*several, strict=True))[:3])
+    expected = linear_complementarity(C, q, free)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        bad_q, bad_C = q.clone(), C.clone()
+        bad_q[1, 2, 3], bad_C[2, 0, 1] = poison, poison
+        s, inverse = solve_in_one_launch(bad_C, bad_q, free, inverses=True)
+        assert s[1, 2].isnan().all()
+        assert s[2].isnan().all()
+        assert inverse.isfinite().all()
+        kept = ~s.isnan().any(-1)
+        assert kept.sum() == 9
+        check_within(s[kept], expected[kept], 1e-12)
+
+
+def test_a_launch_ends_where_there_is_no_solution():
+    """The objective has no minimum: q is not in the range of the matrix."""
+    C = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    q = torch.tensor([[-1.0, -1.0], [-1.0, 0.5]], dtype=torch.float64)
+    s, _ = solve_in_one_launch(C[None], q[None], torch.ones(1, 2, 2, dtype=torch.bool), inverses=False)
+    assert s.isfinite().all()
+
+
+def test_which_problems_are_launched(monkeypatch):
+    assert can_be_launched(torch.zeros(1, 64))
+    assert not can_be_launched(torch.zeros(1, 65))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not can_be_launched(torch.zeros(1, 64))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(one_launch, "triton", None)
+    assert not can_be_launched(torch.zeros(1, 64))
+
+
+def length(solver):
+    def f(J, q):
+        C, _ = cosines(J @ J.mT)
+        return (linear_complementarity(C, q @ C, solver=solver) @ J).square().sum()
+
+    return f
+
+
+@pytest.fixture
+def no_rounds(monkeypatch):
+    monkeypatch.setattr(lcp, "solve_by_pivots", lambda *_: pytest.fail("not launched"))
+
+
+def test_derivatives_are_those_of_the_host(no_rounds):
+    J, q = rows("conflicting", 4), rows("random", 4, seed=1)[:2, :4]
+    assert length("host")(J, q) > 0
+    for derivative in (torch.func.grad, torch.func.hessian):
+        found, expected = (derivative(length(solver))(J, q) for solver in ("device", "host"))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    batch = torch.stack([J, J.flip(0)])
+    found, expected = (torch.vmap(torch.func.grad(length(s)), (0, None))(batch, q) for s in ("device", "host"))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [fj.upgrad, fj.dualproj, fj.mgda, fj.pcd, fj.cagrad])
+@pytest.mark.parametrize("m", [3, 6])
+def test_rules_are_served(rule, m, no_rounds):
+    J = rows("conflicting", m)
+    more = (0.5,) if rule is fj.cagrad else ()
+    found, expected = (fj.aggregate(rule(*more, solver=solver), J).direction for solver in ("device", "host"))
+    check_within(found, expected, 4 * cone_bound(J) * J.norm(dim=1).sum())
