@@ -8,6 +8,10 @@ from torch.autograd import Function
 
 from functional_jd.torch_compat.torch_internals import collective_ops
 
+if torch.distributed.is_available():
+    # DTensor imports it late, and defaults of its functions then keep a group for ever: see `distributed.leave`.
+    import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
+
 
 def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
     """Apply a collective to the tensors that all ranks of a group pass at the same time.

@@ -60,14 +60,11 @@ def check_replicas(tree: Tree, group: Group = None) -> None:
 
 def _differs(leaf: Any, group: Group) -> Tensor:
     """Whether this rank's leaf has other bits than the first rank's: bool `[]`."""
-    if not is_sharded(leaf):
-        return _other_bits(collective("first", leaf.detach(), group), leaf)
     shard = shard_of(leaf.detach())
-    replicated = [dim for dim, placement in enumerate(leaf.placements) if placement.is_replicate()]
-    firsts = [over_dimension("first", shard, leaf.device_mesh, dim) for dim in replicated]
-    return torch.stack([torch.tensor(False), *(_other_bits(first, shard).cpu() for first in firsts)]).any()
-
-
-def _other_bits(first: Tensor, leaf: Tensor) -> Tensor:
-    bits = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (first, leaf)]
-    return (bits[0] != bits[1]).any()
+    if not is_sharded(leaf):
+        firsts = [collective("first", shard, group)]
+    else:
+        replicated = [dim for dim, placement in enumerate(leaf.placements) if placement.is_replicate()]
+        firsts = [over_dimension("first", shard, leaf.device_mesh, dim) for dim in replicated]
+    own, *others = (x.contiguous().reshape(-1).view(torch.uint8) for x in (shard, *firsts))
+    return torch.stack([(other != own).any() for other in (own, *others)]).any()

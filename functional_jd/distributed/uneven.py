@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import is_size, refuse
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.sharding import over_dimension
+from functional_jd.core.sharding import over_mesh
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Losses
 from functional_jd.engines.group import Group, collective, known_group
@@ -55,8 +55,6 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
 
 def _summed(count: Tensor, group: Any) -> tuple[Tensor, int]:
     """The sum over the ranks, and how many these are."""
-    if not hasattr(group, "get_group"):
-        return collective("sum", count, group), known_group(group)[1]
-    for dim in range(group.ndim):
-        count = over_dimension("sum", count, group, dim)
-    return count, group.size()
+    if hasattr(group, "get_group"):
+        return over_mesh("sum", count, group), group.size()
+    return collective("sum", count, group), known_group(group)[1]

@@ -14,7 +14,7 @@ from functional_jd.core.arguments import refuse
 from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded
-from functional_jd.core.tree import any_sharded, described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.tree import described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
@@ -43,16 +43,13 @@ def sum_over_group(tree: Tree, group: Group) -> Tree:
 def _buckets(leaves: list[Tensor]) -> list[list[Tensor]]:
     """The leaves in their order, side by side where they fit together."""
     buckets: list[list[Tensor]] = []
-    held = 0
+    kind, held = None, 0
     for leaf in leaves:
-        before = buckets[-1][-1] if buckets else leaf
-        alike = before.dtype == leaf.dtype and before.device == leaf.device and not any_sharded([before, leaf])
-        held += leaf.numel()
-        if buckets and alike and held <= _BUCKET:
-            buckets[-1].append(leaf)
-        else:
-            buckets.append([leaf])
+        before, kind, held = kind, (type(leaf), leaf.dtype, leaf.device), held + leaf.numel()
+        if kind != before or held > _BUCKET:
+            buckets.append([])
             held = leaf.numel()
+        buckets[-1].append(leaf)
     return buckets
 
 
