@@ -16,9 +16,9 @@ from rule_table import RULES, builder, jacobians_for, rule_of
 
 from functional_jd import aggregators
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.hyper_parameters import Number
-from functional_jd.aggregation.per_objective import Numbers
+from functional_jd.aggregation.hyper_parameters import Numbers
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.arguments import Number
 from functional_jd.core.tree import tree_leaves
 from functional_jd.testing import ALWAYS, BY_CLAIM, hyper_parameters_are_values
 from functional_jd.testing.conformance import counterexample

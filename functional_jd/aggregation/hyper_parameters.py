@@ -1,65 +1,25 @@
-"""Hyper-parameters as values: numbers, which are checked when a rule is built, or tensors, which are never read."""
+"""Hyper-parameters of rules: one number per objective, and where a rule is solved."""
 
-import math
-from collections.abc import Callable
-from numbers import Real
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_integer, check_option, described, is_too_large
+from functional_jd.core.arguments import Domain, check_option, described
 from functional_jd.core.safe import nan_unless
 from functional_jd.solvers.search import Solver
+from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
-Number: TypeAlias = float | Tensor
-"""A hyper-parameter: a number, or a floating-point tensor `[]`, for instance one that `torch.vmap` maps over."""
+Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
+"""One number per objective."""
 
-
-class Domain(NamedTuple):
-    """The valid numbers: a test of numbers and of tensors, and its description for error messages."""
-
-    contains: Callable[[Any], Any]
-    expected: str
-
-
-POSITIVE = Domain(lambda x: (x > 0) & (x < math.inf), "positive and finite")
-NOT_NEGATIVE = Domain(lambda x: (x >= 0) & (x < math.inf), "finite and not negative")
-FROM_0_TO_1 = Domain(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
-BELOW_1 = Domain(lambda x: (x >= 0) & (x < 1), "in [0, 1)")
-ABOVE_0_TO_1 = Domain(lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-
-
-def hyper_parameter(given: Number, where: str, domain: Domain, advice: str) -> Number:
-    """Check a hyper-parameter: the value of a number, and of a tensor only what is known without its value.
-
-    Args:
-        given: a number, or a floating-point tensor `[]`.
-        where: the rule and the argument, for errors: "cagrad: c".
-        domain: the valid numbers.
-        advice: the end of the error message: a sentence that says which number to use.
-
-    Returns:
-        The number; or the tensor in float64, NaN outside the domain. Differentiable; nothing is synchronized.
-
-    Raises:
-        TypeError: neither a number nor a floating-point tensor.
-        ValueError: a number outside the domain; a tensor of another shape.
-    """
-    if isinstance(given, Tensor):
-        if not given.is_floating_point():
-            raise TypeError(f"{where} must be a number or a floating-point tensor, found {given.dtype}. Use .double().")
-        if given.ndim:
-            raise ValueError(
-                f"{where} must be a number or a tensor [], found shape {list(given.shape)}. For several values, use "
-                "torch.vmap over a function that builds the rule."
-            )
-        values = given.double()
-        return nan_unless(domain.contains(values), values)
-    if not isinstance(given, int | float | Real):
-        raise TypeError(f"{where} must be a number or a tensor [], found {type(given).__name__}. {advice}")
-    if is_too_large(given) or not domain.contains(given):
-        raise ValueError(f"{where} must be {domain.expected}, found {described(given)}. {advice}")
-    return given
+FINITE = Domain(lambda u: u.isfinite(), "finite", "Replace NaN and infinity.")
+PREFERENCES = Domain(
+    lambda u: u.isfinite() & (u >= 0) & (u.amax() > 0),
+    "finite and non-negative, with a positive element",
+    "Use 0 for objectives without weight.",
+)
 
 
 def runs_on_host(solver: Solver, where: str, *given: Any) -> bool:
@@ -68,22 +28,108 @@ def runs_on_host(solver: Solver, where: str, *given: Any) -> bool:
     return solver == "host" and all(not isinstance(x, Tensor) or x.is_cpu for x in given)
 
 
-def integer(given: int, where: str, least: int, advice: str) -> int:
-    """Check a hyper-parameter that must be a Python integer, because shapes, loops or indices depend on it.
+def per_objective(
+    where: str,
+    name: str,
+    given: Numbers | None,
+    domain: Domain | None = FINITE,
+    *,
+    default: Callable[[int], float] | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Check one number per objective and return them as a function of the view.
 
     Args:
-        given: the number.
-        where: the rule and the argument, for errors: "krum: n_byzantine".
-        least: the smallest valid number.
-        advice: the end of the error message: a sentence that says what it counts.
+        where: the rule's name, for its errors.
+        name: the argument's name, for its errors.
+        given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
+            have no effect.
+        domain: the valid numbers; `None` for all.
+        default: the number per objective for `given=None`, as a function of m; `None` if numbers are required.
 
     Returns:
-        The number.
+        A function of a tensor with first dimension m, such as losses `[m]`, that returns the numbers, float64 `[m]`, on
+        its device. Differentiable with respect to `given`. All are NaN where those given are outside the domain but not
+        checked.
 
     Raises:
-        TypeError: a tensor.
-        ValueError: another number, or a smaller one.
+        TypeError: a tensor that is not floating-point; what holds no numbers.
+        ValueError: not one-dimensional, empty, or outside the domain (not checked under a transform, where values are
+            not known, and on an accelerator, which it would synchronize); when called, not one per row.
     """
-    rule, _, name = where.partition(": ")
-    check_integer(rule, name, given, least, advice)
-    return given
+    if given is None and default is not None:
+        value = default
+        return lambda rows: torch.full((len(rows),), value(len(rows)), dtype=_dtype_beside(rows), device=rows.device)
+    numbers = _checked(where, name, given, domain)
+    concrete = _values_are_known(numbers) and not numbers.requires_grad and is_concrete(numbers)
+    values = numbers.tolist() if concrete else None
+    copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def numbers_for(rows: Tensor) -> Tensor:
+        if len(rows) != len(numbers):
+            raise ValueError(
+                f"{where}: {name} must be one per row, found {len(numbers)} and {len(rows)} rows. "
+                "Pass one number per loss."
+            )
+        place = rows.device, _dtype_beside(rows)
+        if torch.compiler.is_compiling():
+            return numbers.to(*place)
+        if values is not None and dispatch_modes() and not is_concrete(numbers):
+            return torch.tensor(values, dtype=place[1], device=place[0])  # of which a tracer makes what it takes
+        if rows.device == numbers.device:
+            return numbers
+        if place in copies:
+            return copies[place]
+        copy = numbers.to(*place)
+        if is_concrete(copy) and not (copy.requires_grad or copy.is_inference()):
+            copies[place] = copy  # which the next call need not make again
+        return copy
+
+    return numbers_for
+
+
+def preferences(where: str, name: str, given: Numbers | None) -> Callable[[Tensor], Tensor]:
+    """The importance of each objective: `per_objective` for non-negative numbers, where `None` means `1 / m`."""
+    return per_objective(where, name, given, PREFERENCES, default=lambda m: 1 / m)
+
+
+def _checked(where: str, name: str, given: Any, domain: Domain | None) -> Tensor:
+    """The numbers as a tensor float64 `[m]`: NaN where they are outside the domain and their values are not known."""
+    if isinstance(given, Tensor) and not given.is_floating_point():
+        raise TypeError(
+            f"{where}: {name} must be a floating-point tensor, found {given.dtype}. Convert with .double()."
+        )
+    numbers = _as_tensor(given, where, name)
+    if numbers.ndim != 1 or len(numbers) == 0:
+        raise ValueError(
+            f"{where}: {name} must have shape [m], one per objective, found {list(numbers.shape)}. "
+            "Pass a flat sequence in the order of objective_names(losses): keys of a dict are sorted."
+        )
+    if domain is not None and not _values_are_known(numbers):
+        numbers = nan_unless(domain.contains(numbers).all(), numbers)
+    elif domain is not None and not domain.contains(numbers).all():
+        raise ValueError(f"{where}: {name} must be {domain.expected}, found {numbers.tolist()}. {domain.cure}")
+    return numbers
+
+
+def _dtype_beside(rows: Tensor) -> torch.dtype:
+    """float64, but beside float32 on an accelerator, which may have no float64."""
+    return torch.float64 if rows.is_cpu else torch.promote_types(rows.dtype, torch.float32)
+
+
+def _as_tensor(given: Any, where: str, name: str) -> Tensor:
+    """The numbers as a new tensor, float64."""
+    try:
+        if isinstance(given, Sequence) and any(isinstance(number, Tensor) for number in given):
+            return torch.stack([_as_tensor(number, where, name) for number in given])
+        if isinstance(given, Tensor):  # which stays on its device, whichever is the default
+            return given.to(torch.float64, copy=True)
+        return torch.as_tensor(given, dtype=torch.float64).clone()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"{where}: {name} must be one number per objective, found {described(given)}. Pass numbers, or a "
+            "floating-point tensor [m], in the order of objective_names(losses): keys of a dict are sorted."
+        ) from error
+
+
+def _values_are_known(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not (torch.compiler.is_compiling() or is_wrapped(x))

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import check_option
 from functional_jd.core.safe import nonzero, order_of
@@ -51,7 +50,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         Senushkin, Patakin, Kuznetsov, Konushin, Independent component alignment for multi-task learning, CVPR 2023,
         algorithm 1 ("min"); "rmse" is the scale of its reference code.
     """
-    preference_of = preferences(preference, "aligned_mtl")
+    preference_of = preferences("aligned_mtl", "preference", preference)
     check_option("aligned_mtl", "scale_mode", scale_mode, ("min", "median", "rmse"), 'The default is "min".')
 
     def weigh(G: Gramian) -> Weights:

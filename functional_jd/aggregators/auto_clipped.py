@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import norms
+from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.types import Weights
 
 
@@ -35,8 +35,8 @@ def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
         Bu, Wang, Zha & Karypis, Automatic clipping: differentially private deep learning made easier and stronger,
         NeurIPS 2023, arXiv 2206.07136, AUTO-S, with R = `max_norm`.
     """
-    gamma = hyper_parameter(gamma, "auto_clipped: gamma", POSITIVE, "The default is 0.01.")
-    max_norm = hyper_parameter(max_norm, "auto_clipped: max_norm", POSITIVE, "The default is 1.")
+    gamma = number("auto_clipped", "gamma", gamma, POSITIVE, "The default is 0.01.")
+    max_norm = number("auto_clipped", "max_norm", max_norm, POSITIVE, "The default is 1.")
 
     def weigh(lengths: Tensor) -> Weights:
         return max_norm / (lengths + gamma)

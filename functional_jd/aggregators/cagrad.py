@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import equal_weights, gramian
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.search import Solver
@@ -54,7 +55,7 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         Exact, where the reference code minimises the dual with a tolerance, and treats short Jacobians as stationary.
         The best directions of a stationary Jacobian are not unique: the paper divides 0 by 0 there.
     """
-    c = hyper_parameter(c, "cagrad: c", NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
+    c = number("cagrad", "c", c, NOT_NEGATIVE, "The paper uses 0.4 and 0.5.")
     on_host = runs_on_host(solver, "cagrad", c)
     if not isinstance(c, Tensor) and c == 0:
         return stateless(equal_weights, lambda weights: weights)

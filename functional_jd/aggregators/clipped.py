@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import norms
+from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.types import Weights
 
 
@@ -40,7 +40,7 @@ def clipped(max_norm: Number) -> Aggregator:
         For an embedding with `padding_idx`, torch sets the gradient of that entry to zero, and so do rows here; those
         of Opacus keep it, in norms and sums.
     """
-    max_norm = hyper_parameter(max_norm, "clipped: max_norm", POSITIVE, "A common value is 1.")
+    max_norm = number("clipped", "max_norm", max_norm, POSITIVE, "A common value is 1.")
 
     def weigh(lengths: Tensor) -> Weights:
         return max_norm / torch.maximum(lengths, lengths.new_ones(()) * max_norm)

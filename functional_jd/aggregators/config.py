@@ -3,9 +3,8 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import order_of
 from functional_jd.core.types import Gramian, Weights
@@ -55,7 +54,7 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         The pseudo-inverse is that of the cosines, with eigenvalues below `8 m eps` of the largest treated as zero: unit
         rows with a condition number above 1e7 are treated as dependent.
     """
-    preference_of = preferences(preference, "config")
+    preference_of = preferences("config", "preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         C, norms = cosines(G)

@@ -1,8 +1,8 @@
 """Constant: weights given by the user."""
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Numbers, per_objective
 from functional_jd.aggregation.views import no_gradients
 
 
@@ -26,4 +26,4 @@ def constant(weights: Numbers) -> Aggregator:
     Laws:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.
     """
-    return stateless(no_gradients, per_objective(weights, "constant", "weights", domain=None))
+    return stateless(no_gradients, per_objective("constant", "weights", weights, domain=None))

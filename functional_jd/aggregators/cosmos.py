@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per_objective
 from functional_jd.aggregation.lifts import scalarized_with
-from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import order_of
 
 
@@ -42,8 +42,8 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
     Differs:
         The paper also passes the weights to the model; here that is left to the losses.
     """
-    reward = hyper_parameter(lambda_, "cosmos: lambda_", NOT_NEGATIVE, "Use 0 for no reward.")
-    u = per_objective(weights, "cosmos", "weights", PREFERENCES)
+    reward = number("cosmos", "lambda_", lambda_, NOT_NEGATIVE, "Use 0 for no reward.")
+    u = per_objective("cosmos", "weights", weights, PREFERENCES)
     return scalarized_with(lambda losses, u: value(losses, reward, u), u)
 
 

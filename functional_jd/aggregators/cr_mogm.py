@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import BELOW_1, Number, hyper_parameter
+from functional_jd.core.arguments import BELOW_1, Number, number
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
 
@@ -60,7 +60,7 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         raise TypeError(
             f"cr_mogm: expected a rule, found {type(rule).__name__}. Call its builder first: cr_mogm(upgrad())."
         )
-    keep = hyper_parameter(momentum, "cr_mogm: momentum", BELOW_1, "The default is 0.9.")
+    keep = number("cr_mogm", "momentum", momentum, BELOW_1, "The default is 0.9.")
 
     def init(view: Any) -> CrMogmState:
         inner = rule.init(view)

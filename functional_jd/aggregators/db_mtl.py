@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import BELOW_1, NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import jacobian_and_losses
+from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Jacobian, Tree
@@ -59,8 +59,8 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
     Differs:
         No 1e-8 is added to losses and norms. The heads of `multitask` losses follow their losses, not the log losses.
     """
-    beta = hyper_parameter(beta, "db_mtl: beta", BELOW_1, "The default is 0.9.")
-    beta_sigma = hyper_parameter(beta_sigma, "db_mtl: beta_sigma", NOT_NEGATIVE, "The default is 0.")
+    beta = number("db_mtl", "beta", beta, BELOW_1, "The default is 0.9.")
+    beta_sigma = number("db_mtl", "beta_sigma", beta_sigma, NOT_NEGATIVE, "The default is 0.")
 
     def init(view: _View) -> DbMtlState:
         jacobian, _ = view

@@ -3,9 +3,8 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian, Weights
@@ -49,7 +48,7 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
     Differs:
         Exact, where the reference code adds 1e-4 to the diagonal of the trace-normalised Gramian.
     """
-    preference_of = preferences(preference, "dualproj")
+    preference_of = preferences("dualproj", "preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)

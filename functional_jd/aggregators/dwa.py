@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses
-from functional_jd.core.arguments import check_type
+from functional_jd.core.arguments import POSITIVE, Number, check_type, number
 from functional_jd.core.safe import divide, nonzero
 
 
@@ -63,7 +62,7 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         >>> aggregate(rule, jacobian, state, losses=torch.tensor([1.0, 1.0])).weights
         tensor([1., 1.], dtype=torch.float64)
     """
-    temperature = hyper_parameter(temperature, "dwa: temperature", POSITIVE, "The default is 2.")
+    temperature = number("dwa", "temperature", temperature, POSITIVE, "The default is 2.")
 
     def init(losses: Tensor) -> DwaState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.

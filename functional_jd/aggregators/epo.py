@@ -6,20 +6,15 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
 from functional_jd.aggregation.views import gramian, with_losses
+from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless, order_of, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.linear_program import linear_program
 from functional_jd.solvers.search import Solver
 
-_POSITIVE = Domain(
-    lambda u: u.isfinite().all() & (u.min() > 0),
-    "finite and positive",
-    "An objective without weight has no proportion: use a small number, or leave it out.",
-)
 # Weighted losses that differ by less, relative to the largest, are equally large.
 _LARGEST = 2.0**-40
 
@@ -82,8 +77,8 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         Where no weights meet the last constraint of the second program, the reference code fails; here they miss it by
         the least amount. The reference code multiplies the weights by m.
     """
-    u = per_objective(preference, "epo", "preference", _POSITIVE)
-    tolerance = hyper_parameter(tolerance, "epo: tolerance", NOT_NEGATIVE, "The default is 1e-4.")
+    u = per_objective("epo", "preference", preference, POSITIVE)
+    tolerance = number("epo", "tolerance", tolerance, NOT_NEGATIVE, "The default is 1e-4.")
 
     def weigh(pair: tuple[Gramian, Tensor]) -> Weights:
         G, losses = pair

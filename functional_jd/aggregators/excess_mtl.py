@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter, integer
 from functional_jd.aggregation.views import full_jacobian
+from functional_jd.core.arguments import POSITIVE, Number, check_integer, number
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.safe import nonzero
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -65,8 +65,8 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
         The reference code adds 1e-7 under the root and to the baseline; here a row without a baseline is not divided.
         As in the reference code, and unlike the paper, the first call without a warm-up is not normalised.
     """
-    rate = hyper_parameter(rate, "excess_mtl: rate", POSITIVE, "The default is 1.")
-    integer(n_warmup, "excess_mtl: n_warmup", 0, "Use 0 for no warm-up.")
+    rate = number("excess_mtl", "rate", rate, POSITIVE, "The default is 1.")
+    check_integer("excess_mtl", "n_warmup", n_warmup, 0, "Use 0 for no warm-up.")
 
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]

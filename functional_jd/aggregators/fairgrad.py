@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, runs_on_host
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import equal_weights, gramian
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
@@ -54,7 +55,7 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
         absolute tolerance. `alpha = 0` is `mean()`, as there; the limit of small alpha is `total()` where that
         conflicts with no row, else its projection, `dualproj` with a preference of ones.
     """
-    alpha = hyper_parameter(alpha, "fairgrad: alpha", NOT_NEGATIVE, "The paper tries 0.5 to 10.")
+    alpha = number("fairgrad", "alpha", alpha, NOT_NEGATIVE, "The paper tries 0.5 to 10.")
     on_host = runs_on_host(solver, "fairgrad", alpha)
     if not isinstance(alpha, Tensor) and alpha == 0:
         return stateless(equal_weights, lambda weights: weights)

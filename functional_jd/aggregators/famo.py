@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import loss_count
 from functional_jd.aggregation.views import losses as losses_view
-from functional_jd.core.arguments import check_type
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_type, number
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
 
@@ -77,8 +76,8 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         >>> state, info = step(train_state(torch.zeros(2), **method), **method)
         >>> state = state._replace(aggregator=famo_after_step(state.aggregator, losses(state.params)))
     """
-    rate = hyper_parameter(rate, "famo: rate", NOT_NEGATIVE, "The default is 0.025.")
-    decay = hyper_parameter(decay, "famo: decay", NOT_NEGATIVE, "The default is 0.001.")
+    rate = number("famo", "rate", rate, NOT_NEGATIVE, "The default is 0.025.")
+    decay = number("famo", "decay", decay, NOT_NEGATIVE, "The default is 0.001.")
 
     def init(losses: Tensor) -> FamoState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective
 from functional_jd.aggregation.views import jacobian_entries
+from functional_jd.core.arguments import FROM_0_TO_1
 from functional_jd.core.rows import per_row
 from functional_jd.core.safe import nonzero
 from functional_jd.core.sharding import positions, shard_of, sharded_as
@@ -17,12 +18,6 @@ from functional_jd.core.types import Jacobian, Weights
 from functional_jd.random import split, uniform
 from functional_jd.random.keys import check_key
 from functional_jd.random.stream import draw_at
-
-_FRACTIONS = Domain(
-    lambda leak: ((leak >= 0) & (leak <= 1)).all(),
-    "from 0 to 1",
-    "0 drops an objective's entries of the other sign, 1 keeps them.",
-)
 
 
 def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
@@ -60,7 +55,7 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
         U = P gives the negative sign, where the paper drops both: so an entry without conflict is never dropped.
     """
     check_key(key, "graddrop")
-    leak_of = per_objective(leak, "graddrop", "leak", _FRACTIONS, default=lambda _: 0.0)
+    leak_of = per_objective("graddrop", "leak", leak, FROM_0_TO_1, default=lambda _: 0.0)
 
     def update(J: Jacobian, state: Tensor) -> tuple[Weights, Tensor]:
         subkey, next_key = split(state)

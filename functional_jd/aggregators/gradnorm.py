@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import norms_and_losses
+from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide, nan_unless, nonzero, with_nan_of
 
 # Relative distance at which a norm has reached its target, well above the rounding of a mean in float64.
@@ -63,8 +63,8 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
         all parameters in the Jacobian, not of the last shared layer: `grouped` applies a rule to that layer alone.
     """
-    alpha = hyper_parameter(alpha, "gradnorm: alpha", NOT_NEGATIVE, "The default is 1.5.")
-    rate = hyper_parameter(rate, "gradnorm: rate", POSITIVE, "The default is 0.025.")
+    alpha = number("gradnorm", "alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
+    rate = number("gradnorm", "rate", rate, POSITIVE, "The default is 0.025.")
 
     def init(view: _View) -> GradNormState:
         _, losses = view

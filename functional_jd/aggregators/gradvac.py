@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import FROM_0_TO_1, Number, hyper_parameter, runs_on_host
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.core.arguments import FROM_0_TO_1, Number, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
@@ -70,7 +71,7 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         and so depends on the scale. One group of parameters; for more, see `grouped`.
     """
     check_key(key, "gradvac")
-    beta = hyper_parameter(beta, "gradvac: beta", FROM_0_TO_1, "0 never learns, 1 uses the last call.")
+    beta = number("gradvac", "beta", beta, FROM_0_TO_1, "0 never learns, 1 uses the last call.")
 
     def init(G: Gramian) -> GradVacState:
         return GradVacState(key.to(G.device), torch.zeros_like(G))

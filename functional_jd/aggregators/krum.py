@@ -3,9 +3,9 @@
 import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.arguments import check_integer
 from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian, Weights
 
@@ -41,8 +41,8 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
     Differs:
         Scores add up squared distances, as in the paper; the reference code adds up distances.
     """
-    integer(n_byzantine, "krum: n_byzantine", 0, "It counts rows.")
-    integer(n_selected, "krum: n_selected", 1, "It counts rows.")
+    check_integer("krum", "n_byzantine", n_byzantine, 0, "It counts rows.")
+    check_integer("krum", "n_selected", n_selected, 1, "It counts rows.")
 
     def weigh(G: Gramian) -> Weights:
         m = len(G)

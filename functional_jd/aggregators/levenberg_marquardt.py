@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import gramian_and_losses
+from functional_jd.core.arguments import POSITIVE, Number, number
 from functional_jd.core.safe import divide
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.damped import damped_weights
@@ -63,7 +63,7 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
     Differs:
         From Levenberg-Marquardt in solvers: a step is evaluated before it is taken only in a line search.
     """
-    damping = hyper_parameter(damping, "levenberg_marquardt: damping", POSITIVE, "The default is 1e-3.")
+    damping = number("levenberg_marquardt", "damping", damping, POSITIVE, "The default is 1e-3.")
 
     def init(view: _View) -> LevenbergMarquardtState:
         zero = view[1].new_zeros(())

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import ABOVE_0_TO_1, NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.aggregation.views import gramian, jacobian_and_losses
+from functional_jd.core.arguments import ABOVE_0_TO_1, NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import nan_unless, nonzero
 from functional_jd.core.types import Jacobian, Tree
 
@@ -71,9 +71,9 @@ def moco(
         projection on the simplex: so the weights stay near uniform, each within a factor of e where gradients are
         short. No 1e-8 is added to the norms.
     """
-    beta = hyper_parameter(beta, "moco: beta", ABOVE_0_TO_1, "The default is 0.5.")
+    beta = number("moco", "beta", beta, ABOVE_0_TO_1, "The default is 0.5.")
     gamma, rho, beta_sigma, gamma_sigma = (
-        hyper_parameter(value, f"moco: {name}", NOT_NEGATIVE, "Use 0 for none.")
+        number("moco", name, value, NOT_NEGATIVE, "Use 0 for none.")
         for name, value in (("gamma", gamma), ("rho", rho), ("beta_sigma", beta_sigma), ("gamma_sigma", gamma_sigma))
     )
 

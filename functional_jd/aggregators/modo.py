@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.solvers.simplex import simplex_projection
 
 
@@ -58,8 +58,8 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         >>> weights.shape
         torch.Size([2])
     """
-    rate = hyper_parameter(rate, "modo: rate", POSITIVE, "The default is 0.1.")
-    ridge = hyper_parameter(ridge, "modo: ridge", NOT_NEGATIVE, "Use 0 for none.")
+    rate = number("modo", "rate", rate, POSITIVE, "The default is 0.1.")
+    ridge = number("modo", "ridge", ridge, NOT_NEGATIVE, "Use 0 for none.")
 
     def init(A: Tensor) -> ModoState:
         return ModoState(torch.full_like(A[0], 1 / len(A)))

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter, integer, runs_on_host
+from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_integer, number
 from functional_jd.core.safe import with_nan_of
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
@@ -61,8 +62,8 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         Exact, where the paper's convex-concave procedure stops at a residual of 1e-3; so the solution does not depend
         on previous weights, and `every` saves no time, but affects training.
     """
-    max_norm = hyper_parameter(max_norm, "nash_mtl: max_norm", NOT_NEGATIVE, "Use 0 for no limit.")
-    integer(every, "nash_mtl: every", 1, "Use 1 for every call.")
+    max_norm = number("nash_mtl", "max_norm", max_norm, NOT_NEGATIVE, "Use 0 for no limit.")
+    check_integer("nash_mtl", "every", every, 1, "Use 1 for every call.")
 
     def init(G: Gramian) -> NashState:
         return NashState(torch.ones_like(G[0]), torch.zeros((), dtype=torch.int64, device=G.device))

@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian_and_losses
-from functional_jd.core.arguments import check_flag
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_flag, number
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.damped import damped_weights
 from functional_jd.solvers.spectral import largest_eigenvalue, pseudo_inverse
@@ -62,7 +61,7 @@ def natural_gradient(damping: Number = 1e-3, *, relative: bool = False) -> Aggre
         >>> state, info = step(train_state(params, x, y, **method), x, y, **method)
     """
     check_flag("natural_gradient", "relative", relative)
-    damping = hyper_parameter(damping, "natural_gradient: damping", NOT_NEGATIVE, "The default is 1e-3.")
+    damping = number("natural_gradient", "damping", damping, NOT_NEGATIVE, "The default is 1e-3.")
 
     def weigh(view: tuple[Gramian, Tensor]) -> Weights:
         G, residuals = view

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import PREFERENCES, Numbers, per_objective
 from functional_jd.aggregation.lifts import scalarized_with
-from functional_jd.aggregation.per_objective import PREFERENCES, Numbers, per_objective
+from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
 from functional_jd.core.safe import order_of, sqrt_or_zero
 
 # Distances from the ray below this, relative to that from the reference, are treated as rounding, which would give the
@@ -44,9 +44,9 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
         Zhang & Li, MOEA/D: a multiobjective evolutionary algorithm based on decomposition, IEEE Transactions on
         Evolutionary Computation 11, 2007, section II: the penalty-based boundary intersection approach.
     """
-    theta = hyper_parameter(theta, "pbi: theta", NOT_NEGATIVE, "The paper uses 5.")
-    u = per_objective(weights, "pbi", "weights", PREFERENCES)
-    z = per_objective(reference, "pbi", "reference", default=lambda _: 0.0)
+    theta = number("pbi", "theta", theta, NOT_NEGATIVE, "The paper uses 5.")
+    u = per_objective("pbi", "weights", weights, PREFERENCES)
+    z = per_objective("pbi", "reference", reference, default=lambda _: 0.0)
     return scalarized_with(lambda losses, u, z: value(losses, theta, u, z), u, z)
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import BELOW_1, FROM_0_TO_1, Number, hyper_parameter, runs_on_host
-from functional_jd.aggregation.per_objective import Domain, Numbers, per_objective
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, runs_on_host
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.arguments import BELOW_1, FROM_0_TO_1, Number, number
 from functional_jd.core.safe import nonzero
 from functional_jd.core.types import Gramian
 from functional_jd.solvers.dual_cone import cosines
@@ -18,9 +18,6 @@ from functional_jd.solvers.search import Solver
 
 # Relative thresholds for incompatible shares and cancelled directions, well above the rounding of a float64 Gramian.
 _COMPATIBLE, _VANISHING = 1e-9, 1e-12
-_SHARES = Domain(
-    lambda tau: ((tau >= 0) & (tau <= 1)).all(), "one or several numbers in [0, 1]", "The default is 0.02."
-)
 
 
 class PcdState(NamedTuple):
@@ -75,7 +72,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         `{(d, r): <n_j, d> >= tau_j |h_j| r}`.
     """
     shares_of, given = _shares(tau)
-    beta = hyper_parameter(beta, "pcd: beta", BELOW_1, "The default is 0.999.")
+    beta = number("pcd", "beta", beta, BELOW_1, "The default is 0.999.")
 
     def init(G: Gramian) -> PcdState:
         return PcdState(torch.zeros_like(G[0]))
@@ -106,8 +103,8 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
 def _shares(tau: Number | Numbers) -> tuple[Callable[[Tensor], Number], int | None]:
     """The shares as a function of the secondary rows; the number of shares, `None` where one stands for all."""
     if isinstance(tau, Sequence) or (isinstance(tau, Tensor) and tau.ndim):
-        return per_objective(tau, "pcd", "tau", _SHARES), len(tau)
-    share = hyper_parameter(tau, "pcd: tau", FROM_0_TO_1, "The default is 0.02.")
+        return per_objective("pcd", "tau", tau, FROM_0_TO_1), len(tau)
+    share = number("pcd", "tau", tau, FROM_0_TO_1, "The default is 0.02.")
     return lambda _: share, None
 
 

@@ -6,17 +6,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import (
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Number,
-    hyper_parameter,
-    integer,
-    runs_on_host,
-)
-from functional_jd.aggregation.per_objective import Numbers, preferences
+from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.views import cross_gramian
+from functional_jd.core.arguments import BELOW_1, NOT_NEGATIVE, POSITIVE, Number, check_integer, number
 from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.solvers.search import Solver
 from functional_jd.solvers.simplex import simplex_projection
@@ -85,11 +77,11 @@ def sdmgrad(
         Where s is 0, the reference code divides by 1e-8 instead. The paper's direction is that of a third batch:
         `aggregation.combine(third_jacobian, weights)`; the direction that is returned is that of the first Jacobian.
     """
-    rate = hyper_parameter(rate, "sdmgrad: rate", POSITIVE, "The default is 10.")
-    momentum = hyper_parameter(momentum, "sdmgrad: momentum", BELOW_1, "The default is 0.5.")
-    integer(n_steps, "sdmgrad: n_steps", 1, "The default is 20.")
-    pull = hyper_parameter(pull, "sdmgrad: pull", NOT_NEGATIVE, "Use 0 for the min-norm point.")
-    preference_of = preferences(preference, "sdmgrad")
+    rate = number("sdmgrad", "rate", rate, POSITIVE, "The default is 10.")
+    momentum = number("sdmgrad", "momentum", momentum, BELOW_1, "The default is 0.5.")
+    check_integer("sdmgrad", "n_steps", n_steps, 1, "The default is 20.")
+    pull = number("sdmgrad", "pull", pull, NOT_NEGATIVE, "Use 0 for the min-norm point.")
+    preference_of = preferences("sdmgrad", "preference", preference)
 
     def init(A: Tensor) -> SdmgradState:
         return SdmgradState(torch.full_like(A[0], 1 / len(A)))

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, preferences
 from functional_jd.aggregation.lifts import scalarized_with
-from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
+from functional_jd.core.arguments import POSITIVE, Number, number
 
 
 def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -38,9 +38,9 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
         Lin, Zhang, Yang, Liu, Wang & Zhang, Smooth Tchebycheff scalarization for multi-objective optimization, ICML
         2024, arXiv 2402.19078: the smooth Tchebycheff scalarization.
     """
-    mu = hyper_parameter(mu, "stch: mu", POSITIVE, "For mu = 0 use tchebycheff.")
-    u = preferences(weights, "stch", "weights")
-    z = per_objective(reference, "stch", "reference", default=lambda _: 0.0)
+    mu = number("stch", "mu", mu, POSITIVE, "For mu = 0 use tchebycheff.")
+    u = preferences("stch", "weights", weights)
+    z = per_objective("stch", "reference", reference, default=lambda _: 0.0)
     return scalarized_with(lambda losses, u, z: value(losses, mu, u, z), u, z)
 
 

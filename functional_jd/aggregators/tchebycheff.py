@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, preferences
 from functional_jd.aggregation.lifts import scalarized_with
-from functional_jd.aggregation.per_objective import Numbers, per_objective, preferences
 
 
 def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None) -> Aggregator:
@@ -37,8 +37,8 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
     Differs:
         The paper takes `|L_i - z_i|`, which is the same if no loss is below its reference.
     """
-    u = preferences(weights, "tchebycheff", "weights")
-    z = per_objective(reference, "tchebycheff", "reference", default=lambda _: 0.0)
+    u = preferences("tchebycheff", "weights", weights)
+    z = per_objective("tchebycheff", "reference", reference, default=lambda _: 0.0)
     return scalarized_with(value, u, z)
 
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import integer
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import jacobian_entries
+from functional_jd.core.arguments import check_integer
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import tree_map
 
@@ -41,7 +41,7 @@ def trimmed_mean(trim: int) -> Aggregator:
     Differs:
         `trim` rows on either side where the paper has a fraction beta of m. The reference code hides NaN and inf.
     """
-    integer(trim, "trimmed_mean: trim", 0, "It counts rows.")
+    check_integer("trimmed_mean", "trim", trim, 0, "It counts rows.")
 
     def weigh(leaf: Tensor) -> Tensor:
         m = leaf.shape[0]

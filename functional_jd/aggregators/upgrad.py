@@ -1,9 +1,8 @@
 """UPGrad: the mean of the projections of all rows on their dual cone."""
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
-from functional_jd.aggregation.per_objective import Numbers, preferences
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.solvers.dual_cone import cosines, row_multipliers
@@ -50,7 +49,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         >>> aggregate(upgrad(), torch.tensor([[2.0, 0.0], [-1.0, 1.0]])).direction
         tensor([0.5000, 1.0000])
     """
-    preference_of = preferences(preference, "upgrad")
+    preference_of = preferences("upgrad", "preference", preference)
 
     def weigh(G: Gramian) -> Weights:
         u = preference_of(G)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import losses
+from functional_jd.core.arguments import POSITIVE, Number, number
 
 
 class UwState(NamedTuple):
@@ -49,7 +49,7 @@ def uw(rate: Number = 0.1) -> Aggregator:
     Differs:
         The paper learns v with the optimizer of the parameters; here it is gradient descent with its own rate.
     """
-    rate = hyper_parameter(rate, "uw: rate", POSITIVE, "The default is 0.1.")
+    rate = number("uw", "rate", rate, POSITIVE, "The default is 0.1.")
 
     def update(losses: Tensor, state: UwState) -> tuple[Tensor, UwState]:
         weights, slope = torch.func.grad(value, argnums=(0, 1))(losses, state.log_variances)

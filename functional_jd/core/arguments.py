@@ -1,12 +1,45 @@
 """Checks of arguments, by their types and never by what a tensor holds: one way to say what was expected and found."""
 
+import math
 import sys
-from collections.abc import Mapping
-from numbers import Integral, Number, Real
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from numbers import Complex, Integral, Real
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+
+from functional_jd.core.safe import nan_unless
+
+Number: TypeAlias = float | Tensor
+"""A hyper-parameter: a number, or a floating-point tensor `[]`, for instance one that `torch.vmap` maps over."""
+
+
+class Domain(NamedTuple):
+    """The valid numbers.
+
+    Attributes:
+        contains: tests a number, or each entry of a tensor.
+        expected: the domain in words, for errors.
+        cure: the end of an error about several numbers.
+    """
+
+    contains: Callable[[Any], Any]
+    expected: str
+    cure: str = "Pass one number per objective."
+
+
+POSITIVE = Domain(lambda x: (x > 0) & (x < math.inf), "positive and finite")
+NOT_NEGATIVE = Domain(lambda x: (x >= 0) & (x < math.inf), "finite and not negative")
+FROM_0_TO_1 = Domain(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+BELOW_1 = Domain(lambda x: (x >= 0) & (x < 1), "in [0, 1)")
+ABOVE_0_TO_1 = Domain(lambda x: (x > 0) & (x <= 1), "in (0, 1]")
+
+
+def at_least(least: float) -> Domain:
+    """The numbers from `least` on, infinity among them."""
+    return Domain(lambda x: x >= least, f"a number >= {least:g}")
+
 
 _MOST = 2**31 - 1
 _LARGEST = int(sys.float_info.max)
@@ -20,7 +53,7 @@ def described(value: Any) -> str:
         return f"{value.dtype} {list(value.shape)}{unusual}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if value is None or isinstance(value, Number | str):
+    if value is None or isinstance(value, Complex | str):
         try:
             text = repr(value) if isinstance(value, str) else str(value)
         except ValueError:  # Python writes no integers of thousands of digits
@@ -74,23 +107,51 @@ def check_integer(where: str, name: str, value: Any, least: int, cure: str) -> N
         refuse(where, name, f"an integer of at least {least}", value, cure, ValueError)
 
 
-def check_number(where: str, name: str, value: Any, least: float, cure: str) -> None:
-    """Refuse what is not a number of at least `least`; it may be infinite. NaN and `bool` are none.
+def number(where: str, name: str, value: Any, domain: Domain, cure: str) -> Any:
+    """Check a hyper-parameter: the value of a number; of a tensor only what is known without its value.
+
+    Args:
+        where: the function that the user called, for errors.
+        name: its argument, for errors.
+        value: a number, or a floating-point tensor `[]`.
+        domain: the valid numbers.
+        cure: the end of the error: a sentence that tells which number to use.
+
+    Returns:
+        The number; or the tensor in float64, NaN outside the domain. Differentiable; nothing is synchronized.
 
     Raises:
-        TypeError: not a number.
-        ValueError: a smaller number.
+        TypeError: neither a number nor a floating-point tensor.
+        ValueError: a number outside the domain; a tensor of another shape.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        refuse(where, name, f"a number >= {least:g}", value, cure)
-    if is_too_large(value) or not value >= least:  # pyright: ignore[reportOperatorIssue]
-        refuse(where, name, f"a number >= {least:g}", value, cure, ValueError)
+    if not isinstance(value, Tensor):
+        check_number(where, name, value, domain, cure, "a number or a tensor []")
+        return value
+    if not value.is_floating_point():
+        refuse(where, name, "a number or a floating-point tensor", value, "Convert it with .double().")
+    check_scalar(where, name, value, cure)
+    values = value.double()
+    return nan_unless(domain.contains(values), values)
+
+
+def check_number(where: str, name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
+    """Refuse what is not a number of Python, or not in a domain; NaN and `bool` are none.
+
+    Raises:
+        TypeError: not a number, but `expected`.
+        ValueError: another number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
+        refuse(where, name, expected or domain.expected, value, cure)
+    if is_too_large(value) or not domain.contains(value):
+        refuse(where, name, domain.expected, value, cure, ValueError)
 
 
 def check_scalar(where: str, name: str, value: Tensor, cure: str) -> None:
     """Refuse a tensor that is not one real number, without reading it."""
     if value.ndim or value.is_complex() or value.dtype == torch.bool or value.layout != torch.strided:
-        refuse(where, name, "a number or a tensor []", value, cure, ValueError)
+        more = " For several values, use torch.vmap over a function that builds it." if value.ndim else ""
+        refuse(where, name, "a number or a tensor []", value, cure + more, ValueError)
 
 
 def check_function(where: str, name: str, value: Any, cure: str) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.per_objective import Numbers, per_objective
+from functional_jd.aggregation.hyper_parameters import Numbers, per_objective
 from functional_jd.aggregation.views import losses
 from functional_jd.core.safe import divide, nonzero
 from functional_jd.core.types import Weights
@@ -56,7 +56,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         >>> method = {"losses": losses, "rule": fronts.hypervolume_gradient([5.0, 5.0]), "optimizer": sgd(0.02)}
         >>> front = fronts.train(starts, [()] * 200, **method)
     """
-    bounds = per_objective(reference, "hypervolume_gradient", "reference")
+    bounds = per_objective("hypervolume_gradient", "reference", reference)
 
     def weigh(points: Tensor) -> Weights:
         if points.shape[-1] > MOST_LOSSES:

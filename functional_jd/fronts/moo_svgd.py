@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.hyper_parameters import NOT_NEGATIVE, POSITIVE, Number, hyper_parameter
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.aggregators.mgda import mgda
+from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, number
 from functional_jd.core.safe import divide
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.fronts.population import Population
@@ -55,9 +55,9 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         >>> method = {"losses": losses, "rule": fronts.moo_svgd(), "optimizer": sgd(0.05)}
         >>> front = fronts.train(starts, [()] * 100, **method)
     """
-    strength = hyper_parameter(repulsion, "moo_svgd: repulsion", NOT_NEGATIVE, "The default is 1.0.")
+    strength = number("moo_svgd", "repulsion", repulsion, NOT_NEGATIVE, "The default is 1.0.")
     if bandwidth is not None:
-        bandwidth = hyper_parameter(bandwidth, "moo_svgd: bandwidth", POSITIVE, "None takes the median.")
+        bandwidth = number("moo_svgd", "bandwidth", bandwidth, POSITIVE, "None takes the median.")
     descend = mgda().update
 
     def weigh(seen: tuple[Gramian, Tensor]) -> Weights:

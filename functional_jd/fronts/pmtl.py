@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import integer
-from functional_jd.aggregation.per_objective import PREFERENCES, per_objective
+from functional_jd.aggregation.hyper_parameters import PREFERENCES, per_objective
 from functional_jd.aggregation.views import gramian_and_losses
 from functional_jd.aggregators.mgda import mgda
+from functional_jd.core.arguments import check_integer
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.fronts.points import check_floats
@@ -63,12 +63,12 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
             f"pmtl: expected preferences [K, m], one in a row, found shape {list(preferences.shape)}. Take "
             "lattice(m, divisions)."
         )
-    integer(warmup, "pmtl: warmup", 0, "It counts steps.")
+    check_integer("pmtl", "warmup", warmup, 0, "It counts steps.")
     units = _units(preferences.double())
     least_norm = mgda().update
 
     def rule_of(preference: Tensor) -> Aggregator:
-        own = per_objective(preference, "pmtl", "preference", PREFERENCES)
+        own = per_objective("pmtl", "preference", preference, PREFERENCES)
 
         def update(seen: tuple[Gramian, Tensor], steps: Tensor) -> tuple[Weights, Tensor]:
             G, losses = seen

@@ -1,13 +1,12 @@
 """The protocol of optimizers, and what `sgd` and `adamw` share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_scalar, described, is_too_large, refuse
+from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
@@ -79,19 +78,17 @@ def refuse_tensor(where: str, name: str, value: Tensor, tensors: Sequence[str] =
 
 
 def _check_number(where: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
-        more = ", a tensor or a schedule" if name == "lr" else ""
-        later = " The parameters are given to train_state." if isinstance(value, Iterable | torch.nn.Module) else ""
-        cure = f"Pass for instance {name}=0.1.{later * (not isinstance(value, str))}"
-        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            cure = (
-                "Pass its rates as a function of the steps taken: lr=lambda taken: rates[taken.clamp(max=len(rates) - "
-                "1)], with rates a tensor of what get_last_lr() returns from step to step."
-            )
-        raise TypeError(f"{where}: {name} must be a number{more}, found {type(value).__name__}. {cure}")
-    if is_too_large(value) or not 0 <= value < float("inf"):  # pyright: ignore[reportOperatorIssue]
-        cure = "A step goes against the direction." if name == "lr" else f"Pass for instance {name}=1.0."
-        raise ValueError(f"{where}: {name} must be a finite number >= 0, found {described(value)}. {cure}")
+    cure = f"Pass for instance {name}=0.1."
+    if isinstance(value, Iterable | torch.nn.Module) and not isinstance(value, str):
+        cure += " The parameters are given to train_state."
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        cure = (
+            "Pass its rates as a function of the steps taken: lr=lambda taken: rates[taken.clamp(max=len(rates) - "
+            "1)], with rates a tensor of what get_last_lr() returns from step to step."
+        )
+    check_number(
+        where, name, value, NOT_NEGATIVE, cure, "a number, a tensor or a schedule" if name == "lr" else "a number"
+    )
 
 
 def on_shards(update: Callable[..., tuple[Params, Tree]], where: str, *given: Any) -> tuple[Params, Tree]:

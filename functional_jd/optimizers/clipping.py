@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_number, check_scalar, refuse
+from functional_jd.core.arguments import at_least, check_number, check_scalar, refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import over_all_ranks, shard_of, sharded_as, sum_over_shards
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_map, tree_unflatten
@@ -133,7 +133,7 @@ def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple
 
     The unit is detached, since the product does not depend on it.
     """
-    check_number(where, "norm_type", norm_type, 1, "Common values are 2.0 and math.inf.")
+    check_number(where, "norm_type", norm_type, at_least(1), "Common values are 2.0 and math.inf.")
     leaves, _ = floating_leaves(direction, where)
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
     # A rank may hold no entry of a leaf that others do.
@@ -160,4 +160,4 @@ def _require_bound(bound: Any, where: str, name: str) -> None:
     if isinstance(bound, Tensor):
         check_scalar(where, name, bound, cure)
     else:
-        check_number(where, name, bound, 0, cure)
+        check_number(where, name, bound, at_least(0), cure)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_function, check_number, refuse
+from functional_jd.core.arguments import NOT_NEGATIVE, check_function, check_number, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
@@ -180,7 +180,5 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
     if not given:
         raise ValueError(f"line_search: rates must be {expected}, found none. {cure}")
     for rate in given:
-        check_number("line_search", "rates", rate, 0, cure)
-        if rate == float("inf"):
-            refuse("line_search", "rates", "finite", rate, cure, ValueError)
+        check_number("line_search", "rates", rate, NOT_NEGATIVE, cure)
     return torch.tensor([float(rate) for rate in given], dtype=torch.float64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule, start
-from functional_jd.core.arguments import check_integer, check_number, check_type, refuse
+from functional_jd.core.arguments import at_least, check_integer, check_number, check_type, refuse
 from functional_jd.core.types import Tree
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.adamw import adamw
@@ -136,7 +136,7 @@ def quadratics(condition: float = 10.0) -> Problem:
     Raises:
         ValueError: a condition below 1.
     """
-    check_number("quadratics", "condition", condition, 1, "With 1, the contours are circles.")
+    check_number("quadratics", "condition", condition, at_least(1), "With 1, the contours are circles.")
     if not math.isfinite(condition):
         refuse("quadratics", "condition", "finite", condition, "With 1, the contours are circles.", ValueError)
     curvatures = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function, check_number, check_scalar, refuse
+from functional_jd.core.arguments import POSITIVE, check_flag, check_function, check_number, check_scalar, refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import tree_map
 
@@ -59,9 +59,7 @@ def scaled_grad(
     if isinstance(factor, Tensor):
         check_scalar("scaled_grad", "factor", factor, cure)
     else:
-        check_number("scaled_grad", "factor", factor, 0, cure)
-        if not 0 < factor < float("inf"):
-            refuse("scaled_grad", "factor", "positive and finite", factor, cure, ValueError)
+        check_number("scaled_grad", "factor", factor, POSITIVE, cure)
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if not positions or any(isinstance(at, bool) or not isinstance(at, int) for at in positions):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("scaled_grad", "argnums", "a position, or several in a tuple", argnums, "Count from 0.")

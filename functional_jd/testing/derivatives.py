@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate
-from functional_jd.core.arguments import check_function, check_mapping, check_number
+from functional_jd.core.arguments import at_least, check_function, check_mapping, check_number
 from functional_jd.core.rows import as_matrix, per_row
 from functional_jd.core.tree import tree_map
 from functional_jd.core.types import Jacobian, Losses
@@ -53,7 +53,7 @@ def hyper_parameters_are_values(
     cure = "Pass the numbers by name: {'c': 0.5}."
     check_mapping("hyper_parameters_are_values", "hyper", hyper, cure)
     for name, number in hyper.items():
-        check_number("hyper_parameters_are_values", name, number, -math.inf, cure)
+        check_number("hyper_parameters_are_values", name, number, at_least(-math.inf), cure)
     check_case("hyper_parameters_are_values", jacobian, others, losses)
     cases = variants(jacobian, others, losses)
 

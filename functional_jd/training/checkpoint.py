@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import lifts, per_objective, views
+from functional_jd.aggregation import hyper_parameters, lifts, views
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
 from functional_jd.core.arguments import check_flag, check_type
@@ -269,7 +269,7 @@ def _told_apart(*names: list[str]) -> list[str]:
     return [" of ".join(each) for each in (names if shown[0] == shown[1] else shown)]
 
 
-_MADE_OF = {"by_group", "value", "_shares", *vars(views), *vars(lifts), *vars(per_objective)}
+_MADE_OF = {"by_group", "value", "_shares", *vars(views), *vars(lifts), *vars(hyper_parameters)}
 
 
 def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:

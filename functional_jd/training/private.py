@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.aggregation.hyper_parameters import POSITIVE, hyper_parameter
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.clipped import clipped
-from functional_jd.core.arguments import check_function, check_option, refuse
+from functional_jd.core.arguments import POSITIVE, check_function, check_option, number, refuse
 from functional_jd.core.tree import floating_leaves
 from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
@@ -93,7 +92,7 @@ def private(
         examples = PerExample(loss, 0)
     check_option("private", "clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
     check_noise("private", optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
-    hyper_parameter(max_norm, "private: max_norm", POSITIVE, "A common value is 1.")
+    number("private", "max_norm", max_norm, POSITIVE, "A common value is 1.")
     if optimizer.search is not None or optimizer.sensitivity is not None:
         found = "adds noise itself" if optimizer.search is None else "compares losses, which no noise covers"
         raise ValueError(

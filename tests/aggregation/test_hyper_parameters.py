@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.hyper_parameters import (
+from functional_jd.core.arguments import (
     ABOVE_0_TO_1,
     BELOW_1,
     FROM_0_TO_1,
     NOT_NEGATIVE,
     POSITIVE,
-    hyper_parameter,
-    integer,
+    check_integer,
+    number,
 )
 
 # The same intervals, as Python writes them.
@@ -31,7 +31,7 @@ each_interval = pytest.mark.parametrize(("domain", "contains"), INTERVALS, ids=l
 
 
 def checked(given, domain=POSITIVE):
-    return hyper_parameter(given, "rule: rate", domain, "The default is 1.")
+    return number("rule", "rate", given, domain, "The default is 1.")
 
 
 @each_interval
@@ -47,7 +47,7 @@ def test_a_number_comes_back_or_is_refused_and_a_tensor_becomes_nan(domain, cont
         assert found.isnan()
 
 
-@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2), True])
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
 def test_other_real_numbers_are_numbers(number):
     assert checked(number) == number
 
@@ -72,10 +72,19 @@ def test_it_compiles_with_vmap_and_gradient():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (torch.tensor(1), TypeError, r"rule: rate must be a number or a floating-point tensor, found torch.int64. Use"),
-        (torch.ones(2), ValueError, r"rule: rate must be a number or a tensor \[\], found shape \[2\]. .* torch.vmap"),
-        ("1", TypeError, r"rule: rate must be a number or a tensor \[\], found str. The default is 1."),
-        (None, TypeError, r"rule: rate must be a number or a tensor \[\], found NoneType. The default is 1."),
+        (
+            torch.tensor(1),
+            TypeError,
+            r"rule: rate must be a number or a floating-point tensor, found torch.int64 \[\]. Convert",
+        ),
+        (
+            torch.ones(2),
+            ValueError,
+            r"rule: rate must be a number or a tensor \[\], found torch.float32 \[2\]. .* torch.vmap",
+        ),
+        ("1", TypeError, r"rule: rate must be a number or a tensor \[\], found '1'. The default is 1."),
+        (None, TypeError, r"rule: rate must be a number or a tensor \[\], found None. The default is 1."),
+        (True, TypeError, r"rule: rate must be a number or a tensor \[\], found True. The default is 1."),
         ([1.0], TypeError, r"rule: rate must be a number or a tensor \[\], found list. The default is 1."),
     ],
 )
@@ -85,9 +94,9 @@ def test_what_is_no_number_is_refused(wrong, error, message):
 
 
 def test_integers_must_be_of_python():
-    assert integer(3, "rule: count", 1, "It counts.") == 3
+    check_integer("rule", "count", 3, 1, "It counts.")
     for wrong in (0, 1.5, "1"):
         with pytest.raises(ValueError, match=rf"rule: count must be an integer of at least 1, found {wrong!r}. It"):
-            integer(wrong, "rule: count", 1, "It counts.")
+            check_integer("rule", "count", wrong, 1, "It counts.")
     with pytest.raises(TypeError, match=r"rule: count must be a Python integer, .*, found torch.int64 \[\]. It counts"):
-        integer(torch.tensor(2), "rule: count", 1, "It counts.")
+        check_integer("rule", "count", torch.tensor(2), 1, "It counts.")

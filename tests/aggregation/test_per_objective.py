@@ -7,59 +7,62 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.per_objective import FINITE, PREFERENCES, per_objective, preferences
+from functional_jd.aggregation.hyper_parameters import FINITE, PREFERENCES, per_objective, preferences
 
 LOSSES = torch.zeros(3, dtype=torch.float64)
 G = torch.eye(2, dtype=torch.float64)
+SWEEP = torch.tensor([[1.0, 2.0], [-1.0, 2.0], [0.0, 0.0]])
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=4), st.sampled_from([None, FINITE, PREFERENCES]))
 def test_what_is_accepted_comes_back_and_nothing_else_is(numbers, domain):
     if domain is PREFERENCES and (min(numbers) < 0 or max(numbers) == 0):
         with pytest.raises(ValueError, match="rule: numbers must be finite and non-negative, with a positive element"):
-            per_objective(numbers, "rule", "numbers", domain)
+            per_objective("rule", "numbers", numbers, domain)
         return
-    found = per_objective(numbers, "rule", "numbers", domain)(torch.zeros(len(numbers)))
+    found = per_objective("rule", "numbers", numbers, domain)(torch.zeros(len(numbers)))
     assert found.dtype == torch.float64
     assert found.tolist() == numbers
 
 
 def test_a_tensor_is_copied_and_widened():
     given = torch.ones(3)
-    of = per_objective(given, "rule", "numbers")
+    of = per_objective("rule", "numbers", given)
     given.zero_()
     assert torch.equal(of(LOSSES), torch.ones(3, dtype=torch.float64))
 
 
 def test_none_is_one_share_each_or_what_the_rule_says():
-    assert preferences(None, "rule")(torch.eye(4)).tolist() == [0.25] * 4
-    assert per_objective(None, "rule", "numbers", default=lambda m: m + 0.5)(LOSSES).tolist() == [3.5] * 3
-    assert preferences(None, "rule")(LOSSES).dtype == torch.float64
+    assert preferences("rule", "preference", None)(torch.eye(4)).tolist() == [0.25] * 4
+    assert per_objective("rule", "numbers", None, default=lambda m: m + 0.5)(LOSSES).tolist() == [3.5] * 3
+    assert preferences("rule", "preference", None)(LOSSES).dtype == torch.float64
 
 
 def test_derivatives_reach_what_was_given_also_batched():
-    f = lambda given: per_objective(given, "rule", "numbers", PREFERENCES)(LOSSES).square().sum()
+    f = lambda given: per_objective("rule", "numbers", given, PREFERENCES)(LOSSES).square().sum()
     given = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]])
     torch.testing.assert_close(torch.vmap(torch.func.grad(f))(given), 2 * given)
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
     compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(given), torch.tensor([14.0, 1.0], dtype=torch.float64))
     u = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert torch.func.jacrev(lambda u: preferences(u, "rule")(G))(u).tolist() == [[1, 0], [0, 1]]
-    assert torch.func.jvp(lambda u: preferences(u, "rule")(G), (u,), (2 * u,))[1].tolist() == [2, 4]
+    assert torch.func.jacrev(lambda u: preferences("rule", "preference", u)(G))(u).tolist() == [[1, 0], [0, 1]]
+    assert torch.func.jvp(lambda u: preferences("rule", "preference", u)(G), (u,), (2 * u,))[1].tolist() == [2, 4]
 
 
 def test_what_cannot_be_checked_under_a_transform_gives_nan():
-    swept = torch.vmap(lambda u: preferences(u, "rule")(G))(torch.tensor([[1.0, 2.0], [-1.0, 2.0], [0.0, 0.0]]))
+    swept = torch.vmap(lambda u: preferences("rule", "preference", u)(G))(
+        torch.tensor([[1.0, 2.0], [-1.0, 2.0], [0.0, 0.0]])
+    )
     assert swept.isnan().all(1).tolist() == [False, True, True]
     assert swept[0].tolist() == [1, 2]
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    compiled = torch.compile(lambda u: preferences(u, "rule")(G), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda u: preferences("rule", "preference", u)(G), fullgraph=True, backend="aot_eager")
     assert compiled(torch.tensor([-1.0, 2.0])).isnan().all()
 
 
 def test_a_sequence_may_hold_tensors():
-    f = lambda c: preferences([c, 1 - c], "rule")(G)
+    f = lambda c: preferences("rule", "preference", [c, 1 - c])(G)
     c = torch.tensor([0.25, 1.5])
     assert torch.vmap(f)(c).nan_to_num(7).tolist() == [[0.25, 0.75], [7, 7]]
     assert torch.func.jacfwd(f)(c[0]).tolist() == [1, -1]
@@ -69,13 +72,13 @@ def test_a_sequence_may_hold_tensors():
 
 def test_numbers_are_checked_within_a_transform_of_something_else():
     with pytest.raises(ValueError, match=r"rule: preference must be .*, found \[-1.0, 2.0\]"):
-        torch.vmap(lambda x: preferences([-1.0, 2.0], "rule")(G) * x)(torch.ones(3))
+        torch.vmap(lambda x: preferences("rule", "preference", [-1.0, 2.0])(G) * x)(torch.ones(3))
 
 
 @pytest.mark.parametrize("wrong", [[], [[1.0]], 1.0, [math.nan], [math.inf, 0.0]])
 def test_shapes_and_values_are_checked(wrong):
     with pytest.raises(ValueError, match=r"rule: numbers must .*, found .*\. .*"):
-        per_objective(wrong, "rule", "numbers")
+        per_objective("rule", "numbers", wrong)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +86,11 @@ def test_shapes_and_values_are_checked(wrong):
 )
 def test_what_is_no_preference_is_refused_in_the_name_of_the_rule(u):
     with pytest.raises(ValueError, match=r"config: preference must .*, found .*\. .*"):
-        preferences(u, "config")
+        preferences("config", "preference", u)
 
 
 def test_integers_and_other_lengths_are_refused():
     with pytest.raises(TypeError, match=r"rule: numbers must be a floating-point tensor, found torch.int64"):
-        per_objective(torch.ones(3, dtype=torch.int64), "rule", "numbers")
+        per_objective("rule", "numbers", torch.ones(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="rule: numbers must be one per row, found 2 and 3 rows"):
-        per_objective([1.0, 2.0], "rule", "numbers")(LOSSES)
+        per_objective("rule", "numbers", [1.0, 2.0])(LOSSES)

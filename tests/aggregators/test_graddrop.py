@@ -141,7 +141,7 @@ def test_what_is_not_finite_stays_so_in_its_entry_whatever_chance_says(bad):
 
 def test_bad_hyper_parameters_are_refused():
     for leak in ([-0.1, 0.5], [0.5, 1.1], [0.5, float("nan")]):
-        with pytest.raises(ValueError, match=r"graddrop: leak must be from 0 to 1, found"):
+        with pytest.raises(ValueError, match=r"graddrop: leak must be in \[0, 1\], found"):
             graddrop(key(0), leak)
     with pytest.raises(ValueError, match=r"graddrop: leak must have shape \[m\], one per objective, found \[1, 2\]"):
         graddrop(key(0), torch.ones(1, 2))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_jd.core.arguments import (
+    at_least,
     check_device,
     check_flag,
     check_function,
@@ -69,17 +70,17 @@ def test_integers_of_a_range_pass(n, least):
 @given(st.floats(allow_nan=True) | st.integers())
 def test_numbers_of_a_range_pass(x):
     if x >= 1:
-        check_number("f", "x", x, 1, "Pass 2.")
+        check_number("f", "x", x, at_least(1), "Pass 2.")
     else:
         with pytest.raises(ValueError, match=r"^f: x must be a number >= 1, found .*\. Pass 2\.$"):
-            check_number("f", "x", x, 1, "Pass 2.")
+            check_number("f", "x", x, at_least(1), "Pass 2.")
 
 
 TAKEN = {
     "flag": lambda: check_flag("f", "x", False),
     "size": lambda: check_integer("f", "x", 2**31 - 1, 0, "."),
-    "infinity": lambda: check_number("f", "x", float("inf"), 0, "."),
-    "number of numpy": lambda: check_number("f", "x", np.float32(2), 0, "."),
+    "infinity": lambda: check_number("f", "x", float("inf"), at_least(0), "."),
+    "number of numpy": lambda: check_number("f", "x", np.float32(2), at_least(0), "."),
     "scalar": lambda: check_scalar("f", "x", torch.tensor(2.0), "."),
     "function": lambda: check_function("f", "x", len, "."),
     "record": lambda: check_type("f", "x", 1, int, "."),
@@ -101,8 +102,12 @@ REFUSED = {
     "integer": (lambda: check_integer("f", "x", True, 0, "Pass 1."), ValueError, "at least 0, found True. Pass 1."),
     "tensor": (lambda: check_integer("f", "x", torch.tensor(1), 0, "Pass 1."), TypeError, "Python integer, as loops"),
     "large": (lambda: check_integer("f", "x", 2**31, 0, "Pass 1."), ValueError, "at least 0, found 2147483648."),
-    "no number": (lambda: check_number("f", "x", "1", 0, "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
-    "huge": (lambda: check_number("f", "x", 10**400, 0, "Pass 1."), ValueError, ">= 0, found int that is too long"),
+    "no number": (lambda: check_number("f", "x", "1", at_least(0), "Pass 1."), TypeError, ">= 0, found '1'. Pass 1."),
+    "huge": (
+        lambda: check_number("f", "x", 10**400, at_least(0), "Pass 1."),
+        ValueError,
+        ">= 0, found int that is too long",
+    ),
     "vector": (
         lambda: check_scalar("f", "x", torch.ones(2), "Pass 1."),
         ValueError,

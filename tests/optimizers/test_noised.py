@@ -234,7 +234,7 @@ def test_noise_inside_groups_is_refused():
 
 def test_mistakes_are_named():
     for wrong, name in (({"multiplier": -1.0}, "multiplier"), ({"max_norm": -1.0}, "max_norm")):
-        with pytest.raises(ValueError, match=f"noised: {name} must be a finite number >= 0, found -1"):
+        with pytest.raises(ValueError, match=f"noised: {name} must be finite and not negative, found -1"):
             received(**wrong)
     with pytest.raises(ValueError, match=r"noised: batch_size must be positive, found 0"):
         received(batch_size=0)
