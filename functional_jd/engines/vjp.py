@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import scalars_of_stack
-from functional_jd.torch_compat.graphs import refuse_control_flow
+from functional_jd.torch_compat.control_flow import refuse_control_flow
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import (
     any_autocast,

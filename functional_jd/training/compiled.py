@@ -1,7 +1,8 @@
 """A step, or any other pure function of tensors, as one compiled graph for each kind of arguments."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial, update_wrapper
@@ -10,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from functional_jd.core.arguments import check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
-from functional_jd.torch_compat.called_modules import noting_modules
 from functional_jd.torch_compat.fewer_operators import with_fewer_operators
 from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
@@ -42,10 +43,9 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
         f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several
             steps, `torch.vmap` of a step, `torch.func.grad` of a training.
         backend: `"inductor"`, which writes machine code and keeps it in torch's cache for the next process; `"eager"`,
-            which runs the operators of the graph one by one, but for those that change nothing; `"cudagraphs"`, which
-            captures these operators as one CUDA graph and replays it: the host launches once per call; or a function
-            from the graph, a `torch.fx.GraphModule`, and the list of its inputs to a function of those inputs, as
-            `torch.compile` takes it.
+            which runs the operators of the graph one by one; `"cudagraphs"`, which captures them as one CUDA graph and
+            replays it: the host launches once per call; or a function from the graph, a `torch.fx.GraphModule`, and the
+            list of its inputs to a function of those inputs, as `torch.compile` takes it.
         donate: with `"cudagraphs"`, whether the first argument gives its memory to the first result, which has the
             same structure: `state, info = take(state, x)`. Then no state is copied, and reading the old one raises.
 
@@ -61,23 +61,23 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
             number or a name, such as a function.
         ValueError: when called: `f` changes an argument or a tensor of its closure in place, or draws numbers without
             a key (`random.keyed` draws by one); a tensor requires grad; a transform of torch.func is active, or
-            `keyed`, `autocast` or another mode. Compile what is outermost: `compiled(torch.func.grad(f))`.
-        ValueError: `"cudagraphs"` without CUDA; when called, with tensors elsewhere, or for operators that wait for the
-            device (`eigh`, searches on the host): these are found before the capture.
+            `keyed`, `autocast` or another mode. Compile the outermost function: `compiled(torch.func.grad(f))`.
+            `"cudagraphs"` without CUDA; when called, with tensors elsewhere, or for operators that wait for the device
+            (`eigh`, searches on the host): these are found before the capture.
         RuntimeError: a tensor is read that was donated. When called: `f` decides by values, such as `if x > 0`,
             `x[mask]`, `x[i]` of a tensor i without dimensions, or `x.item()`; a schedule of a rate, too.
 
-    Laws:
-        With `backend="eager"` torch runs the operators of `f`: the same bits, but to rounding where a rule looks at
-        values to choose a solver or to stop a search: `config`, `imtl_g`, and small dampings of residuals. Results
-        carry no gradient. Calling `f` to write it down leaves no trace in generators or arguments; what it caches in a
-        module stays, as of any call. There is a `RuntimeWarning` at the eighth graph, which tells what differs from
-        call to call, and of tensors whose sizes differ the shapes.
+    Guarantees:
+        With `backend="eager"` torch runs the operators of `f`: the same bits, and equal to rounding if a rule looks at
+        values to choose a solver or to stop a search (`config`, `imtl_g`, small dampings of residuals).
+        Results carry no gradient.
+        Calling `f` to write it down leaves no trace in generators or arguments; what it caches in a module stays.
+        A `RuntimeWarning` at the eighth graph names an argument that differs from call to call.
 
     Differs:
-        What `f` finds elsewhere than in its arguments is found once: hooks, Python numbers, also
-        those that it reads from tensors of its closure. Of such a tensor itself the graph has the object, and sees new
-        values. Dicts are of one kind whatever the order of their keys. `torch.compile` guards most of these.
+        Values that `f` finds elsewhere than in its arguments are read once: hooks, Python numbers, also those that it
+        reads from tensors of its closure. Such a tensor itself is an input of the graph, with new values.
+        Dicts are of one kind whatever the order of their keys. `torch.compile` guards most of these.
 
     Example:
         >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
@@ -133,7 +133,11 @@ class Compiled:
         try:
             graph = self.graphs.get(kind)
         except TypeError as error:
-            raise _unhashable((args, kwargs), given) from error
+            error.add_note(
+                "compiled: arguments must be tensors or hashable values. Pass a tensor, or a dict or tuple of tensors, "
+                "or bind the value with functools.partial."
+            )
+            raise
         while graph is not None and (modes := _modes(graph.modules)) != graph.modes:
             kind = (*kind, modes)
             graph = self.graphs.get(kind)
@@ -170,7 +174,7 @@ class Compiled:
             return [x for x in leaves if isinstance(x, Tensor)]
 
         with torch.random.fork_rng([x.device for x in tensors if x.is_cuda]):
-            with noting_modules(called):
+            with _noting_modules(called):
                 of_tensors(*(x.clone() for x in tensors))  # so that caches of modules are filled with values
             graph = graphs.written(of_tensors, tensors)
         for node in graphs.changed_in_place(graph):
@@ -195,16 +199,34 @@ class Compiled:
 
     def _warn(self, arguments: Any) -> None:
         *_, before, last = self.graphs
-        names = tree_names(arguments)
-        pairs = zip(names, flat_kind(before), flat_kind(last), strict=False)
-        changed = next((found for found in pairs if found[1] != found[2]), None)
-        differs, cure = ("their structure", _CURE) if changed is None else _difference(*changed)
+        kinds = zip(tree_names(arguments), flat_kind(before), flat_kind(last), strict=False)
+        name, old, new = next((each for each in kinds if each[1] != each[2]), ("", None, None))
+        differ = _called(name) if name else "their structure"
+        shapes = [kind[0] for kind in (old, new) if type(kind) is tuple and isinstance(kind[0], torch.Size)]
+        if len({*shapes}) == 2:
+            differ = f"the shape of {differ}: {list(shapes[0])} and then {list(shapes[1])}"
         warnings.warn(
-            f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls "
-            f"differ in {differs}. {cure}",
+            f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls differ "
+            f"in {differ}. Pad batches to one size, pass numbers that change as tensors, make functions among the "
+            "arguments once, and call the function itself for shapes that are rare.",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+@contextmanager
+def _noting_modules(called: dict[int, nn.Module]) -> Generator[None]:
+    """Keep all modules that are called, by their ids, except for those in a compiled body of torch's control flow."""
+
+    def note(module: nn.Module, _: Any) -> None:
+        if not torch.compiler.is_compiling():
+            called[id(module)] = module
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Graph:
@@ -253,7 +275,7 @@ def _kind(leaf: Any) -> Any:
     if strides and 1 in leaf.shape:  # along which no step is taken
         strides = tuple(step for size, step in zip(leaf.shape, strides, strict=True) if size != 1)
     bits = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
-    return type(leaf) in PLAIN_TENSORS, leaf.shape, strides, leaf.dtype, leaf.device, bits
+    return leaf.shape, type(leaf) in PLAIN_TENSORS, strides, leaf.dtype, leaf.device, bits
 
 
 def _modes(modules: list[nn.Module]) -> tuple[bool, ...]:
@@ -295,79 +317,47 @@ def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _check(arguments: Any, leaves: list[Any]) -> None:
-    """Refuse what a graph of plain tensors would get wrong."""
+    """Raise for a call that a graph of plain tensors would get wrong."""
+    outermost = "Compile the outermost function: compiled(torch.func.grad(f)), compiled(random.keyed(f))."
     if transform_level() != _NO_TRANSFORM:
         raise ValueError(
-            "compiled: expected a call outside of transforms, found one under torch.func or forward mode. "
-            "Compile the transformed function: compiled(torch.vmap(f)), compiled(torch.func.grad(f))."
+            f"compiled: expected a call outside of transforms, found one under torch.func or forward mode. {outermost}"
         )
     for mode in function_modes():
-        raise ValueError(
-            f"compiled: expected a call outside of modes, found one inside {type(mode).__name__}. Compile the "
-            "outermost function: compiled(random.keyed(f)), compiled(autocast(f))."
-        )
+        found = type(mode).__name__
+        raise ValueError(f"compiled: expected a call outside of modes, found one inside {found}. {outermost}")
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        if isinstance(leaf, Tensor) and (type(leaf) not in PLAIN_TENSORS or leaf.is_nested):
-            kind = "a nested tensor" if leaf.is_nested else type(leaf).__name__
+        at = f"as {_called(name)}"
+        if not isinstance(leaf, Tensor):
+            if not callable(leaf) and type(leaf).__hash__ is object.__hash__:
+                raise TypeError(
+                    f"compiled: expected tensors, containers, numbers, names or functions, found {described(leaf)} "
+                    f"{at}, whose contents are not seen. Pass a dict or a tuple of them, or register the class with "
+                    "torch.utils._pytree."
+                )
+        elif type(leaf) not in PLAIN_TENSORS or leaf.is_nested:
+            found = "a nested tensor" if leaf.is_nested else type(leaf).__name__
             raise TypeError(
-                f"compiled: expected plain tensors, found {kind} as {_called(name)}. "
-                "torch.compile(f) takes some of the others."
+                f"compiled: expected plain tensors, found {found} {at}. torch.compile(f) takes some of the others."
             )
-        if not isinstance(leaf, Tensor) and not callable(leaf) and type(leaf).__hash__ is object.__hash__:
-            raise TypeError(
-                f"compiled: expected tensors, containers, numbers, names or functions, found {described(leaf)} as "
-                f"{_called(name)}, whose contents are not seen. Pass a dict or a tuple of them, or register the class "
-                "with torch.utils._pytree."
-            )
-        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        elif leaf.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"compiled: expected tensors that need no gradient, found one that requires grad as {_called(name)}. "
-                "Detach it, or compile the function that differentiates: compiled(torch.func.grad(f))."
+                f"compiled: expected tensors that need no gradient, found one that requires grad {at}. Detach it, or "
+                "compile the function that differentiates: compiled(torch.func.grad(f))."
             )
 
 
 def _check_result(result: Any, leaves: list[Any]) -> None:
-    """Refuse what would hold tensors of the call that was written down."""
+    """Raise for results that would hold tensors of the call that was written down."""
     for name, leaf in zip(tree_names(result), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             raise TypeError(
                 f"compiled: expected tensors, numbers and names as results, found {described(leaf)} as {name!r}. "
-                "Return what it computes, such as pullback(weights) in the place of pullback."
+                "Return what it computes, such as pullback(weights) instead of pullback."
             )
 
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-
-
-def _unhashable(arguments: Any, leaves: list[Any]) -> TypeError:
-    for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        if not _is_hashable(leaf):
-            return TypeError(
-                f"compiled: expected tensors and hashable values, found {described(leaf)} as {_called(name)}. "
-                "Pass a tensor, or a dict or tuple of tensors, or bind it with functools.partial."
-            )
-    return TypeError("compiled: expected containers whose keys are hashable.")
-
-
-def _difference(name: str, before: Any, last: Any) -> tuple[str, str]:
-    """In what an argument of two kinds differs, and what to do."""
-    tensors = isinstance(before, tuple) and isinstance(last, tuple) and len(before) == len(last) == _OF_TENSOR
-    if not tensors or before[1] == last[1] or before[3:] != last[3:]:
-        return _called(name), _CURE
-    return (
-        f"the shape of {_called(name)}: {list(before[1])} and then {list(last[1])}",
-        "Pad batches to one size, with a weight of 0 in the loss for what is added, or call the function itself where "
-        "shapes are rare.",
-    )
-
-
-_OF_TENSOR = 6
-"""So many words the kind of a tensor has: its shape is the second, and strides follow from it."""
-
-_CURE = (
-    "Pass numbers that change as tensors, make the functions among the arguments once, or build them from such a "
-    "tensor inside of the function, and call the function itself where shapes are rare."
-)
 
 
 def _called(name: str) -> str:

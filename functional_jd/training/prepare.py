@@ -19,7 +19,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
-from functional_jd.torch_compat.graphs import refuse_control_flow
+from functional_jd.torch_compat.control_flow import refuse_control_flow
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.training.state import TrainState, check_state
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -217,7 +216,7 @@ def test_inductor_compiles_derivatives_inside_residuals():
 def test_what_torch_cannot_differentiate_without_values_is_said():
     f = lambda p: torch.vmap(lambda x: DERIVATIVES["hessian"](p, x))(X[0])
     _, (state, _) = residual_step(DERIVATIVES["hessian"])
-    with pytest.raises(RuntimeError, match="compiled: expected operators that torch differentiates without values"):
+    with pytest.raises(RuntimeError, match=r"compiled: expected operators .* take torch\.func\.grad or jacrev"):
         graph_of(torch.func.jacrev(f))(state.params)
 
 
@@ -241,7 +240,7 @@ def test_derivatives_go_through_skipped_steps():
 def test_a_schedule_that_reads_the_steps_is_told_so(schedule):
     how = COMMON | {"optimizer": jd.adamw(schedule)}
     state = jd.train_state(PARAMS, X[0], **how)
-    with pytest.raises(RuntimeError, match=r"x\[i\[None\]\]\[0\] .* in schedules, which get the steps"):
+    with pytest.raises(RuntimeError, match=r"in losses, rules and schedules.*x\[i\[None\]\]\[0\]"):
         graph_of(partial(jd.step, **how))(state, X[0])
     cured = COMMON | {"optimizer": jd.adamw(lambda taken: torch.tensor([0.1, 0.01])[taken.clamp(max=1)[None]][0])}
     equal(graph_of(partial(jd.step, **cured))(state, X[0]), jd.step(state, X[0], **cured))
@@ -340,10 +339,9 @@ class Tagged(torch.Tensor):
         (lambda x: x * float(x.numpy().sum()), (X,), RuntimeError, r"do not depend on values.*\.numpy\(\)"),
         (lambda x: (x, lambda: x), (X,), TypeError, "as results, found function as '1'. Return what it computes"),
         (lambda b: b.x, (Batch(X),), TypeError, "found Batch as argument 0, whose contents are not seen. Pass a dict"),
-        (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values, found aten.* torch.where"),
+        (lambda x: x[x > 0].mean(), (X,), RuntimeError, r"do not depend on values.*found aten.* torch.where"),
         (lambda x: x if x.sum() > 0 else -x, (X,), RuntimeError, "do not depend on values"),
         (lambda x: x * x.sum().item(), (X,), RuntimeError, r"without \.item\(\)"),
-        (lambda x, names: x, (X, {1}), TypeError, "found set as argument 1. Pass a tensor"),
         (lambda x: x, (X.as_subclass(Tagged),), TypeError, r"found Tagged as argument 0. torch.compile\(f\) takes"),
         (
             lambda x: x,
@@ -363,8 +361,8 @@ def test_what_a_graph_would_get_wrong_is_refused(f, args, error, says):
     assert not g.graphs
 
 
-def test_keyword_arguments_are_named():
-    with pytest.raises(TypeError, match=re.escape("found set as 'how.names'")):
+def test_arguments_without_a_hash_have_a_note():
+    with pytest.raises(TypeError, match=r"(?s)unhashable type: 'set'.*compiled: arguments must be tensors or hashable"):
         graph_of(lambda x, how: x)(X, how={"names": {1}})
 
 
@@ -372,9 +370,7 @@ def test_keyword_arguments_are_named():
 def test_transforms_of_what_is_compiled_are_refused_and_the_cure_is_named(transform):
     f = graph_of(lambda x: x.sum())
     f(X[0, 0])
-    with pytest.raises(
-        ValueError, match=r"compiled: expected a call outside of transforms, .*compiled\(torch.vmap\(f\)"
-    ):
+    with pytest.raises(ValueError, match=r"^compiled: expected a call outside of transforms, .*compiled\(torch\.func"):
         transform(f)(X[0]) if transform is torch.vmap else transform(f, X[0, 0])
 
 
@@ -485,7 +481,9 @@ def test_many_graphs_are_told_with_what_differs():
         warnings.simplefilter("error")
         for rate in range(7):
             f(X, rate=float(rate))
-    with pytest.warns(RuntimeWarning, match="compiled: 8 graphs of one function .* differ in 'rate'. Pass numbers"):
+    with pytest.warns(
+        RuntimeWarning, match="compiled: 8 graphs of one function .* differ in 'rate'. Pad batches .* pass numbers"
+    ):
         f(X, rate=7.0)
 
 
@@ -497,16 +495,19 @@ def test_many_graphs_are_told_with_what_differs():
             lambda f, n: f(torch.ones(4), rate=torch.ones(n, 4)),
             r"the shape of 'rate': .* \[8, 4\]. Pad batches",
         ),
-        "numbers": (lambda f, n: f(torch.ones(4), rate=n), r"differ in 'rate'\. Pass numbers that change as tensors"),
+        "numbers": (
+            lambda f, n: f(torch.ones(4), rate=n),
+            r"differ in 'rate'\. .* pass numbers that change as tensors",
+        ),
         "texts": (
             lambda f, n: f(torch.ones(4), rate=float(n)),
-            r"differ in 'rate'\. Pass numbers that change as tensors",
+            r"differ in 'rate'\. .* pass numbers that change as tensors",
         ),
         "dtypes": (
             lambda f, n: f(torch.ones(n, 4, dtype=(torch.float32, torch.float64)[n % 2]), rate=2.0),
-            r"differ in argument 0\. Pass",
+            r"the shape of argument 0",
         ),
-        "structure": (lambda f, n: f(torch.ones(4), 2.0, *[torch.ones(4)] * n), r"differ in their structure\. Pass"),
+        "structure": (lambda f, n: f(torch.ones(4), 2.0, *[torch.ones(4)] * n), r"differ in their structure\. Pad"),
     }.values(),
     ids=["shapes", "rows", "numbers", "texts", "dtypes", "structure"],
 )
