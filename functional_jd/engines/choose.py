@@ -17,7 +17,7 @@ from torch import Tensor
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.engines.evaluate import Options
-from functional_jd.engines.vjp import Vjp
+from functional_jd.engines.vjp import Sizes, Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.checkpoints import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -169,14 +169,17 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     mode, chunk_size = options.mode, options.chunk_size
     if mode != "auto":
         return mode, chunk_size
-    room = _CPU if all(x.is_cpu for x in point.inputs) else _DEVICE
+    room = _DEVICE if point.sizes or not all(x.is_cpu for x in point.inputs) else _CPU
     if options.on_shards:
         # Together, the gathered leaves and the reduced rows travel once for all rows. The sizes of shards differ from
         # rank to rank, which must all do the same: they have no say.
         return "loop" if m <= room.few else "auto", chunk_size
-    if m > 1 and not point.inputs and under_transform():
+    hidden = not point.inputs and under_transform()
+    if m > 1 and hidden and not point.sizes:
         return "auto", chunk_size
-    if m <= room.few or in_checkpoint():  # a backward pass runs all of it again, which is not to be under vmap
+    if m <= room.few or (
+        not hidden and in_checkpoint()
+    ):  # a backward pass runs all of it again, which is not to be under vmap
         return "loop", chunk_size
     at_once = _rows_at_once(point, room)
     if at_once < room.smallest:
@@ -188,15 +191,19 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
 
 
 def _rows_at_once(point: Vjp, room: _Room) -> float:
-    if not point.inputs:
+    if not point.inputs and not point.sizes:
         return inf
-    nodes, sizes = graph_nodes(point.outputs), [x.numel() for x in point.inputs]
-    between = largest_gradient(nodes, point.inputs)
-    if between <= max(sizes):
-        return room.written // max(1, sum(sizes))
-    if room.convolution > 1 and any(node.name() == "ConvolutionBackward0" for node in nodes):
-        between *= room.convolution
-    return room.between // between
+    between, inputs, convolutions = point.sizes or _sizes_of(point)
+    if between <= max(inputs):
+        return room.written // max(1, sum(inputs))
+    return room.between // (between * room.convolution if convolutions else between)
+
+
+def _sizes_of(point: Vjp) -> Sizes:
+    """From the graph of plain autograd."""
+    nodes = graph_nodes(point.outputs)
+    convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
+    return Sizes(largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions)
 
 
 def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, options: Options) -> str:

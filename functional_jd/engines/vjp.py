@@ -1,29 +1,45 @@
 """Evaluate once, with the vector-Jacobian product: plain autograd where no transform is active, else torch.func."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
+from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.autograd_graph import scalars_of_stack
+from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
 from functional_jd.torch_compat.control_flow import refuse_control_flow
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import (
     any_autocast,
     run_backward,
+    traceable,
     traced_grad,
     under_transform,
+    untraced,
 )
 
 _NOTHING = nullcontext()
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
+
+
+class Sizes(NamedTuple):
+    """What the choice between ways of many rows needs.
+
+    Attributes:
+        between: the number of elements of the largest gradient between the layers.
+        inputs: the number of elements of each input.
+        convolutions: whether there are any.
+    """
+
+    between: int
+    inputs: list[int]
+    convolutions: bool
 
 
 class Vjp(NamedTuple):
@@ -35,12 +51,14 @@ class Vjp(NamedTuple):
         pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input of the slice; `None`
             where an input is certainly not reached. The last call frees the graph.
         inputs: the leaves of plain autograd's graph; empty where torch.func recorded it.
+        sizes: on an accelerator while torch.compile traces, which shows no graph; else None.
     """
 
     outputs: list[Tensor]
     extra: Any
     pullback: Callable[..., list[Tensor | None]]
     inputs: tuple[Tensor, ...] = ()
+    sizes: Sizes | None = None
 
 
 def vjp(
@@ -51,6 +69,7 @@ def vjp(
     scalars: bool = False,
     example: bool = False,
     where: str | None = None,
+    ends: Sequence[Any] = (),
 ) -> Vjp:
     """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
 
@@ -62,12 +81,14 @@ def vjp(
             them: the cotangent of one then walks its graph only, and not those of the others.
         example: whether a `torch.vmap` over examples may have been entered since `differentiable` was asked.
         where: the function in whose name backward passes inside the backward pass are refused; None lets them pass.
+        ends: a list that `f` fills with tensors or edges of plain autograd's graph: their gradients come before those
+            of the inputs.
     """
     if torch.compiler.is_compiling():
         refuse_control_flow(where or "functional_jd")
     if (differentiable or example) and under_transform():
         return _by_func(f, inputs, differentiable)
-    return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where)
+    return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where, ends)
 
 
 def refuse_inner_backward(where: str, points: Iterable[Tensor]) -> None:
@@ -97,11 +118,13 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
     # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
     aside: list[Any] = []
     inside: list[list[Tensor]] = []
+    made: list[tuple[bool, torch.Size]] = []
+    sized = torch.compiler.is_compiling() and not all(x.is_cpu for x in inputs)
 
     def tensors_only(points: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         if torch.compiler.is_compiling():  # while it traces, the inputs themselves do not say that they require grad
             points = [x.view_as(x) for x in points]
-        with SeparateNormAffine() if differentiable else nullcontext():
+        with SeparateNormAffine() if differentiable else nullcontext(), _Made(made) if sized else nullcontext():
             outputs, extra = f(points)
         leaves, structure = tree_flatten(extra)
         aside[:] = [structure, [None if isinstance(x, Tensor) else x for x in leaves]]
@@ -122,7 +145,33 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
             filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
             return to_dense(pull(filled)[0][among])
 
-    return Vjp(outputs, extra, pullback)
+    return Vjp(outputs, extra, pullback, sizes=_sizes(made, inputs) if sized else None)
+
+
+class _Made(TorchFunctionMode):
+    """Notes which ops are convolutions, and the shapes of what all return, which the gradients have too."""
+
+    def __init__(self, made: list[tuple[bool, torch.Size]]):
+        super().__init__()
+        self.made = made
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = traceable(func)
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.requires_grad:
+            self.made.append((func in _CONVOLUTIONS, found.shape))
+        return found
+
+
+_CONVOLUTIONS = {
+    getattr(torch.nn.functional, f"conv{form}{dims}d") for form in ("", "_transpose") for dims in (1, 2, 3)
+}
+
+
+def _sizes(made: list[tuple[bool, torch.Size]], inputs: list[Tensor]) -> Sizes:
+    between = largest_between([shape for _, shape in made], inputs)
+    return Sizes(between, [x.numel() for x in inputs], any(convolution for convolution, _ in made))
 
 
 def _by_autograd(
@@ -131,6 +180,7 @@ def _by_autograd(
     differentiable: bool,
     scalars: bool,
     where: str | None,
+    ends: Sequence[Any],
 ) -> Vjp:
     # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
@@ -148,6 +198,7 @@ def _by_autograd(
             sources.append(source if source is not value or value.requires_grad else None)
     # Where the inputs are not differentiable, all points are leaves.
     leaves = [] if where is None else [x for x in points if x.is_leaf] if differentiable else points
+    targets = [*ends, *points]
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
         # The cotangent itself may require grad, when nothing else does.
@@ -157,7 +208,7 @@ def _by_autograd(
                 outs.append(y)
                 given.append(c)
                 create_graph = create_graph or (c.requires_grad and torch.is_grad_enabled())
-        wanted = points[among]
+        wanted = targets[among]
         if not outs or not wanted:
             return [None] * len(wanted)
         with autocast_disabled() if any_autocast() else _NOTHING:
@@ -170,7 +221,7 @@ def _by_autograd(
 
 
 def _gradients(
-    outputs: list[Any], inputs: list[Tensor], cotangents: list[Tensor], retain_graph: bool, create_graph: bool
+    outputs: list[Any], inputs: list[Any], cotangents: list[Tensor], retain_graph: bool, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` of cotangents that fit, with None for inputs that are not reached.
 

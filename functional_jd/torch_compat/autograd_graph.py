@@ -56,8 +56,13 @@ def passes_float16(nodes: list[Any]) -> bool:
 
 
 def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:
-    """The number of elements of the largest gradient on the way to the inputs, without these and their transposes."""
-    ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
+    """The number of elements of the largest gradient on the way to the inputs."""
     # Where torch does not tell, rows go all together.
     entries = (x for node in graph for x in getattr(node, "_input_metadata", ()) if not x.is_nested_tensor)
-    return max((prod(entry.shape) for entry in entries if tuple(entry.shape) not in ends), default=0)
+    return largest_between([x.shape for x in entries], inputs)
+
+
+def largest_between(shapes: Iterable[Any], inputs: Iterable[Tensor]) -> int:
+    """The largest number of elements of these shapes, without those of the inputs and of their transposes."""
+    ends = {shape for x in inputs for shape in (tuple(x.shape), tuple(x.shape)[::-1])}
+    return max([prod(shape) for shape in shapes if tuple(shape) not in ends], default=0)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from jacobian_by_hand import scaled_rows
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import numbers
@@ -131,6 +132,40 @@ def test_a_device_takes_rows_together_where_models_are_small(model, batch, m, ex
     weights = [torch.empty(shape, device="meta") for shape in shapes]
     point = vjp(lambda ws: ([losses(ws, batch)], None), weights, differentiable=False)
     assert choose_rows(point, m, options("auto", None)) == expected
+
+
+def products(p, x):
+    return torch.tanh(x @ p["a"]).matmul(p["b"]).square().mean(0)
+
+
+def convolutions(p, x):
+    return torch.nn.functional.conv1d(x.mT, p["a"].mT[..., None]).tanh().mT.matmul(p["b"]).square().mean(0)
+
+
+@pytest.mark.parametrize(
+    ("f", "width", "device", "together"),
+    [
+        (products, 256, "meta", 8),
+        (products, 1024, "meta", 1),
+        (products, 1024, "cpu", 8),
+        (convolutions, 64, "meta", 8),
+        (convolutions, 256, "meta", 1),
+    ],
+)
+def test_compiled_rows_of_a_large_model_go_one_by_one_on_a_device(f, width, device, together):
+    params = {"a": torch.empty(64, width, device=device), "b": torch.empty(width, 8, device=device)}
+    x, sizes = torch.empty(4096, 64, device=device), []
+
+    def look(graph, _):
+        for node in graph.graph.nodes:
+            sizes.extend(y.numel() for y in tree_leaves(node.meta.get("val")) if isinstance(y, torch.Tensor))
+        return graph
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=look)
+    rows = torch.compile(lambda p: jacobian_fn(f)(p, x)[0], fullgraph=True, backend=backend)(params)
+    assert rows["a"].shape == (8, 64, width)
+    assert max(sizes) == together * 4096 * width
 
 
 def test_within_a_transform_rows_go_together_as_they_always_did():

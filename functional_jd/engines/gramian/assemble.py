@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32
-from functional_jd.core.tree import Structure, detach_tree, tree_unflatten
+from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.evaluate import LeafGroup, Options
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
 from functional_jd.engines.row_vjps import Rows
-from functional_jd.engines.vjp import Cotangent, Vjp, refuse_inner_backward, to_dense, vjp
+from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import traced_grad, transform_level, under_transform
 from functional_jd.torch_compat.vmap_levels import varies_in_vmap
@@ -32,66 +32,44 @@ def recorded(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[Vjp, 
     """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
     outputs of the recorded layers and, behind them, the points; and what was recorded.
     """
-    if options.differentiable:
-        point, recording = recorded_vjp(f, leaves)
-        extra, sources = point.extra
-        return point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
+    point, recording = recorded_vjp(f, leaves, options)
+    extra, sources = point.extra
+    return point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
+
+
+def recorded_vjp(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[Vjp, Recording]:
+    """The same, where each row may have inputs of its own: the `extra` of the product is `(extra, sources)`."""
     recording = new_recording()
-    constants = [x.detach().requires_grad_() for x in leaves]
-    points = [x.detach().requires_grad_() for x in leaves]
-    with torch.enable_grad():
-        outputs, extra = f(points, LayerRecorder(points, constants, recording))
-    for x in points:  # as in `vjp`
-        if not x.requires_grad:
-            x.requires_grad = True
-    ends: Any = [*recording.ends, *points]  # torch's annotation does not know of a mixture
-
-    def pullback(cotangent: Cotangent) -> list[Tensor | None]:
-        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if c is not None and y.requires_grad]
-        if not pairs:
-            return [None] * len(ends)
-        outs, given = [y for y, _ in pairs], [c for _, c in pairs]
-        with autocast_disabled():
-            found = torch.autograd.grad(outs, ends, given, retain_graph=True, allow_unused=True)
-        refuse_inner_backward(options.where, (*points, *constants))
-        return to_dense(found)
-
-    sources = [x[None] for x in recording.sources]
-    point = Vjp(outputs, detach_tree(extra), pullback, tuple(points))
-    return point, recording._replace(sources=sources, outputs=outputs)
-
-
-def recorded_vjp(f: Recorded, leaves: list[Tensor]) -> tuple[Vjp, Recording]:
-    """The same under transforms, torch.compile, and where the result may be differentiated. The `extra` of the product
-    is `(extra, sources)`.
-
-    The pullback needs the tensors inside the transform: they leave it by a list, as in `torch.func`.
-    """
-    recording = new_recording()
-    inside: list[list[Tensor]] = []
+    inside: list[list[Any]] = []  # as in torch.func, the tensors inside a transform leave it by a list
+    n = len(leaves)
 
     def inner(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        # Views: while torch.compile traces, the inputs themselves do not say that they require grad.
-        points, constants = [x.view_as(x) for x in inputs[: len(leaves)]], inputs[len(leaves) :]
-        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=True))
-        inside[:] = [outputs, [*cast(list[Tensor], recording.ends), *points]]
+        points, constants = inputs[:n], inputs[n:]
+        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=options.differentiable))
+        inside[:] = [outputs, [*recording.ends, *points]]
         return outputs, (extra, recording.sources)
 
-    point = vjp(inner, [*leaves, *leaves], differentiable=True)
+    how: Any = {"differentiable": options.differentiable, "where": options.where, "ends": recording.ends}
+    point = vjp(inner, [*leaves, *leaves], **how)
     outputs, inputs = inside
+    if under_transform():
+        return point._replace(pullback=partial(_traced_pullback, outputs, inputs)), recording
 
-    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> Rows:  # noqa: ARG001
-        pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
-        # A zero cotangent would turn an infinite derivative into NaN; torch.compile needs the same graph for all.
-        if torch.compiler.is_compiling():
-            sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
-        else:
-            sent = [(y, c) for y, c in pairs if c is not None]
-        with autocast_disabled():
-            return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])[among]
+    def pullback(cotangent: Cotangent) -> Rows:
+        return point.pullback(cotangent, slice(len(inputs)))
 
-    whole = recording if under_transform() else recording._replace(outputs=outputs)
-    return Vjp(point.outputs, point.extra, pullback), whole
+    return point._replace(pullback=pullback, inputs=point.inputs[:n]), recording._replace(outputs=outputs)
+
+
+def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cotangent) -> Rows:
+    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
+    # A zero cotangent would turn an infinite derivative into NaN; torch.compile needs the same graph for all.
+    if torch.compiler.is_compiling():
+        sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
+    else:
+        sent = [(y, c) for y, c in pairs if c is not None]
+    with autocast_disabled():
+        return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])
 
 
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:

@@ -118,7 +118,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
             return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), options, recorder)
 
-        point, recording = recorded_vjp(f, leaves)
+        point, recording = recorded_vjp(f, leaves, options)
         check_example_losses(point.outputs, ())
         extra, sources = point.extra
         gradients = point.pullback([factor.to(point.outputs[0].dtype)])
