@@ -76,14 +76,13 @@ from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
 from functional_jd.training.checkpoint import from_checkpoint, to_checkpoint
 from functional_jd.training.compiled import compiled
-from functional_jd.training.fit import fit
+from functional_jd.training.loop import fit, steps
 from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.private import private
-from functional_jd.training.skips import TrainingStalled
+from functional_jd.training.stalled import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
-from functional_jd.training.steps import steps
 from functional_jd.training.weights import FoundWeights, weights_fn
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from functional_jd.fronts.population import Population, member
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.compiled import compiled
-from functional_jd.training.fit import fit
+from functional_jd.training.loop import fit
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step

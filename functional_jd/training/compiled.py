@@ -125,6 +125,7 @@ class Compiled:
         given: list[Any]
         given, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        first, count = None, 0
         if self.donate:  # all tensors are on one device
             first, count = self.newest.kinds_of(given, args[:1], _kind)
             kind = (structure_key(structure), _ambient(tensors[:1]), first, *map(_kind, given[count:]))

@@ -6,7 +6,7 @@ from torch import Tensor
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
-from functional_jd.training.skips import was_taken
+from functional_jd.training.stalled import was_taken
 from functional_jd.training.state import StepInfo
 
 

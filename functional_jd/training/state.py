@@ -36,7 +36,7 @@ def _where_to_look(info: Any) -> str:
     shown = [*tree_leaves(info.losses), *tree_leaves(info.weights)]
     if info.finite.ndim or not all(bool(x.isfinite().all()) for x in shown if has_values(x)):
         return ""
-    return "; diagnose(jacobian) shows in which row, and fit(..., patience=3) in which parameter"
+    return "; diagnose(jacobian) shows in which row"
 
 
 def by_objective(

@@ -4,7 +4,6 @@ import io
 import pickle
 import re
 from dataclasses import dataclass
-from functools import partial
 from html.parser import HTMLParser
 from typing import NamedTuple
 
@@ -149,14 +148,10 @@ def test_a_skipped_step_says_how_to_find_the_row_where_it_shows_none():
     how = {"losses": losses, "aggregator": jd.upgrad(), "optimizer": jd.sgd(0.1)}
     batch = torch.ones(2), torch.tensor([1.0, torch.nan])
     state, info = jd.step(jd.train_state({"w": torch.ones(())}, *batch, **how), *batch, **how)
-    assert lines(info)[0].endswith(
-        "finite; diagnose(jacobian) shows in which row, and fit(..., patience=3) in which parameter"
-    )
+    assert lines(info)[0].endswith("finite; diagnose(jacobian) shows in which row")
     jacobian, values = jd.jacobian_fn(losses)(state.params, *batch)
     table = jd.diagnostics.describe(jd.diagnostics.diagnose(jacobian), jd.objective_names(values))
     assert [line.split()[:2] for line in table.splitlines()[-2:]] == [["far", "nan"], ["near", "2"]]
-    with pytest.raises(jd.TrainingStalled, match="in 'w' of 'far'"):
-        jd.fit(partial(jd.step, **how), state, [batch] * 3, patience=3)
     scaled = jd.train_state(state.params, *batch, scale=jd.scale_state(2.0, shape=(2,)), **how)
     displayed_as = lines(jd.step(scaled, *batch, **how)[1])
     assert displayed_as[0] == "StepInfo: step skipped, not everything was finite"

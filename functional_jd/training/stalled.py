@@ -1,7 +1,6 @@
 """Skipped steps in a row: a warning, then an error that carries the last good state."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +45,8 @@ class SkipWatch:
         self.run: list[tuple[Any, Tensor, Tensor]] = []
         self.skipped = 0  # how many of them, from the first on, are known to be skipped
 
-    def follow(self, scale: Any, state: Any, info: Any, blame: Callable[[], list[str]] = list) -> None:
-        """Count a step, given the scale before it, and a function that says which derivatives were not finite.
+    def follow(self, scale: Any, state: Any, info: Any) -> None:
+        """Count a step, given the scale before it.
 
         Raises:
             TrainingStalled: it was the last of `patience` skipped steps in a row.
@@ -61,10 +60,10 @@ class SkipWatch:
         if self.skipped == self.patience:
             good = state._replace(scale=self.run[0][0]) if isinstance(state, TrainState) else state
             last = "The attribute `state` of this exception is the state after the last step that was taken."
-            raise TrainingStalled(f"{self._account(info, blame)} {last}", good)
+            raise TrainingStalled(f"{self._account(info)} {last}", good)
         if self.skipped == WARN_AFTER:
             end = "" if self.patience is None else f" Training stops after {self.patience} of them."
-            warnings.warn(self._account(info, blame) + end, RuntimeWarning, stacklevel=user_level())
+            warnings.warn(self._account(info) + end, RuntimeWarning, stacklevel=user_level())
 
     def _read(self) -> None:
         taken = torch.stack([answer for *_, answer in self.run[self.skipped :]]).tolist()
@@ -73,29 +72,28 @@ class SkipWatch:
             del self.run[: self.skipped + last + 1]
         self.skipped = len(self.run)
 
-    def _account(self, info: StepInfo, blame: Callable[[], list[str]]) -> str:
-        """Return what was skipped, which losses are to blame, and what may help."""
-        reasons = [f"{self.where}: the last {len(self.run)} steps were skipped, because not everything was finite."]
-        names = objective_names(info.losses)
-        bad = [name for name, value in zip(names, _values(info), strict=True) if not abs(value) < float("inf")]
-        if bad:
-            reasons.append(f"In the last step, losses were not finite themselves: {', '.join(bad)}.")
-        else:
-            found = blame()
-            which = f": in {', '.join(found[:3])}{' and others' * (len(found) > 3)}" if found else ""
-            reasons.append(
-                f"In the last step, losses were finite and derivatives were not{which}. What torch.where or a mask "
-                "discards has a derivative too, and zero times an infinite one, of a root or a division at 0, is NaN: "
-                "replace the argument as well (double where), torch.where(known, torch.where(known, x, 1).sqrt(), 0)."
+    def _account(self, info: StepInfo) -> str:
+        """Return which losses or rows were not finite, and what may help."""
+        names, leaves = objective_names(info.losses), tree_leaves(info.losses)
+        finite = torch.cat([leaf.detach().reshape(-1).isfinite().cpu() for leaf in leaves]).tolist()
+        bad = [name for name, yes in zip(names, finite, strict=True) if not yes]
+        found = f"losses were not finite themselves: {', '.join(bad)}"
+        if not bad:
+            found = (
+                "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
+                "torch.where has a derivative too, which is NaN for a root or a division at 0: replace its argument as "
+                "well, torch.where(known, torch.where(known, x, 1).sqrt(), 0)"
             )
+        rows = "Pass scale_state(shape=(m,)), one scale per objective, to see which rows were not finite"
         if info.finite.shape == (len(names),):
             counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()
-            rows = [f"{name} ({count} times)" for name, count in zip(names, counts, strict=True) if count]
-            reasons.append(f"Rows that were not finite: {', '.join(rows)}.")
-        else:
-            reasons.append("Which rows were not finite is told by one scale per objective, scale_state(shape=(m,)).")
-        reasons.append("Look for NaN in the batches and the losses (info.losses), and for overflows in low precision.")
-        return " ".join(reasons)
+            shown = [f"{name} ({count} times)" for name, count in zip(names, counts, strict=True) if count]
+            rows = f"Rows that were not finite: {', '.join(shown)}"
+        return (
+            f"{self.where}: the last {len(self.run)} steps were skipped, because not everything was finite. In the "
+            f"last step, {found}. {rows}. Look for NaN in the batches and the losses (info.losses), and for overflows "
+            "in low precision."
+        )
 
 
 def was_taken(info: StepInfo) -> Tensor:
@@ -108,8 +106,3 @@ def was_taken(info: StepInfo) -> Tensor:
     if info.finite.ndim == 0 or (info.finite.shape == (m,) and not batch):
         return info.finite.all()
     return info.finite.reshape(len(info.finite), -1).all(1).any()
-
-
-def _values(info: StepInfo) -> list[float]:
-    leaves = [leaf.detach().reshape(-1).double() for leaf in tree_leaves(info.losses)]
-    return torch.cat([leaf.to(leaves[0].device) for leaf in leaves]).tolist()

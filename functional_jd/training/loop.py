@@ -1,16 +1,19 @@
-"""The loop around the step: short enough to write by hand, which is what to do as soon as it does not fit."""
+"""The loop around the step, as a function and as an iterator. Write it by hand if neither fits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from inspect import signature
 from operator import length_hint
 from typing import Any
 
-from functional_jd.core.arguments import check_flag, check_function
+from torch import Tensor
+
+from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.training.compiled import is_compiled
 from functional_jd.training.progress import Bar
+from functional_jd.training.signatures import note_step
+from functional_jd.training.stalled import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
-from functional_jd.training.steps import iterate
 
 
 def fit(
@@ -83,7 +86,7 @@ def fit(
     """
     check_flag("fit", "progress", progress)
     told = _as_pair(on_step)
-    pairs = iterate(step, state, batches, patience, "fit")
+    pairs = _checked(step, state, batches, patience, "fit")
     bar = Bar(length_hint(batches), is_compiled(step)) if progress else None
     taken = 0
     try:
@@ -100,6 +103,73 @@ def fit(
         if bar is not None:
             bar.close()
     return state
+
+
+def steps(
+    step: Callable[..., tuple[TrainState, StepInfo]],
+    state: TrainState,
+    batches: Iterable[Any],
+    *,
+    patience: int | None = 200,
+) -> Iterator[tuple[TrainState, StepInfo]]:
+    """Take one step per batch, and yield the state and the info after each: `fit` as a loop of your own.
+
+    Args:
+        step: `step(state, *batch) -> (state, info)`, as for `fit`.
+        state: from `train_state`, or from the last loop.
+        batches: as for `fit`.
+        patience: after so many skipped steps in a row the loop ends with an error; `None`: never.
+
+    Returns:
+        An iterator of `(state, info)`. Every step starts from the state that the last one returned, whatever the loop
+        assigns to its own variable.
+
+    Raises:
+        TypeError: `step` is not callable, or not with what a batch holds; `batches` is not iterable.
+        ValueError: `patience` is not a positive integer.
+        TrainingStalled: too many steps in a row were skipped.
+
+    Laws:
+        The last pair holds `fit(step, state, batches)`. After an exception, `break` or Ctrl-C, the variable of the
+        loop holds the last state.
+
+    Example:
+        >>> method = {"losses": lambda w, x: (w - x).square(), "aggregator": upgrad(), "optimizer": sgd(0.1)}
+        >>> state, loader = train_state(torch.zeros(2), torch.ones(2), **method), [torch.ones(2)] * 50
+        >>> for state, info in steps(functools.partial(step, **method), state, loader):
+        ...     if max(info.losses) < 0.1:
+        ...         break
+    """
+    return _checked(step, state, batches, patience, "steps")
+
+
+def _checked(
+    step: Callable[..., tuple[TrainState, StepInfo]],
+    state: TrainState,
+    batches: Iterable[Any],
+    patience: int | None,
+    where: str,
+) -> Iterator[tuple[TrainState, StepInfo]]:
+    """`steps`, with the name of the calling function for the errors."""
+    cure = "Pass functools.partial(functional_jd.step, losses=..., aggregator=..., optimizer=...)."
+    check_function(where, "step", step, cure)
+    iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
+        refuse(where, "batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
+    return _iterate(step, state, batches, SkipWatch(where, patience))
+
+
+def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
+    for batch in batches:
+        scale, given = getattr(state, "scale", None), batch if isinstance(batch, tuple | list) else (batch,)
+        try:
+            state, info = step(state, *given)
+        except TypeError as error:
+            note_step(watch.where, step, given, error)
+            raise
+        yield state, info
+        # Afterwards, so that the last step is seen too.
+        watch.follow(scale, state, info)
 
 
 def _as_pair(on_step: Callable[..., Any] | None) -> Callable[[StepInfo, TrainState], Any] | None:
