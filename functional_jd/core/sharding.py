@@ -129,37 +129,42 @@ def gathered(shard: Tensor, like: Any, mesh: Any) -> Tensor:
     is on every rank.
     """
     for dim in reversed(range(mesh.ndim)):
-        placement = like.placements[dim] if is_sharded(like) else None
-        if placement is None or not placement.is_shard():
+        cut = _cut(like, mesh, dim)
+        if cut is None:
             shard = over_dimension("same", shard, mesh, dim)
             continue
-        along = placement.dim
-        before = [i for i in range(dim) if like.placements[i].is_shard(along)]
-        size = shard_range(like.shape[along], mesh, before)[1]
-        chunk = -(-size // mesh.size(dim))
-        first = shard.movedim(along, 0)
-        if len(first) < chunk:
-            first = torch.cat([first, first.new_zeros(chunk - len(first), *first.shape[1:])])
-        shard = over_dimension("gather", first, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
+        along, size, _ = cut
+        chunk = _padded(shard.movedim(along, 0), -(-size // mesh.size(dim)))
+        shard = over_dimension("gather", chunk, mesh, dim).flatten(0, 1)[:size].movedim(0, along)
     return shard.contiguous()  # as views and products of a whole leaf find it, whichever dimension is sharded
 
 
 def scattered(gradient: Tensor, like: Any, mesh: Any) -> Tensor:
     """What `gathered` is adjoint to: the sum over the ranks of gradients of a whole leaf, this rank's shard of it."""
     for dim in range(mesh.ndim):
-        placement = like.placements[dim] if is_sharded(like) else None
-        if placement is None or not placement.is_shard():
+        cut, ranks = _cut(like, mesh, dim), mesh.size(dim)
+        if cut is None:
             gradient = over_dimension("sum", gradient, mesh, dim)
             continue
-        along, first = placement.dim, gradient.movedim(placement.dim, 0)
-        before = [i for i in range(dim) if like.placements[i].is_shard(along)]
-        padding = -len(first) % mesh.size(dim)
-        if padding:
-            first = torch.cat([first, first.new_zeros(padding, *first.shape[1:])])
-        part = over_dimension("scatter", first.unflatten(0, (mesh.size(dim), -1)), mesh, dim)
-        length = shard_range(like.shape[along], mesh, [*before, dim])[1]
-        gradient = part[:length].movedim(0, along)
+        along, size, length = cut
+        chunks = _padded(gradient.movedim(along, 0), -(-size // ranks) * ranks).unflatten(0, (ranks, -1))
+        gradient = over_dimension("scatter", chunks, mesh, dim)[:length].movedim(0, along)
     return gradient
+
+
+def _cut(like: Any, mesh: Any, dim: int) -> tuple[int, int, int] | None:
+    """How this dimension of the mesh cuts a leaf: its dimension, the size there before, and this rank's length."""
+    placement = like.placements[dim] if is_sharded(like) else None
+    if placement is None or not placement.is_shard():
+        return None
+    before = [i for i in range(dim) if like.placements[i].is_shard(placement.dim)]
+    size = shard_range(like.shape[placement.dim], mesh, before)[1]
+    return placement.dim, size, shard_range(size, mesh, [dim])[1]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """The tensor with zeros behind it, up to this length."""
+    return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])]) if len(x) < length else x
 
 
 def gathered_leaf(leaf: Any) -> Tensor:
