@@ -15,21 +15,20 @@ from functional_jd.torch_compat.torch_internals import under_transform
 def check_replicas(tree: Tree, group: Group = None) -> None:
     """Raise RuntimeError, on all replicas at the same time, unless they hold the same bits.
 
-    Steps keep replicas equal, so that they differ only after a fault: of the program, which did something on one of
-    them only, or of a machine. Call it every few hundred steps, on all replicas: in `on_step` of `fit`, for instance.
-    It sends as much as the tree has, once, and waits for the device, as a step never does.
+    Steps keep replicas equal: they differ only after a fault of the program or of a machine. Call it every few hundred
+    steps on all replicas, for instance in `on_step` of `fit`. It sends the tree once, and waits for the device.
 
     Args:
-        tree: what must be equal: a `TrainState`, or any pytree of tensors. Of a `DTensor`, ranks are compared where it
-            is replicated.
+        tree: a `TrainState`, or any pytree of tensors. A `DTensor` is compared over the dimensions of its mesh on which
+            it is replicated.
         group: the replicas, as for `mean_jacobian`.
 
     Raises:
-        RuntimeError: leaves that differ in some bit, by name, with the ranks in the group where they do; or a replica
-            stopped, or did not answer in time.
+        RuntimeError: leaves differ in some bit, by name, with the ranks in the group; or a replica stopped, or did not
+            answer in time.
         TypeError: a leaf is not a dense tensor.
-        ValueError: names, shapes or dtypes that differ, under a transform or torch.compile, or what `mean_jacobian`
-            raises.
+        ValueError: names, shapes or dtypes differ; the call is under a transform or torch.compile; or see
+            `mean_jacobian`.
     """
     if under_transform():
         raise ValueError(

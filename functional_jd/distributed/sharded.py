@@ -8,27 +8,27 @@ from functional_jd.objectives import Sharded
 
 
 def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Sharded:
-    """Losses of parameters that are sharded over the ranks of a mesh, each rank with its own part of the batch.
+    """Shard parameters over the ranks of a mesh, each rank with its own part of the batch.
 
     `losses_i = mean_r losses_i(params, *batch_r)`
 
-    The leaves of params are `DTensor`s on this mesh, placed `Shard` or `Replicate`, or plain tensors that are the same
-    on all ranks. Each is gathered by every function that takes it, just before, and its gradients are reduced and
-    scattered as soon as they are known: rows, direction, moments and parameters stay sharded as the parameters are.
+    Parameters are `DTensor`s on this mesh, placed `Shard` or `Replicate`, or plain tensors that are equal on all ranks.
+    Every function gathers the parameters that it takes. Their gradients are reduced and scattered as soon as they are
+    known, so that rows, direction and moments stay sharded.
 
     Args:
-        losses: `losses(params, *batch)`, a function of whole tensors, or made by `multitask`; means over the examples
-            of the batch, of which all ranks have equally many, or `weighted_by_examples`.
+        losses: `losses(params, *batch)`, a function of whole tensors, or made by `multitask`. Means over examples need
+            equally many on each rank, or `weighted_by_examples`.
         mesh: a `torch.distributed.device_mesh.DeviceMesh`, of any number of dimensions.
-        reshard: whether leaves are freed after each use, and gathered again by the next and by the backward pass.
-            `False` gathers each once and keeps it, which saves traffic and costs memory; it is needed where the losses
-            use transforms of torch.func, `torch.vmap` or scripted functions on parameters, or ask autograd for
-            derivatives by them. `True` refuses these, a scripted function with an error of torch's own.
+        reshard: whether parameters are freed after each use, and gathered again by the next and by the backward pass.
+            `False` gathers each once and keeps it: less traffic, more memory. Losses need it that pass parameters to
+            transforms of torch.func, `torch.vmap` or scripted functions, or that take derivatives by them. With `True`
+            these raise; a scripted function with an error of torch's own.
 
     Returns:
         A function `(params, *batch) -> losses`, for `step`, `train_state`, `jacobian_fn`, `gramian_fn` and
-        `weighted_fn`. Losses, weights, flags, scales and Gramians are plain tensors, equal on all ranks. Of buffers,
-        floating-point tensors are averaged, and others are those of the first rank; aux is the rank's own.
+        `weighted_fn`. Losses, weights, flags, scales and Gramians are plain tensors, equal on all ranks.
+        Floating-point buffers are averaged, others are those of the first rank; aux is the rank's own.
 
     Raises:
         TypeError: `losses` is not callable, or `mesh` is no mesh.

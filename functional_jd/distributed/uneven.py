@@ -14,12 +14,12 @@ from functional_jd.engines.group import Group, collective, known_group
 
 
 def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = None) -> Losses:
-    """Weight means over this rank's examples so that their mean over the ranks is the mean over all examples.
+    """Weight means over this rank's examples: their mean over the ranks is that over all examples.
 
     `R n_r / sum_s n_s * losses_r`
 
-    To be called inside the losses of `replicated` engines and of `sharded`, where ranks have unequal parts of a batch,
-    or unequally many tokens that count: unweighted, each rank counts as much as another.
+    Call it inside the losses of `replicated` engines and of `sharded`, if ranks have unequal parts of a batch, or
+    unequally many tokens that count. Unweighted, each rank counts as much as another.
 
     Args:
         losses: pytree of floating-point tensors, means over `examples` each.
@@ -30,8 +30,8 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
         A pytree like `losses`, in at least float32; on equally many examples, the same values.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor, or `examples` is neither an int nor a tensor `[]`.
-        ValueError, RuntimeError: as `mean_jacobian` says.
+        TypeError: a leaf is not a floating-point tensor, or `examples` is not an int or a tensor `[]`.
+        ValueError, RuntimeError: see `mean_jacobian`.
 
     Laws:
         Linear in the losses. Composes with vmap, grad, jvp and compile. Does not synchronize with the device.
@@ -42,7 +42,7 @@ def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = 
     device = leaves[0].device
     # A copy of a number from the host would wait for the device.
     own = examples.to(device) if isinstance(examples, Tensor) else torch.full((), examples, device=device)
-    # A total has more digits than what it is the sum of: 2 counts of 40,000 are none of float16.
+    # A total has more digits than its terms: 2 counts of 40,000 are too many for float16.
     own = at_least_float32(own) if own.is_floating_point() else own.long()
     total, ranks = _summed(own, group)
 

@@ -41,28 +41,27 @@ from functional_jd.torch_compat.torch_internals import is_concrete, under_transf
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
-    """The mean over the replicas, on all of them: of a Jacobian, or of any pytree of floating-point tensors.
+    """Average a Jacobian, or any pytree of floating-point tensors, over the replicas.
 
     `mean = sum_r J_r / R`, small leaves of one dtype in one all-reduce.
 
     Args:
-        jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too (its heads are gradients: their mean is
-            meant); the same structure, shapes and dtypes on all R replicas. Row i is the same objective everywhere.
+        jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too, with the same structure, shapes and
+            dtypes on all R replicas. Row i is the same objective everywhere.
         group: the replicas; `None` is all processes. One that does not answer is waited for as long as the `timeout` of
-            `init_process_group` says: 30 minutes with gloo, 10 with nccl, unless you say less.
+            `init_process_group`: 30 minutes with gloo, 10 with nccl, by default.
 
     Returns:
         A pytree like `jacobian`, in its dtypes, the same bits on every replica. Added up in at least float32.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor.
+        TypeError: a leaf is not a floating-point tensor.
         ValueError: no leaves, no process group, or a group that this process is not in.
         RuntimeError: a replica stopped, or did not answer in time.
 
     Laws:
-        Linear; what is not finite on one replica is so on all, but a mean of finite values is finite. Composes with
-        vmap, grad, jvp and compile: all replicas must then do the same. Its derivative is that of the mean over the
-        replicas of what each computes: the mean of their cotangents.
+        Linear. A value that is not finite on one replica is so on all; a mean of finite values is finite. Composes with
+        vmap, grad, jvp and compile, if all replicas do the same. Its cotangent is the mean of the replicas' cotangents.
 
     Differs: from `torch.distributed._functional_collectives`, whose jvp is zero, and which torch.func.grad refuses.
     """
@@ -71,7 +70,7 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
 
 
 def agree(finite: Tensor, group: Group = None) -> Tensor:
-    """What is finite on every replica: the logical and.
+    """Tell which rows are finite on every replica: the logical and.
 
     Args:
         finite: bool, `[]` or `[m]`, as `unscale` returns it.
@@ -81,8 +80,8 @@ def agree(finite: Tensor, group: Group = None) -> Tensor:
         bool of the same shape, the same on every replica.
 
     Raises:
-        TypeError: `finite` is no bool tensor.
-        ValueError, RuntimeError: as `mean_jacobian` says.
+        TypeError: `finite` is not a bool tensor.
+        ValueError, RuntimeError: see `mean_jacobian`.
     """
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         found = finite.dtype if isinstance(finite, Tensor) else type(finite).__name__
@@ -91,7 +90,7 @@ def agree(finite: Tensor, group: Group = None) -> Tensor:
 
 
 def replicate(tree: Tree, group: Group = None) -> Tree:
-    """The first replica's pytree of tensors, of any dtype, on all replicas; for what must be the same everywhere.
+    """Give all replicas the first one's pytree of tensors, of any dtype.
 
     Args:
         tree: pytree of tensors, with the same structure, shapes and dtypes on all replicas.
@@ -102,15 +101,14 @@ def replicate(tree: Tree, group: Group = None) -> Tree:
 
     Raises:
         TypeError: a leaf is not a dense tensor.
-        ValueError, RuntimeError: as `mean_jacobian` says.
+        ValueError, RuntimeError: see `mean_jacobian`.
     """
     check_dense("replicate", tree)
     return tree_map(lambda leaf: collective("first", leaf, group), tree)
 
 
 def replicated(engine: str = "auto", group: Group = None) -> Engine:
-    """The engine of several replicas, each with its own batch: the mean Jacobian over them in the place of the
-    Jacobian.
+    """Make the engine of several replicas, each with its own batch: the mean of their Jacobians counts.
 
     Pass it to `train_state` and to `step` on all replicas. The parameters, and the state that `train_state` returns,
     are the first replica's.
@@ -122,26 +120,28 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
         group: the replicas, as for `mean_jacobian`.
 
     Returns:
-        An `Engine`. Row i is the same objective on all replicas, and its mean is meant: losses that are means over
-        examples need equally many on each, or `weighted_by_examples`. The rows of `per_example` losses are the examples
-        of all replicas, the first one's first: R m rows, with equally many on each; scale i of `[m]` serves the rows i
-        of all replicas. The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's
-        own. Of buffers, floating-point tensors are averaged, and others are the first replica's. Keys in them (see
-        `step`) give each example of `per_example` losses what one process with all examples would draw, and other
-        losses draws of each replica's own: `random.fold_in(key, rank)`.
+        An `Engine`.
+        Row i is the mean of the replicas' rows i, which are the same objective on all. Means over examples need equally
+        many on each replica, or `weighted_by_examples`.
+        The rows of `per_example` losses are the examples of all replicas, the first one's first: R m rows, with equally
+        many on each. Scale i of `[m]` serves the rows i of all replicas.
+        The losses in `StepInfo` are the mean, or those of all replicas' examples; aux is the replica's own.
+        Floating-point buffers are averaged, others are the first replica's. Keys in them (see `step`) give each example
+        of `per_example` losses the numbers that one process with all examples would draw. Other losses draw each
+        replica's own: `random.fold_in(key, rank)`.
 
     Raises:
-        ValueError: an unknown engine; in `train_state`, parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas, and rules or optimizers that differ; in `step`, losses with other names and
-            other rules (off the CPU: the step is skipped), or losses that are more on one replica than on another, also
-            `per_example` ones (on a CPU: to ask another device would be to wait for it); in `step` and `train_state`,
-            one that does not give the rule what it needs, no process group, or a group that this process is not in.
+        ValueError: an unknown engine, or one that does not give the rule what it needs; no process group, or one that
+            this process is not in. In `train_state`: parameters, states or losses that differ in names, shapes or
+            dtypes between the replicas, and rules or optimizers that differ. In `step`: losses with other names, and
+            other rules (off the CPU, the step is skipped); more losses, `per_example` ones too, on one replica than on
+            another (on a CPU, as the check waits for the device).
         RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
 
     Laws:
-        The replicas stay equal, bit for bit, on equal machines. Equal, to rounding, to a step on the whole batch. One
-        replica's overflow skips the step on all, and each row's scale follows what all say of that row. Compiles in a
-        full graph.
+        The replicas stay equal, bit for bit, on equal machines. A step equals, to rounding, one on the whole batch. One
+        replica's overflow skips the step on all. Each row's scale follows that row on all replicas. Compiles in a full
+        graph.
 
     Differs:
         From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
