@@ -131,6 +131,8 @@ class GatheredWhereUsed(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if func in _DERIVATIVES:
             raise not_gathered_here("one that asks autograd for a derivative by a parameter")
+        if func is Tensor.data_ptr:  # the gathered leaf would be gone before a kernel reads it
+            raise not_gathered_here("one that takes the address of a parameter")
         opened: list[tuple[Tensor, int]] = []
 
         def whole_of(x: Any) -> Any:

@@ -105,7 +105,7 @@ def check_learning(
     unlearned = _unlearned(look)
     mesh = mesh_of(plan.losses)
     if mesh is not None:
-        without = f"uses all leaves but {', '.join(unlearned) or 'none'}"
+        without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         Gathers(where, mesh, True).announce(without, mesh.device_type)
     _warn_of_outputs(where, look.values)
     constant = _checked_names(where, look.values, constant)

@@ -105,3 +105,22 @@ def test_a_change_that_the_next_function_would_not_see_is_refused(like, change):
     _, leaf = leaf_of(like)
     with pytest.raises(RuntimeError, match="sharded: expected losses that leave their parameters as they are"):
         change(leaf)
+
+
+class Address(torch.autograd.Function):
+    """Takes the address of its argument, as kernels of one's own do."""
+
+    @staticmethod
+    def forward(ctx, w):
+        w.data_ptr()
+        return w
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent
+
+
+def test_an_address_that_a_kernel_would_read_too_late_is_refused(like):
+    _, leaf = leaf_of(like)
+    with pytest.raises(ValueError, match=r"sharded: .* takes the address of a parameter: .* reshard=False"):
+        Address.apply(leaf)
