@@ -125,7 +125,7 @@ def test_under_transforms():
 
 
 def test_what_is_out_of_range():
-    with pytest.raises(ValueError, match="epo: preference must be finite and positive"):
+    with pytest.raises(ValueError, match="epo: preference must be positive and finite"):
         jd.epo([0.0, 1.0])
     with pytest.raises(ValueError, match="epo: tolerance"):
         jd.epo([0.5, 0.5], -1.0)

@@ -250,7 +250,7 @@ SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(NET.parameters(), lr
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found str"),
+        (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found '0.1'"),
         (lambda: fj.adamw(NET.parameters(), 1e-3), "adamw: lr .* found generator.* given to train_state"),
         (lambda: fj.sgd(NET), "sgd: lr .* found Linear.* given to train_state"),
         (
