@@ -3,9 +3,7 @@
 import inspect
 import math
 import os
-import statistics
 import sys
-import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -23,7 +21,6 @@ from functional_jd.random import key, normal, permutation, split, uniform
 TRAIN_IMAGES, TEST_IMAGES = 2048, 1000
 WIDTH = 32  # the number of features
 LEARNING_RATE = 5e-3
-CONFLICT_INTERVAL = 8  # the number of steps between two tests for conflicts
 GREY_LEVELS = 16  # the range of pixel values in the data set
 
 
@@ -46,8 +43,7 @@ with one loss scale per task. Every rule starts from the same parameters and use
 Under mean, the trunk learns what the right digit needs, whose loss has the largest unit, and little for the others.
 Under config the units do not matter: every task has the same cosine with the direction.
 
-The demo shows a progress bar for each rule (in a terminal), then a table with one column per rule: test accuracies and
-errors, skipped steps, how often tasks conflicted on the trunk, the loss scales, and the rounding errors they avoid."""
+The demo shows a table with one column per rule: test accuracies and errors, skipped steps, and loss scales."""
 
 
 class Score(NamedTuple):
@@ -64,10 +60,7 @@ class Report(NamedTuple):
     scores: list[Score]  # after every epoch
     steps: int
     skipped: int
-    conflicts: float
     scales: list[float]
-    errors: list[float]  # of the reconstruction gradient: without a scale, with a shared scale, with its own scale
-    seconds: float
 
 
 Images: TypeAlias = tuple[Tensor, Tensor]
@@ -137,57 +130,26 @@ def train_and_test_images(key: Tensor) -> tuple[Images, Images]:
 
 
 def train(rule: str, settings: Namespace) -> Report:
-    """Train under one rule. The same settings give the same results, except for the time."""
-    from tqdm import tqdm
-
+    """Train under one rule. The same settings give the same results."""
     image_key, param_key, order_key = split(key(settings.seed, device=settings.device), 3)
     (x, y), test = train_and_test_images(image_key)
     losses = EXACT
     if settings.dtype != "float32":
         losses = jd.multitask(*(jd.autocast(f, getattr(torch, settings.dtype)) for f in (features, task_losses)))
-    aggregator = RULES[rule]()
     optimizer = jd.adamw(LEARNING_RATE, eps=1e-20)  # far below the direction, whose entries are tiny for one head
+    method: dict[str, Any] = {"losses": losses, "aggregator": RULES[rule](), "optimizer": optimizer}
     scale = jd.scale_state(2.0**24, shape=(3,), growth_interval=32, device=settings.device)
     first_batch = x[: settings.batch_size], y[: settings.batch_size]
-    state = jd.train_state(
-        initial_params(param_key), *first_batch, losses=losses, aggregator=aggregator, optimizer=optimizer, scale=scale
-    )
+    state = jd.train_state(initial_params(param_key), *first_batch, scale=scale, **method)
 
-    skipped = torch.zeros((), dtype=torch.int64, device=settings.device)
-    conflicts: list[Tensor] = []
+    finite: list[Tensor] = []
     scores: list[Score] = []
-    seconds: list[float] = []
-    steps = settings.epochs * math.ceil(len(x) / settings.batch_size)
-    with tqdm(total=steps, desc=rule, unit="step", disable=None) as bar:  # None: shown in a terminal only
-        for epoch_key in split(order_key, settings.epochs):
-            for rows in permutation(epoch_key, len(x)).split(settings.batch_size):
-                batch = x[rows], y[rows]
-                if len(seconds) % CONFLICT_INTERVAL == 0:
-                    conflicts.append(conflicted(losses, state, batch))
-                start = synchronized_time(settings.device)
-                state, info = jd.step(state, *batch, losses=losses, aggregator=aggregator, optimizer=optimizer)
-                seconds.append(synchronized_time(settings.device) - start)
-                skipped += ~info.finite.all()
-                bar.update()
-                if not bar.disable and len(seconds) % CONFLICT_INTERVAL == 0:
-                    bar.set_postfix({task: f"{loss.item():.2g}" for task, loss in info.losses._asdict().items()})
-            scores.append(score(state.params, test))
-
-    return Report(
-        scores=scores,
-        steps=len(seconds),
-        skipped=int(skipped.item()),
-        conflicts=torch.stack(conflicts).double().mean().item(),
-        scales=state.scale.scale.tolist(),
-        errors=reconstruction_errors(losses, state, first_batch),
-        seconds=statistics.median(seconds),
-    )
-
-
-def conflicted(losses: Callable[..., Tasks], state: jd.TrainState, batch: Images) -> Tensor:
-    """Return whether two tasks conflict on the trunk: a negative inner product of rows."""
-    jacobian, _, _ = jd.jacobian_fn(losses, scale=state.scale)(state.params, *batch)
-    return (jd.views.gramian(jacobian) < 0).any()
+    for epoch_key in split(order_key, settings.epochs):
+        for rows in permutation(epoch_key, len(x)).split(settings.batch_size):
+            state, info = jd.step(state, x[rows], y[rows], **method)
+            finite.append(info.finite.all())
+        scores.append(score(state.params, test))
+    return Report(scores, len(finite), int((~torch.stack(finite)).sum()), state.scale.scale.tolist())
 
 
 @torch.no_grad()
@@ -200,69 +162,24 @@ def score(params: dict[str, Any], test: Images) -> Score:
     return Score(hits.double().mean(0).tolist(), [losses.left, losses.right], error)
 
 
-def reconstruction_errors(losses: Callable[..., Tasks], state: jd.TrainState, images: Images) -> list[float]:
-    """Compute the relative errors of the reconstruction row: without a scale, with a shared scale, with its own."""
-
-    def row(function: Callable[..., Tasks], scale: Tensor) -> Tensor:
-        jacobian, _, _ = jd.jacobian_fn(function, scale=scale)(state.params, *images)
-        return torch.cat([leaf[2].flatten() for leaf in jacobian.shared.values()])
-
-    scales = state.scale.scale
-    exact = row(EXACT, torch.ones_like(scales))
-    shared_scale = scales.min().expand(3)  # limited by the largest gradients of all tasks
-    rows = [row(losses, scale) for scale in (torch.ones_like(scales), shared_scale, scales)]
-    return [((rounded - exact).norm() / exact.norm()).item() for rounded in rows]
-
-
-def synchronized_time(device: torch.device) -> float:
-    """Return the time after all work queued on the device is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-LABELS = (
-    "",
-    "test accuracy, left digit",
-    "test accuracy, right digit",
-    "test cross entropy, left digit (nats)",
-    "test cross entropy, right digit (nats)",
-    f"test reconstruction, rms error (of {GREY_LEVELS} grey levels)",
-    f"conflicting tasks, share of every {CONFLICT_INTERVAL}th step",
-    "skipped steps",
-    "median time per step",
-    "final scale, left digit",
-    "final scale, right digit",
-    "final scale, reconstruction",
-    "error of its trunk gradient against float32: not scaled",
-    "... with one scale for all tasks",
-    "... with its own scale",
-)
-
-
-def column(rule: str, report: Report) -> list[str]:
-    """Return the column of the table for one rule."""
-    last = report.scores[-1]
-    return [
-        rule,
-        *(f"{accuracy:.1%}" for accuracy in last.accuracy),
-        *(f"{entropy:.3f}" for entropy in last.entropy),
-        f"{last.error:.2f}",
-        f"{report.conflicts:.0%}",
-        f"{report.skipped} of {report.steps}",
-        f"{1000 * report.seconds:.1f} ms",
-        *(f"2^{math.log2(scale):.0f}" for scale in report.scales),
-        *(f"{error:.1%}" for error in report.errors),
-    ]
-
-
 def table(reports: dict[str, Report]) -> str:
     """Return the results as a text table, one column per rule."""
-    columns = [column(rule, report) for rule, report in reports.items()]
-    width = max(len(cell) for cells in columns for cell in cells) + 2
+    rows: dict[str, Callable[[Score, Report], str]] = {
+        "test accuracy, left digit": lambda last, _: f"{last.accuracy[0]:.1%}",
+        "test accuracy, right digit": lambda last, _: f"{last.accuracy[1]:.1%}",
+        "test cross entropy, left digit (nats)": lambda last, _: f"{last.entropy[0]:.3f}",
+        "test cross entropy, right digit (nats)": lambda last, _: f"{last.entropy[1]:.3f}",
+        f"test reconstruction, rms error (of {GREY_LEVELS} grey levels)": lambda last, _: f"{last.error:.2f}",
+        "skipped steps": lambda _, report: f"{report.skipped} of {report.steps}",
+        "final scale, left digit": lambda _, report: f"2^{math.log2(report.scales[0]):.0f}",
+        "final scale, right digit": lambda _, report: f"2^{math.log2(report.scales[1]):.0f}",
+        "final scale, reconstruction": lambda _, report: f"2^{math.log2(report.scales[2]):.0f}",
+    }
+    cells = {label: [show(report.scores[-1], report) for report in reports.values()] for label, show in rows.items()}
+    width = max(len(cell) for column in (reports, *cells.values()) for cell in column) + 2
     lines = [
-        label.ljust(max(map(len, LABELS))) + "".join(cell.rjust(width) for cell in cells)
-        for label, *cells in zip(LABELS, *columns, strict=True)
+        label.ljust(max(map(len, rows))) + "".join(cell.rjust(width) for cell in row)
+        for label, row in ({"": list(reports)} | cells).items()
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
@@ -312,47 +229,51 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def flag(expected: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the parser of a flag: what `read` returns, or an error that tells what was expected."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, RuntimeError, AssertionError, TypeError, NotImplementedError):
+            raise ArgumentTypeError(f"expected {expected}, found {text!r}") from None
+
+    return parse
+
+
 def rule_names(text: str) -> list[str]:
-    """Parse names of rules, separated by commas."""
+    """Read names of rules, separated by commas."""
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in RULES:
-            raise ArgumentTypeError(f"expected some of {', '.join(RULES)}, found {name!r}")
+    if not set(names) <= RULES.keys():
+        raise ValueError
     return names
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise ValueError
     return int(text)
 
 
 def seed(text: str) -> int:
-    """Parse the seed of a key."""
-    try:
-        key(int(text))
-    except ValueError:
-        raise ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}") from None
+    """Read the seed of a key."""
+    key(int(text))
     return int(text)
 
 
 def usable_device(text: str) -> torch.device:
-    """Parse an available device that supports float64, which Gramians need."""
-    try:
-        device = torch.device(text)
-        torch.ones((), dtype=torch.float64, device=device).item()
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
-        raise ArgumentTypeError(f"expected an available device with float64, found {text!r}") from None
-    return device
+    """Read an available device that supports float64, which Gramians need."""
+    torch.ones((), dtype=torch.float64, device=text).item()
+    return torch.device(text)
 
 
 def writable_file(text: str) -> Path:
-    """Parse the path of a writable image file."""
+    """Read the path of a writable image file."""
     file = Path(text)
     target = file if file.exists() else file.parent
     if file.suffix not in {".png", ".pdf", ".svg", ".jpg"} or file.is_dir() or not os.access(target, os.W_OK):
-        raise ArgumentTypeError(f"expected a writable file ending in .png, .pdf, .svg or .jpg, found {text!r}")
+        raise ValueError
     return file
 
 
@@ -360,19 +281,22 @@ def settings_from(arguments: Sequence[str] | None) -> Namespace:
     """Parse the command line."""
     parser = Parser("python -m functional_jd", None, DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rule", type=rule_names, action="extend", metavar="NAME[,NAME]",
+    add("--rule", type=flag(f"some of {', '.join(RULES)}", rule_names), action="extend", metavar="NAME[,NAME]",
         help=f"one or more rules; may be repeated (default: mean,config). One of {', '.join(RULES)}")  # fmt: skip
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16",
         help="the dtype of autocast; float32 is full precision (default: %(default)s)")  # fmt: skip
-    add("--epochs", type=positive, default=6, help="passes through the training images (default: %(default)s)")
-    add("--batch-size", type=positive, default=64, help="images per step (default: %(default)s)")
-    add("--device", type=usable_device, default="cpu", help="the device (default: %(default)s)")
-    add("--seed", type=seed, default=0,
+    count = flag("a whole number of at least 1", positive)
+    add("--epochs", type=count, default=6, help="passes through the training images (default: %(default)s)")
+    add("--batch-size", type=count, default=64, help="images per step (default: %(default)s)")
+    device = flag("an available device with float64", usable_device)
+    add("--device", type=device, default="cpu", help="the device (default: %(default)s)")
+    add("--seed", type=flag("a whole number of at most 64 bits", seed), default=0,
         help="the seed of images, parameters and batches (default: %(default)s)")  # fmt: skip
-    add("--plot", type=writable_file, metavar="FILE", help="save the learning curves to FILE (default: no figure)")
+    add("--plot", type=flag("a writable file ending in .png, .pdf, .svg or .jpg", writable_file), metavar="FILE",
+        help="save the learning curves to FILE (default: no figure)")  # fmt: skip
     given = parser.parse_args(arguments)
     given.rule = list(dict.fromkeys(given.rule or ["mean", "config"]))
-    for module, used in (("sklearn", True), ("tqdm", True), ("matplotlib", given.plot is not None)):
+    for module, used in (("sklearn", True), ("matplotlib", given.plot is not None)):
         if used and find_spec(module) is None:
             parser.exit(1, f'{parser.prog}: needs {module}. Install it: pip install "functional_jd[demo]"\n')
     return given

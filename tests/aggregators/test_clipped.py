@@ -90,7 +90,9 @@ def test_bounds_are_checked():
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"clipped: max_norm must be positive and finite, found .*A common value"):
             fj.clipped(wrong)
-    with pytest.raises(ValueError, match=r"clipped: max_norm must be a number or a tensor \[\], found torch.float32 \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"clipped: max_norm must be a number or a tensor \[\], found torch.float32 \[2\]"
+    ):
         fj.clipped(torch.ones(2))
 
 

@@ -80,7 +80,7 @@ EXCLUDED = {
         RECORDS,
     ),
     **dict.fromkeys(["SlowPathWarning", "TrainingStalled"], "an exception"),
-    **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PLAIN", "PROBLEMS", "RULES", "random"], "no function"),
+    **dict.fromkeys(["ALWAYS", "BY_CLAIM", "PALETTE", "PLAIN", "PROBLEMS", "random"], "no function"),
     "compiled": "compiles, with the checks of the other laws",
     "require": "is for engines, which pass on the plan that they were given",
     "leave": "ends the groups of the process, and takes no arguments",
