@@ -230,26 +230,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if not 0 < dropout_p < 1:  # without numbers, or its error
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         whole = func(query, key, value, attn_mask, 0.0 if dropout_p == 1 else dropout_p, is_causal, **options)
         return whole * 0 if dropout_p == 1 else whole
-    if is_causal and attn_mask is not None:
-        raise RuntimeError("scaled_dot_product_attention: attn_mask must be None when is_causal=True")
-    wide = _wide(query.dtype)
+    # With unit vectors as values, torch returns the weights.
+    units = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-2], -1, -1)
+    weights = func(query, key, units, attn_mask, 0.0, is_causal, **options)
     if enable_gqa:
-        key, value = [x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value)]
-    scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    # As in torch, a row of which nothing is attended to has weights of zero, not NaN.
-    empty = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
-    weights = _dropout()(numbers, torch.dropout, weights, dropout_p, True)
-    return (weights @ value.to(weights.dtype)).to(query.dtype)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return _dropout()(numbers, torch.dropout, weights, dropout_p, True) @ value
 
 
 DRAWS: dict[Any, Callable[..., Any]] = {

@@ -225,6 +225,10 @@ def test_attention_without_drops_is_torchs_and_with_drops_scales_what_is_kept():
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.3}):
         near = keyed(attend)(KEY, q, k, v, dropout_p=1e-30, **options)
         close(near, attend(q, k, v, **options))
+    wide = torch.randn(2, 6, 5, 4, dtype=double)
+    close(keyed(attend)(KEY, wide, k, v, dropout_p=1e-30, enable_gqa=True), attend(wide, k, v, enable_gqa=True))
+    nothing = torch.zeros(5, 5, dtype=torch.bool)
+    close(keyed(attend)(KEY, q, k, v, nothing, 0.5), attend(q, k, v, nothing))
     # Values that are the unit vectors show the weights themselves.
     p, units = 0.25, torch.eye(5, dtype=double).expand(2, 3, 5, 5)
     whole = attend(q, k, units)
