@@ -12,6 +12,7 @@ from functional_jd.engines.gramian import products
 from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.kinds import from_rows
 from functional_jd.objectives import Multitask, multitask, per_example
+from functional_jd.precision.autocast import autocast
 
 F = nn.functional
 
@@ -87,11 +88,8 @@ def is_tapped(monkeypatch, case):
 def check_autocast(model, kind, dtype, tolerance, monkeypatch):
     """The Gramian under autocast and a scale is that of full precision, at both prices; the case is handed back."""
 
-    def predict(params, x):
-        with torch.autocast("cpu", dtype):
-            return model.predict(params, x).float()
-
-    case = single(KINDS[kind](model._replace(predict=predict)))
+    low = autocast(model.predict, dtype)
+    case = single(KINDS[kind](model._replace(predict=lambda params, x: low(params, x).float())))
     expected = expectation(KINDS[kind](model))
     is_tapped(monkeypatch, case)
     for lean in (True, False):

@@ -19,7 +19,7 @@ from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import Sizes, Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
-from functional_jd.torch_compat.checkpoints import in_checkpoint
+from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, dtype_or_type, refuse
+from functional_jd.core.declared import Declared
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
-from functional_jd.precision.autocast import with_op_tables
+from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import StateJournal, WatchingMode
+from functional_jd.torch_compat.watching import StateJournal, WatchingMode, watched
 
 
 def is_differentiable(values: Any) -> bool:
@@ -83,7 +84,11 @@ def evaluate_losses(
         refuse_export(where)
     if not CONTAINERS.isdisjoint(map(type, args[1:])):
         args = (*args[:1], *map(own_containers, args[1:]))
-    result = with_op_tables(losses, options.journal, where, examples=options.examples, inner=recorder)(*args)
+    # In eager mode, losses of examples watch the loss of one example themselves.
+    declared = isinstance(cast(Any, losses), Declared)
+    examples = options.examples and (torch.compiler.is_compiling() or not declared)
+    with without_cache():
+        result = watched(losses, options.journal, where, examples=examples, inner=recorder)(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "

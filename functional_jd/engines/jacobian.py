@@ -61,7 +61,7 @@ def jacobian_fn(
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
         ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; hooks on tensors
             or modules in `"forward"` mode, which under a transform or torch.compile ignores them, and there
-            `torch.func.jvp` under `torch.no_grad`; reentrant checkpoints.
+            `torch.func.jvp` under `torch.no_grad`; a module's own parameters that run again in the backward pass.
         RuntimeError, NotImplementedError: in `"forward"` mode, losses that call `torch.autograd.grad`, and ops without
             such derivatives.
 
@@ -76,8 +76,8 @@ def jacobian_fn(
     Differs:
         From `torch.func.jacrev`: native autocast inside works with every layer, and the backward pass is never
         autocast; custom functions without a vmap rule, buffers changed in place and checkpoints
-        (`use_reentrant=False`) work in `"auto"` and `"loop"`. A checkpoint runs again as its forward pass did: in the
-        same precision, and with the tensors that `torch.func.functional_call` had put into modules around it.
+        (`use_reentrant=False`) work in `"auto"` and `"loop"`. A checkpoint runs again as its forward pass did, in the
+        same precision. Call modules with checkpoints by `functional(module)`.
 
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}

@@ -6,23 +6,20 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
+from functional_jd.torch_compat.backward import gradients
 from functional_jd.torch_compat.control_flow import refuse_control_flow
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import (
-    any_autocast,
-    run_backward,
     traceable,
     traced_grad,
     under_transform,
     untraced,
 )
-
-_NOTHING = nullcontext()
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
@@ -211,24 +208,10 @@ def _by_autograd(
         wanted = targets[among]
         if not outs or not wanted:
             return [None] * len(wanted)
-        with autocast_disabled() if any_autocast() else _NOTHING:
-            found = _gradients(outs, wanted, given, create_graph or not last, create_graph)
+        with autocast_disabled():
+            found = gradients(where or "functional_jd", outs, wanted, given, create_graph or not last, create_graph)
         if where is not None:
             refuse_inner_backward(where, leaves)
         return to_dense(found)
 
     return Vjp(values, extra if differentiable else detach_tree(extra), pullback, tuple(points))
-
-
-def _gradients(
-    outputs: list[Any], inputs: list[Any], cotangents: list[Tensor], retain_graph: bool, create_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` of cotangents that fit, with None for inputs that are not reached.
-
-    Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
-    subclass of tensors is to see the call.
-    """
-    if has_torch_function((*outputs, *inputs)) or not run_backward:
-        return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
-    how = retain_graph, create_graph, tuple(inputs), True
-    return run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)

@@ -51,7 +51,7 @@ def weighted_fn(
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
-        ValueError: no objectives, a scale that does not fit m, weights that are not `[m]`, reentrant checkpoints.
+        ValueError: no objectives, a scale that does not fit m, weights that are not `[m]`.
         RuntimeError: from the pullback, where losses of examples draw random numbers and would have to be evaluated
             again, as vmap refuses their backward pass: the direction would be that of other losses.
 

@@ -1,7 +1,8 @@
-"""Mixed precision: PyTorch's autocast op reference, the same on every device and under every transform.
+"""Mixed precision: `torch.autocast`, with the dtypes of CUDA on every device and under every transform.
 
-Native autocast says whether, and in which dtype; the tables below say which op. They act where Python calls the op,
-before a transform takes it apart: vmap splits a biased `linear` into parts that native autocast treats differently.
+On an accelerator, outside of transforms, it is `torch.autocast`. Elsewhere native autocast says whether, and in which
+dtype; the tables of `op_tables.py` say which op. They act where Python calls the op, before a transform takes it apart:
+vmap splits a biased `linear` into parts that native autocast treats differently.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.declared import Declared
+from functional_jd.core.tree import tree_leaves
 from functional_jd.precision.op_tables import (
     ELIGIBLE,
     LISTED,
@@ -21,27 +22,19 @@ from functional_jd.precision.op_tables import (
     compute_dtype,
     is_foreign_operator,
 )
-from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.noticing import Noticing, can_notice
 from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.repaired_ops import REPAIRED
 from functional_jd.torch_compat.torch_internals import (
-    any_autocast,
     constant_while_tracing,
     function_name,
-    has_mode,
-    innermost_mode,
-    is_compiled,
     traceable,
     transform_level,
-    under_transform,
     untraced,
 )
-from functional_jd.torch_compat.watching import StateJournal, Watch, WatchingMode
 
 
 def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Callable[..., Any]:
-    """Run a function in mixed precision, op by op as PyTorch's autocast op reference says.
+    """Run a function in mixed precision, op by op as CUDA's autocast does.
 
     `y = f(x)`, where an op of `HALF` computes in `dtype`, one of `FLOAT32` in float32, one of `PROMOTE` in the widest
     dtype among its tensors; the others follow their inputs, and float64 stays float64.
@@ -52,8 +45,9 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         dtype: `torch.float16` or `torch.bfloat16`.
 
     Returns:
-        A function with the signature of `f`. Inside, autocast is on for the CPU and for the accelerator, if
-            there is one.
+        A function with the signature of `f`. Inside, `torch.autocast` is on for the CPU and for the accelerator, if
+            there is one, without a cache of cast weights. If an argument is on the accelerator and no transform is
+            active, that is all. Else the tables give every op the dtype that CUDA's autocast gives it.
 
     Raises:
         TypeError: `f` cannot be called.
@@ -68,15 +62,16 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         A weight used twice gets its gradients added in its own dtype. Same inputs, same bits.
 
     Source:
-        PyTorch, "Automatic Mixed Precision: Autocast Op Reference" (the CUDA lists) and `ATen/autocast_mode.h`.
+        `ATen/autocast_mode.h` (the CUDA lists). PyTorch's page "Automatic Mixed Precision: Autocast Op Reference" lists
+        `gelu` too, which CUDA's autocast leaves alone, and `rms_norm`, which it leaves alone before torch 2.12.
 
     Differs:
-        gelu, square, local_response_norm, fft and matrix decompositions are computed in float32 too. batch_norm and
-        instance_norm, which the reference leaves alone, are computed in float32 and come back in their input's dtype.
-        An inner `torch.autograd.grad` runs with autocast off. There is no cache of weights cast to half. Parameters and
-        buffers belong in float32: running statistics in half precision are not updated. The builtin `pow(x, y)` is
-        hidden from the tables by torch.compile, which leaves it to native autocast (half precision on the CPU): write
-        `x ** y`.
+        Where the tables act, fft and matrix decompositions, which have no half-precision kernels on a CPU, are computed
+        in float32 too, and so are pools of three dimensions, batch_norm and instance_norm, which come back in their
+        input's dtype. An inner `torch.autograd.grad` runs with autocast off. A `torch.vmap` inside `f`, on an
+        accelerator, has the dtypes of native autocast under vmap: put `autocast` inside it. Parameters and buffers
+        belong in float32: running statistics in half precision are not updated. The builtin `pow(x, y)` is hidden from
+        the tables by torch.compile, which leaves it to native autocast (half precision on the CPU): write `x ** y`.
 
     Example:
         >>> product = autocast(torch.matmul, torch.bfloat16)
@@ -90,6 +85,11 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
         )
     if isinstance(f, Declared):
         return f.each(partial(autocast, dtype=dtype))
+    if not callable(f):
+        raise TypeError(
+            f"autocast: expected a function, found {type(f).__name__}. Pass the function, not its value: "
+            "autocast(losses), not autocast(losses(params))."
+        )
     followed = with_op_tables(f)
 
     @wraps(f)
@@ -100,99 +100,27 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
     return run
 
 
-def with_op_tables(
-    f: Callable[..., Any],
-    journal: StateJournal | None = None,
-    where: str | None = None,
-    *,
-    examples: bool = False,
-    inner: WatchingMode | None = None,
-) -> Callable[..., Any]:
-    """Make native autocast, inside a function or around it, follow the op tables; `autocast` says how.
+def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Make native autocast around a function or inside it have the dtypes of CUDA's; `autocast` says where.
 
-    `with_op_tables(f)(x) = f(x)`, bit for bit, wherever native autocast is off.
-
-    Args:
-        f: any function of tensors, with or without `with torch.autocast(...)` in it; shapes and units stay.
-        journal: notes what `f` changes in place, for `attempt`.
-        where: the function in whose name reentrant checkpoints are refused; None lets them pass.
-        examples: whether `f` is the loss of one example, in which batch normalization of a batch of one is refused.
-        inner: a mode that is to see the ops first.
-
-    Returns:
-        A function with the signature of `f`.
-
-    Raises:
-        TypeError: `f` cannot be called.
-        RuntimeError: when `f` calls `binary_cross_entropy` under autocast.
-        ValueError: when `f` runs a reentrant checkpoint, with `where`; batch normalization, with `examples`.
-
-    Laws:
-        Idempotent. Composes with every transform, inside and outside. Nothing of a call stays in autocast's cache. What
-        `torch.utils.checkpoint` runs again in a backward pass follows the tables too.
-
-    Differs:
-        From native autocast, in what `autocast` lists. An operator of one's own, which no table names, runs under
-        native autocast: it reaches the ops inside. So does a compiled part of `f` that switches native autocast on
-        itself; what is compiled as a whole, `with_op_tables(torch.compile(f))`, follows the tables.
+    `with_op_tables(f)(x) = f(x)`, bit for bit, if native autocast is off.
     """
-    if not callable(f):
-        raise TypeError(
-            f"autocast: expected a function, found {type(f).__name__}. Pass the function, not its value: "
-            "autocast(losses), not autocast(losses(params))."
-        )
-
-    given: Any = f
-    watched = examples and not isinstance(given, Declared)  # which watches the loss of one example itself
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which can be told of nothing
-            with _OpTables(where or "per_example" if examples else None), inner or nullcontext():
-                return f(*args, **kwargs)
-        modes = _modes_needed(f, journal, where, watched)
-        if inner is not None:
-            if modes and isinstance(watch := modes[-1], Watch):
-                inner.watch = watch
-                modes.pop()
-            modes.append(inner)
-        with Noticing(where, _OpTables):
-            return _under(modes, f, args, kwargs) if modes else f(*args, **kwargs)
+        if _is_native((args, kwargs)):
+            return f(*args, **kwargs)
+        with _OpTables():
+            return f(*args, **kwargs)
 
     return run
 
 
-def _modes_needed(
-    f: Callable[..., Any], journal: StateJournal | None, where: str | None, examples: bool
-) -> list[TorchFunctionMode]:
-    """The modes that must see every op of a function, from the outermost to the innermost; mostly none.
-
-    The tables are not among them before autocast is on: `Noticing` tells of it, unless torch.compile hides it.
-    """
-    enabled = any_autocast() and any(map(torch.is_autocast_enabled, _devices()))
-    on = enabled or not can_notice or is_compiled(f)
-    modes: list[TorchFunctionMode] = []
-    repaired = not on and under_transform() and not has_mode(_OpTables)  # the tables repair ops too
-    if journal is not None or examples or repaired:
-        level = transform_level() if examples else None
-        modes.append(Watch(journal, level, repaired=repaired, where=where or "per_example"))
-    # A second mode of this kind would see every op and cast of the first: twice the price.
-    if on and (modes or not isinstance(innermost_mode(), _OpTables)):
-        modes.append(_OpTables())
-    return modes
-
-
-def _under(modes: list[TorchFunctionMode], f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function under modes, with nothing of it in autocast's cache."""
-    cached = torch.is_autocast_cache_enabled()
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        torch.set_autocast_cache_enabled(False)
-        try:
-            return f(*args, **kwargs)
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+def _is_native(given: Any) -> bool:
+    """Whether native autocast has the dtypes of CUDA for these arguments: on an accelerator, outside of transforms."""
+    if torch.compiler.is_compiling() or len(_devices()) == 1 or transform_level() != (None, -1):
+        return False
+    return any(isinstance(x, Tensor) and x.device.type == _devices()[1] for x in tree_leaves(given))
 
 
 def autocast_disabled() -> AbstractContextManager[Any]:
@@ -210,38 +138,38 @@ def autocast_disabled() -> AbstractContextManager[Any]:
         ...     (x @ x).dtype
         torch.float32
     """
-    if not (torch.compiler.is_compiling() or any_autocast()):  # nearly always
-        return _NOTHING
-    return _switched([device for device in _devices() if torch.is_autocast_enabled(device)], enabled=False)
+    enabled = [device for device in _devices() if torch.is_autocast_enabled(device)]
+    return _switched(enabled, enabled=False) if enabled else _NOTHING
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
-    """What makes contexts in which native autocast is as it is now, for functions that run again in a backward pass."""
-    dtypes = {device: torch.get_autocast_dtype(device) for device in _devices() if torch.is_autocast_enabled(device)}
+    """What makes contexts in which native autocast is as it is now, for functions that run in a backward pass."""
+    now = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()]
 
     def again() -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(autocast_disabled())
-        for device, dtype in dtypes.items():
-            stack.enter_context(_switched([device], enabled=True, dtype=dtype))
+        for device, enabled, dtype in now:
+            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
         return stack
 
     return again
+
+
+def without_cache() -> AbstractContextManager[Any]:
+    """A context in which native autocast, if it is on, keeps no weights that it has cast.
+
+    The parameters that an engine differentiates are new tensors in each call: what is kept of them serves nobody.
+    """
+    if torch.compiler.is_compiling() or not any(map(torch.is_autocast_enabled, _devices())):
+        return _NOTHING
+    return autocast_as_now()()
 
 
 _NOTHING = nullcontext()
 
 
 class _OpTables(RecomputedMode):
-    """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table.
-
-    Args:
-        where: in whose name batch normalization of one example is refused, where nothing else sees the ops.
-    """
-
-    def __init__(self, where: str | None = None):
-        super().__init__()
-        self.where = where
+    """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,18 +178,16 @@ class _OpTables(RecomputedMode):
         name, func = function_name(func), REPAIRED.get(func, func)
         if name not in LISTED:
             return func(*args, **kwargs)
-        if self.where is not None and func in BATCH_NORMS:
-            refuse_statistics_of_one(args, kwargs, self.where)
-        tensors = _tensors((*args, *kwargs.values()))
-        device = _device_type(tensors)
+        tensors = tensors_of((*args, *kwargs.values()))
+        device = device_type(tensors)
         if device == "meta" or not torch.is_autocast_enabled(device) or is_foreign_operator(func):
             return func(*args, **kwargs)
         dtype = compute_dtype(name, device, tensors)
         if dtype is None or kwargs.get("out") is not None:
             return _without_autocast(device, func, args, kwargs)
-        cast = {key: _cast(value, dtype) for key, value in kwargs.items()}
-        result = _without_autocast(device, func, [_cast(value, dtype) for value in args], cast)
-        return _cast(result, tensors[0].dtype) if name in WIDE else result
+        kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
+        result = _without_autocast(device, func, [cast(value, dtype) for value in args], kwargs)
+        return cast(result, tensors[0].dtype) if name in WIDE else result
 
 
 def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -278,8 +204,6 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _switched(devices: list[str], enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-    if not devices:
-        return nullcontext()
     context = torch.autocast(devices[0], dtype=dtype, enabled=enabled, cache_enabled=False)
     return context if len(devices) == 1 else _nested(context, _switched(devices[1:], enabled, dtype))
 
@@ -291,25 +215,27 @@ def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
         yield
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments of an op, in lists and tuples too."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_of(value)
     return found
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its half-precision and float32 tensors in this dtype, in lists and tuples too."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.dtype in ELIGIBLE else value
     if isinstance(value, list):
-        return [_cast(part, dtype) for part in value]
-    return tuple(_cast(part, dtype) for part in value) if isinstance(value, tuple) else value
+        return [cast(part, dtype) for part in value]
+    return tuple(cast(part, dtype) for part in value) if isinstance(value, tuple) else value
 
 
-def _device_type(tensors: list[Tensor]) -> str:
+def device_type(tensors: list[Tensor]) -> str:
     """The accelerator's, if there is one: single numbers on the CPU may join in."""
     for tensor in tensors:
         if not tensor.is_cpu:  # a fifth of what asking for the type takes

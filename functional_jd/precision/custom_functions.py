@@ -1,17 +1,22 @@
 """Custom autograd functions in mixed precision: `custom_fwd` and `custom_bwd` for torch.func."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 
 from functional_jd.core.tree import tree_map
-from functional_jd.precision.autocast import autocast_disabled, with_op_tables
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from functional_jd.precision.autocast import (
+    autocast_as_now,
+    autocast_disabled,
+    cast,
+    device_type,
+    tensors_of,
+    with_op_tables,
+)
+from functional_jd.precision.op_tables import ELIGIBLE
 
 
 def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
@@ -58,7 +63,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         ...     Exp(torch.zeros(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    if cast_inputs is not None and not (isinstance(cast_inputs, torch.dtype) and cast_inputs in _DTYPES):
+    if cast_inputs is not None and not (isinstance(cast_inputs, torch.dtype) and cast_inputs in ELIGIBLE):
         raise TypeError(
             f"custom: cast_inputs must be torch.float16, torch.bfloat16, torch.float32 or None, found {cast_inputs!r}. "
             "Autocast does not cast to or from float64: cast such inputs yourself."
@@ -75,12 +80,12 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
     torch.compiler.allow_in_graph(with_autocast)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if cast_inputs is None or _autocast_dtype([*args, *kwargs.values()]) is None:
+        device = device_type(tensors_of((*args, *kwargs.values())))
+        if cast_inputs is None or not torch.is_autocast_enabled(device):
             return with_autocast.apply(*args, **kwargs)
-        cast_args = [_cast(value, cast_inputs) for value in args]
-        cast_kwargs = {name: _cast(value, cast_inputs) for name, value in kwargs.items()}
+        args, kwargs = cast(args, cast_inputs), {name: cast(x, cast_inputs) for name, x in kwargs.items()}
         with autocast_disabled():
-            return with_autocast.apply(*cast_args, **cast_kwargs)
+            return with_autocast.apply(*args, **kwargs)
 
     apply.__name__, apply.__qualname__, apply.__doc__ = function.__name__, function.__qualname__, function.__doc__
     apply.apply = apply  # pyright: ignore[reportFunctionMemberAccess]
@@ -123,7 +128,7 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
         f = custom(owner)  # turns autocast off in its backward too
 
     def island(*args: Any, **kwargs: Any) -> Any:
-        wide_args, wide_kwargs = tree_map(lambda x: _cast(x, torch.float32), (args, kwargs))
+        wide_args, wide_kwargs = tree_map(lambda x: cast(x, torch.float32), (args, kwargs))
         with autocast_disabled():
             return f(*wide_args, **wide_kwargs)
 
@@ -138,16 +143,15 @@ def _autocast_subclass(function: type[Function]) -> Any:
     backward = with_op_tables(function.backward if function.vjp is Function.vjp else function.vjp)
 
     def forward_with_ctx(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        ctx.autocast_dtype = _autocast_dtype([*args, *kwargs.values()])
+        ctx.autocast = autocast_as_now()
         return forward(ctx, *args, **kwargs)
 
     def new_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.autocast_dtype = _autocast_dtype(inputs)
+        ctx.autocast = autocast_as_now()
         setup_context(ctx, inputs, output)
 
     def new_backward(ctx: Any, *cotangents: Any) -> Any:
-        dtype, device = ctx.autocast_dtype, _device_type(cotangents)
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        with ctx.autocast():
             return backward(ctx, *cotangents)
 
     rules: dict[str, Any] = {"backward": new_backward, "vjp": Function.vjp}
@@ -159,19 +163,3 @@ def _autocast_subclass(function: type[Function]) -> Any:
         if getattr(function, name) is not getattr(Function, name):
             rules[name] = with_op_tables(getattr(function, name))
     return type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items()})
-
-
-def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:
-    """Return the autocast dtype on the device of these tensors, or `None` if autocast is off."""
-    device = _device_type(values)
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _device_type(values: Sequence[Any]) -> str:
-    """Return the accelerator of these tensors, if any: 0-dimensional CPU tensors may be mixed with its tensors."""
-    found = [value.device.type for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    return next((device for device in found if torch.amp.is_autocast_available(device)), "cpu")
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in _DTYPES else value

@@ -1,4 +1,4 @@
-"""The op tables of autocast: which op computes in which dtype, as PyTorch's autocast op reference says."""
+"""The op tables of autocast: which op computes in which dtype, as CUDA's autocast has it."""
 
 from functools import reduce
 from typing import Any
@@ -23,12 +23,12 @@ HALF = op_names("""
 
 FLOAT32 = op_names("""
     pow __pow__ __rpow__ square reciprocal rsqrt __rdiv__ __rtruediv__ exp expm1 log log10 log1p log2 logsumexp
-    acos arccos asin arcsin cosh sinh tan erfinv softplus gelu
+    acos arccos asin arcsin cosh sinh tan erfinv softplus
     softmax softmin log_softmax gumbel_softmax sum prod cumsum cumprod
     special_expm1 special_log1p special_erfinv special_logsumexp special_softmax special_log_softmax
     norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm normalize
     dist cdist pdist pairwise_distance cosine_similarity
-    layer_norm native_layer_norm group_norm native_group_norm rms_norm local_response_norm lp_pool1d lp_pool2d lp_pool3d
+    layer_norm native_layer_norm group_norm native_group_norm local_response_norm lp_pool1d lp_pool2d lp_pool3d
     cross_entropy cross_entropy_loss nll_loss nll_loss2d nll_loss_nd kl_div l1_loss smooth_l1_loss huber_loss mse_loss
     binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss
     margin_ranking_loss soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
@@ -46,7 +46,7 @@ FLOAT32 = op_names("""
     linalg_matrix_exp matrix_exp linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_polar linalg_qr
     linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
     linalg_tensorsolve linalg_householder_product
-""")
+""") | op_names("rms_norm" if torch.__version__ >= "2.12" else "")
 """Ops computed in float32: they overflow or cancel in half precision, or (the last lines) have no half kernels."""
 
 PROMOTE = op_names("""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.torch_internals import traceable, untraced, weight_norm
+from functional_jd.torch_compat.torch_internals import function_name, traceable, untraced
 
 
 class SeparateNormAffine(RecomputedMode):
@@ -22,8 +22,8 @@ class SeparateNormAffine(RecomputedMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_checkpoints()
         func = traceable(func)
-        norm = _NORMS.get(func)
-        return (func if norm is None else norm)(*args, **(kwargs or {}))
+        form: Any = _weight_norm if function_name(func) == "_weight_norm" else _NORMS.get(func, func)
+        return form(*args, **(kwargs or {}))
 
 
 def _layer_norm(
@@ -58,16 +58,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _weight_norm_as(form: Callable[..., Any]) -> dict[Any, Any]:
-    """The function that computes `weight_norm`, with another form. Where torch has no such function, those that have
-    its name in theirs raise: one of them may be the same.
-    """
-    named = {f: weight_norm for name, f in vars(torch).items() if "weight_norm" in name}
-    return {weight_norm: form} if weight_norm in named else named
-
-
 _NORMS: dict[Any, Callable[..., Tensor]] = {
-    **_weight_norm_as(_weight_norm),
     nn.functional.layer_norm: _layer_norm,
     nn.functional.batch_norm: _by_channel(nn.functional.batch_norm),
     nn.functional.instance_norm: _by_channel(nn.functional.instance_norm),

@@ -1,17 +1,20 @@
-"""Activation checkpoints: what a backward pass runs again runs as its forward pass did, under the same modes and with
-the same tensors in the modules.
-"""
+"""Activation checkpoints: what a backward pass runs again runs under the modes of its forward pass."""
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 
-from functional_jd.torch_compat.checkpoints import calling_modules, checkpoint_frames, recompute, saved_tensors_hook
-from functional_jd.torch_compat.torch_internals import module_tensors
+from functional_jd.torch_compat.private_names import Missing, missing, private
+from functional_jd.torch_compat.torch_internals import runs_inside
+
+_FEATURE = "checkpoints that run again under modes"
+_top_hooks: Any = private("_C._autograd._top_saved_tensors_default_hooks", _FEATURE)
+_REENTRANT: Any = torch_checkpoint.CheckpointFunction.forward.__code__
 
 
 class RecomputedMode(TorchFunctionMode):
@@ -24,24 +27,23 @@ class RecomputedMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # A checkpoint around this mode enters it again by itself.
-        self.around = self.seen = None if torch.compiler.is_compiling() else saved_tensors_hook()
+        self.around = self.seen = None if torch.compiler.is_compiling() else _checkpoint_hook()
 
     def note_checkpoints(self) -> None:
-        """Make the checkpoints that run inside this mode run again under a mode of this class."""
-        # Where no checkpoint begins or ends, this is the whole price, about a tenth of that of a small op.
+        """Make the checkpoint around this op, if it began inside this mode, run again under a mode of this class.
+
+        A checkpoint inside another one calls `torch.empty` before it begins, so that no checkpoint is missed.
+        """
         if torch.compiler.is_compiling():
             return
-        hook = saved_tensors_hook()
+        hook = _checkpoint_hook()
         if hook is not self.seen:
             self.seen = hook
-            self.note_frames()
-
-    def note_frames(self) -> None:
-        """The same, where a checkpoint began or ended since the last op."""
-        for frame in checkpoint_frames(self.around):
-            contexts = recomputation_of(frame).contexts
-            if id(self) not in contexts:
-                contexts[id(self)] = self.again()
+            frame = None if hook is None or hook is self.around else _frame_of(hook)
+            if frame is not None:
+                contexts = recomputation_of(frame).contexts
+                if id(self) not in contexts:
+                    contexts[id(self)] = self.again()
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """What makes the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
@@ -50,62 +52,48 @@ class RecomputedMode(TorchFunctionMode):
         return type(self)
 
 
-class _Slot(NamedTuple):
-    """A place of a module for a tensor.
-
-    Attributes:
-        home: the module's parameters or buffers by name.
-        name: the name in `home`.
-        tensor: what stood there in the forward pass.
-    """
-
-    home: dict[str, Any]
-    name: str
-    tensor: Tensor | None
-
-
 class Recomputation:
-    """The function of a checkpoint, as torch runs it again.
+    """The function of a checkpoint, as torch runs it again: under the contexts, of which an inner one came first."""
 
-    Args:
-        run: what torch would run without us.
-        callers: the modules whose calls surround the checkpoint. `torch.func.functional_call` puts tensors into a
-            module for the time of the call only, so that it holds others when the function runs again.
-    """
-
-    def __init__(self, run: Callable[..., None], callers: list[nn.Module]):
+    def __init__(self, run: Callable[..., None]):
         self.run = run
-        modules = {id(module): module for caller in callers for module in caller.modules()}.values()
-        homes = [home for module in modules for home in module_tensors(module)]
-        self.slots = [_Slot(home, name, tensor) for home in homes for name, tensor in home.items()]
         self.contexts: dict[Any, Callable[[], AbstractContextManager[Any]]] = {}
 
     def __call__(self, *args: Any) -> None:
         with ExitStack() as stack:
-            stack.enter_context(_filled(self.slots))
-            # An inner mode sees an op before an outer one does, and came first.
             for context in reversed(self.contexts.values()):
                 stack.enter_context(context())
             self.run(*args)
 
 
-def recomputation_of(checkpoint_frame: Any) -> Recomputation:
-    """What a checkpoint runs again, with the tensors that the modules around it hold at the first call."""
-    if not isinstance(recompute(checkpoint_frame), Recomputation):
-        modules = calling_modules(checkpoint_frame)
-        checkpoint_frame.recompute_fn = Recomputation(recompute(checkpoint_frame), modules)
-    return checkpoint_frame.recompute_fn
+def recomputation_of(frame: Any) -> Recomputation:
+    """What a checkpoint runs again, by the record that torch keeps of the checkpoint."""
+    if not hasattr(frame, "recompute_fn"):
+        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
+    if not isinstance(frame.recompute_fn, Recomputation):
+        frame.recompute_fn = Recomputation(frame.recompute_fn)
+    return frame.recompute_fn
 
 
-@contextmanager
-def _filled(slots: list[_Slot]) -> Generator[None]:
-    """Give modules the tensors of the forward pass; afterwards they have those that they had before."""
-    others = [slot for slot in slots if slot.home.get(slot.name, slot.tensor) is not slot.tensor]
-    before = [slot._replace(tensor=slot.home[slot.name]) for slot in others]
-    try:
-        for home, name, tensor in others:
-            home[name] = tensor
-        yield
-    finally:
-        for home, name, tensor in before:
-            home[name] = tensor
+def in_checkpoint() -> bool:
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=False)`, first or again."""
+    return not isinstance(_top_hooks, Missing) and _checkpoint_hook() is not None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
+    return runs_inside(_REENTRANT)
+
+
+def _checkpoint_hook() -> Any:
+    """The innermost function that packs what autograd saves, if it is that of a checkpoint."""
+    hooks = _top_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__ else None
+
+
+def _frame_of(pack: Any) -> Any:
+    """The record of the checkpoint whose hook this is; None for one that runs again."""
+    frame = inspect.getclosurevars(pack).nonlocals.get("frame")
+    if frame is None and not pack.__qualname__.startswith("_recomputation_hook"):
+        raise missing("utils.checkpoint._CheckpointFrame", _FEATURE)
+    return frame

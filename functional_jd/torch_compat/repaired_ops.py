@@ -11,15 +11,10 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import graph_nodes
-from functional_jd.torch_compat.torch_internals import (
-    cdist_backward,
-    cdist_forward,
-    under_transform,
-    untraced,
-)
+from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
+from functional_jd.torch_compat.torch_internals import traceable, under_transform
 
-# As torch numbers the ways to compute: 2 stands for "donot_use_mm_for_euclid_dist".
-_WITHOUT_PRODUCTS = 2
+_WITHOUT_PRODUCTS: Any = "donot_use_mm_for_euclid_dist"
 # Up to so many points torch takes no matrix products by itself.
 _FEW_POINTS = 25
 
@@ -35,29 +30,23 @@ class _Distances(Function):
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, p: float) -> Tensor:
-        return cdist_forward(x, y, p, _WITHOUT_PRODUCTS)
+        return torch.cdist(x, y, p, _WITHOUT_PRODUCTS)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        x, y, ctx.p = inputs
-        ctx.save_for_backward(x, y, output)
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
+        *points, ctx.p = inputs
+        ctx.save_for_backward(*points)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        of_x, of_y, _ = ctx.needs_input_grad
-        return *_of_points(gradients[0], ctx.saved_tensors, ctx.p, (of_x, of_y)), None
+        return *_of_points(gradients[0], ctx.saved_tensors, ctx.p), None
 
 
-def _of_points(gradient: Tensor, saved: Sequence[Tensor], p: float, wanted: Sequence[bool]) -> tuple[Any, Any]:
+def _of_points(gradient: Tensor, points: Sequence[Tensor], p: float) -> tuple[Tensor, Tensor]:
     """The gradients of the points, from that of their distances."""
-    x, y, output = saved
     none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
-    x, y, output = x + none, y + none, output + none
-    flipped = gradient.mT.contiguous(), y, x, p, output.mT.contiguous()
-    return (
-        cdist_backward(gradient.contiguous(), x, y, p, output) if wanted[0] else None,
-        cdist_backward(*flipped) if wanted[1] else None,
-    )
+    distances = lambda x, y: torch.cdist(x, y, p, _WITHOUT_PRODUCTS)
+    return torch.func.vjp(distances, *[x + none for x in points])[1](gradient)
 
 
 @contextmanager
@@ -80,8 +69,9 @@ def _repaired_gradients(node: Any, found: Any, gradients: Any) -> Any:
     if gradient is None:
         return found
     whole = [points.expand(*gradient.shape[:-2], *points.shape[-2:]) for points in (x, y)]
-    right = _of_points(gradient, [*whole, node._saved_result], node._saved_p, [g is not None for g in found])
-    return tuple(g if g is None else g.sum_to_size(points.shape) for g, points in zip(right, (x, y), strict=True))
+    right = _of_points(gradient, whole, node._saved_p)
+    pairs = zip(found, right, (x, y), strict=True)
+    return tuple(None if wrong is None else g.sum_to_size(points.shape) for wrong, g, points in pairs)
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
@@ -145,8 +135,18 @@ another way.
 
 
 class RepairedOps(TorchFunctionMode):
-    """Calls the repaired forms."""
+    """Calls the repaired forms, which torch.compile traces.
 
-    @untraced
+    Args:
+        one: in whose name batch normalization of one example raises; None lets it pass.
+    """
+
+    def __init__(self, one: str | None = None):
+        super().__init__()
+        self.one = one
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return REPAIRED.get(func, func)(*args, **(kwargs or {}))
+        func, kwargs = traceable(func), kwargs or {}
+        if self.one is not None and func in BATCH_NORMS:
+            refuse_statistics_of_one(args, kwargs, self.one)
+        return REPAIRED.get(func, func)(*args, **kwargs)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.checkpoints import ends_recomputation
 from functional_jd.torch_compat.watching import StateJournal
 
 Result = TypeVar("Result")
@@ -43,14 +42,14 @@ def attempt(
             are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
 
     Raises:
-        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less. And
-            that by which torch.utils.checkpoint ends a second run.
+        torch.OutOfMemoryError: from `fast` too, and what else a CPU raises: the slow way takes no less.
     """
     draws = random_state() if journal is not None else None
     try:
         return fast()
     except Exception as error:
-        if is_out_of_memory(error) or ends_recomputation(error):
+        # The last is how a checkpoint around the caller ends its second run, as soon as it has what it needs.
+        if is_out_of_memory(error) or type(error).__name__ == "_StopRecomputationError":
             raise
         reason = _reason(error)
     if journal is not None:

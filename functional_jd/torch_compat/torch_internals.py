@@ -20,7 +20,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _EXAMPLES = "the Gramian engine over examples"
 _RECORDER = "the layer recorder"
-_DISTANCES = "rows of torch.cdist"
 _VMAPS = "random numbers and recurrent layers under torch.vmap"
 
 _peek: Any = private("_C._functorch.peek_interpreter_stack", "every function")
@@ -40,9 +39,6 @@ torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} 
 
 traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
 """`torch.autograd.grad` as torch.func calls it: the form that torch.compile traces inside a transform."""
-
-run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)
-"""What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor."""
 
 dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", otherwise=lambda: 1)
 """How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
@@ -69,13 +65,6 @@ copy_each: Any = private(
     otherwise=lambda targets, sources: [x.copy_(y) for x, y in zip(targets, sources, strict=True)],
 )
 """Copies into many tensors, on an accelerator in one launch."""
-
-weight_norm: Any = private("_weight_norm", "rows of weight_norm")
-"""The function that `torch.nn.utils.parametrizations.weight_norm` calls."""
-
-cdist_forward: Any = private("ops.aten._cdist_forward", _DISTANCES)
-cdist_backward: Any = private("ops.aten._cdist_backward", _DISTANCES)
-"""The kernel of `torch.cdist`, and its derivative by the first points."""
 
 collective_ops: Any = private(
     "ops._c10d_functional", "replicas",
@@ -192,25 +181,6 @@ def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
         if not hasattr(module, name):
             raise missing(f"nn.Module.{name}", "functional modules")
     return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
-
-
-def innermost_mode() -> Any:
-    """The `TorchFunctionMode` that sees an op first, or None."""
-    depth = function_mode_count()
-    return function_mode_at(depth - 1) if depth else None
-
-
-# Without them, op tables inside op tables see every op twice.
-any_autocast: Any = private("_C._is_any_autocast_enabled", "autocast", otherwise=lambda: True)
-"""Whether native autocast is on for some device; without it, it is asked device by device."""
-
-function_mode_count: Any = private("_C._len_torch_function_stack", "nested modes", otherwise=lambda: 0)
-function_mode_at: Any = private("_C._get_function_stack_at", "nested modes", otherwise=lambda _: None)
-
-
-def has_mode(kind: type) -> bool:
-    """Whether a `TorchFunctionMode` of this class is active."""
-    return any(isinstance(function_mode_at(depth), kind) for depth in range(function_mode_count()))
 
 
 def untraced(handler: Any) -> Any:

@@ -1,6 +1,7 @@
 """A mode that sees every op, and a journal of what was changed in place, from which it is undone."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +14,14 @@ from functional_jd.torch_compat.assignments import put_back
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.torch_compat.in_place import IN_PLACE, WITH_FLAG, WITH_STATISTICS, changes_in_place, targets_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
-from functional_jd.torch_compat.repaired_ops import REPAIRED
+from functional_jd.torch_compat.repaired_ops import REPAIRED, RepairedOps
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
+    is_batched,
     is_wrapped,
     transform_level,
+    under_transform,
     untraced,
 )
 
@@ -85,16 +88,14 @@ class Watch(TorchFunctionMode):
         journal: notes what is changed in place.
         level: where it watches the loss of one example, `transform_level()`; else None. The innermost `torch.vmap`, if
             there is one, then stands for a loop over examples, and batch normalization of a batch of one is refused.
-        repaired: whether ops that torch differentiates wrongly under a transform take their repaired forms.
         where: the function in whose name batch normalization is refused.
     """
 
-    def __init__(
-        self, journal: StateJournal | None, level: Any = None, *, repaired: bool = False, where: str = "per_example"
-    ):
+    def __init__(self, journal: StateJournal | None, level: Any = None, where: str = "per_example"):
         super().__init__()
         self.journal, self.where, self.level = journal, where, level
-        self.forms: dict[Any, Any] = REPAIRED if repaired else {}
+        # Under a transform, ops that torch differentiates wrongly there take their repaired forms.
+        self.forms: dict[Any, Any] = REPAIRED if under_transform() else {}
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +112,11 @@ class Watch(TorchFunctionMode):
             refuse_statistics_of_one(args, kwargs, self.where)
         if self.journal is not None:
             self.journal.note(func, args, kwargs)
+        if func in _SELECT_SCATTER and not self.forms and any(map(is_batched, args)):
+            raise ValueError(
+                f"{self.where}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
+                "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
+            )
         func = self.forms.get(func, func)
         form = None if self.level is None or kwargs else batched_form(func, args)
         return (form or func)(*args, **kwargs)
@@ -124,6 +130,42 @@ class WatchingMode(TorchFunctionMode):
     watch: Watch | None = None
 
 
+def watched(
+    f: Callable[..., Any],
+    journal: StateJournal | None = None,
+    where: str = "per_example",
+    *,
+    examples: bool = False,
+    inner: WatchingMode | None = None,
+) -> Callable[..., Any]:
+    """A function under the modes that must see its ops: mostly none.
+
+    Args:
+        f: losses, or a part of them.
+        journal: notes what `f` changes in place, for `attempt`.
+        where: the function in whose name batch normalization of one example raises.
+        examples: whether `f` is the loss of one example, in which it raises.
+        inner: a mode that is to see the ops first.
+    """
+
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with RepairedOps(where if examples else None), inner or nullcontext():
+                return f(*args)
+        mode: AbstractContextManager[Any] = inner or nullcontext()
+        if journal is not None or examples or under_transform():
+            watch = Watch(journal, transform_level() if examples else None, where)
+            if inner is None:
+                mode = watch
+            else:
+                inner.watch = watch
+        with mode:
+            return f(*args)
+
+    return run
+
+
+_SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore
 SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *IN_PLACE, *WITH_FLAG, *RECURRENT, *REPAIRED}

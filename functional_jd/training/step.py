@@ -12,9 +12,9 @@ from functional_jd.core.tree import any_sharded, own_containers, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
-from functional_jd.precision.autocast import with_op_tables
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
+from functional_jd.torch_compat.watching import watched
 from functional_jd.training.checks import check_noise
 from functional_jd.training.driver import Directed, directed
 from functional_jd.training.prepare import prepare
@@ -124,7 +124,8 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
             "step: expected an optimizer that needs no losses, for sharded parameters, found one that compares losses "
             "(line_search). Pass the optimizer inside it."
         )
-    evaluate = with_op_tables(plan.losses, where="step")
+
+    evaluate = watched(plan.losses)
 
     def losses_at(params: Params) -> Losses:
         return evaluate(params, *map(own_containers, plan.args[1:]))[0]

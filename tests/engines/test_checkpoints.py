@@ -8,7 +8,6 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.utils.checkpoint import checkpoint
 
 import functional_jd as fj
-from functional_jd.precision.autocast import with_op_tables
 
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 PRECISIONS = ["float32", "jd float16", "jd bfloat16", "native float16", "native bfloat16"]
@@ -17,7 +16,6 @@ SLOPES = torch.tensor([1.0, 4.0, 0.25])
 
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-every_call = pytest.mark.parametrize("call", ["functional", "functional_call"])
 trained = pytest.mark.parametrize("requires_grad", [False, True], ids=["constant", "requires_grad"])
 
 
@@ -83,15 +81,13 @@ def drawn(module, key):
 X = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(7)) - 0.5
 
 
-def made(kind, checkpoints, call, requires_grad=False):
+def made(kind, checkpoints, requires_grad=False):
     """A function of parameters and inputs, and parameters and buffers that are not those of its module."""
     module, others = drawn(kind(checkpoints), 1), drawn(kind(), 2)
     params = {name: p.detach().requires_grad_(requires_grad) for name, p in others.named_parameters()}
     buffers = dict(others.named_buffers())
     apply = fj.functional(module)
-    if call == "functional":
-        return lambda params, x: apply(params, buffers, x)[0], params
-    return lambda params, x: functional_call(module, (params, buffers), (x,)), params
+    return lambda params, x: apply(params, buffers, x)[0], params
 
 
 def dtype_of(precision):
@@ -151,27 +147,25 @@ def near(found, expected, precision):
 
 
 @every_precision
-@every_call
 @trained
 @pytest.mark.parametrize("checkpoints", ["each", "nested"])
 @pytest.mark.parametrize("engine", ["auto", "loop", "gramian", "weighted"])
-def test_checkpoints_change_no_gradient_of_losses(engine, checkpoints, requires_grad, call, precision):
-    plain, params = made(Net, "none", "functional", requires_grad)
-    losses = in_precision(batch_losses(made(Net, checkpoints, call)[0]), precision)
+def test_checkpoints_change_no_gradient_of_losses(engine, checkpoints, requires_grad, precision):
+    plain, params = made(Net, "none", requires_grad)
+    losses = in_precision(batch_losses(made(Net, checkpoints)[0]), precision)
     found, of_rows = found_by(engine, losses, params, X)
-    rows = rows_by_loop(with_op_tables(in_precision(batch_losses(plain), precision)), params, X)
+    rows = rows_by_loop(in_precision(batch_losses(plain), precision), params, X)
     assert near(found, of_rows(rows), precision)
 
 
 @every_precision
-@every_call
 @trained
 @every_engine
-def test_checkpoints_change_no_gradient_of_examples(engine, requires_grad, call, precision):
-    plain, params = made(Small, "none", "functional", requires_grad)
-    loss = in_precision(example_loss(made(Small, "each", call)[0]), precision)
+def test_checkpoints_change_no_gradient_of_examples(engine, requires_grad, precision):
+    plain, params = made(Small, "none", requires_grad)
+    loss = in_precision(example_loss(made(Small, "each")[0]), precision)
     found, of_rows = found_by(engine, fj.per_example(loss), params, X)
-    alone = with_op_tables(in_precision(example_loss(plain), precision))
+    alone = in_precision(example_loss(plain), precision)
     rows = rows_by_loop(lambda params: [alone(params, x) for x in X], params)
     assert near(found, of_rows(rows), precision)
 
@@ -188,19 +182,17 @@ def multitask_losses(trunk, precision, checkpoints):
 
 
 @every_precision
-@every_call
 @trained
 @every_engine
-def test_checkpoints_change_no_gradient_of_tasks(engine, requires_grad, call, precision):
-    plain, shared = made(Small, "none", "functional", requires_grad)
+def test_checkpoints_change_no_gradient_of_tasks(engine, requires_grad, precision):
+    plain, shared = made(Small, "none", requires_grad)
     own = {
         name: {"w": torch.eye(3).add(0.1 * i).requires_grad_(requires_grad)} for i, name in enumerate(("one", "two"))
     }
     params = {"shared": shared, "heads": own}
-    losses = multitask_losses(made(Small, "each", call)[0], precision, "each")
+    losses = multitask_losses(made(Small, "each")[0], precision, "each")
     expected = multitask_losses(plain, precision, "none")
-    of_trunk = with_op_tables(lambda shared: expected({"shared": shared, "heads": own}, X))
-    rows = rows_by_loop(of_trunk, shared)
+    rows = rows_by_loop(lambda shared: expected({"shared": shared, "heads": own}, X), shared)
     if engine == "weighted":
         direction, _ = fj.weighted_fn(losses)(params, X)[1](torch.tensor([0.5, 2.0]))
         found, by_hand = flat(direction["shared"]), torch.tensor([0.5, 2.0]).double() @ rows
@@ -216,8 +208,8 @@ def test_checkpoints_change_no_gradient_of_tasks(engine, requires_grad, call, pr
 @pytest.mark.parametrize("engine", ["auto", "jacobian", "gramian", "weighted"])
 def test_two_steps_through_checkpoints_are_those_without(engine, precision):
     ends = []
-    for checkpoints, call in (("none", "functional"), ("nested", "functional"), ("nested", "functional_call")):
-        f, params = made(Net, checkpoints, call)
+    for checkpoints in ("none", "nested"):
+        f, params = made(Net, checkpoints)
         rule = fj.mean() if engine == "weighted" else fj.upgrad()
         losses = in_precision(batch_losses(f), precision)
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
@@ -226,17 +218,15 @@ def test_two_steps_through_checkpoints_are_those_without(engine, precision):
             state, info = fj.step(state, X, engine=engine, **how)
             assert info.finite.all()
         ends.append(flat(state.params))
-    start = flat(made(Net, "none", "functional")[1])
-    for end in ends[1:]:
-        assert near(end - start, ends[0] - start, precision)
+    start = flat(made(Net, "none")[1])
+    assert near(ends[1] - start, ends[0] - start, precision)
 
 
 @trained
-@pytest.mark.parametrize("call", ["functional", "functional_call"])
-def test_derivatives_of_rows_through_checkpoints_are_right(call, requires_grad):
+def test_derivatives_of_rows_through_checkpoints_are_right(requires_grad):
     norms = []
     for checkpoints in ("none", "each"):
-        f, params = made(Small, checkpoints, call, True)
+        f, params = made(Small, checkpoints, True)
         x = X.clone().requires_grad_()
         jacobian, _ = fj.jacobian_fn(batch_losses(f), mode="loop")(params, x)
         wanted = [x, *(params.values() if requires_grad else ())]
@@ -246,67 +236,52 @@ def test_derivatives_of_rows_through_checkpoints_are_right(call, requires_grad):
     assert near(norms[1], norms[0], "float32")
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("precision", ["float32", "jd bfloat16", "native bfloat16"])
+@pytest.mark.filterwarnings("ignore:.*Gradients will be None:UserWarning")
 @pytest.mark.parametrize("engine", [*ENGINES, "vmap"])
 @pytest.mark.parametrize("kind", ["plain", "per_example", "multitask"])
-def test_reentrant_checkpoints_are_refused_with_the_cure(kind, engine, precision):
-    f = in_precision(
-        lambda params, x: checkpoint(lambda x: F.layer_norm(x @ params, (3,)), x, use_reentrant=True), precision
-    )
-    params, where = torch.ones(4, 3), {"gramian": "gramian_fn", "weighted": "weighted_fn"}.get(engine, "jacobian_fn")
-    losses = lambda params, x: f(params, x).float().square().sum(-1)
+def test_reentrant_checkpoints_raise_torchs_error(kind, engine):
+    f = lambda params, x: checkpoint(lambda w: F.layer_norm(x @ w, (3,)), params, use_reentrant=True)
+    params, losses = torch.ones(4, 3), lambda params, x: f(params, x).square().sum(-1)
     if kind == "per_example":
         losses = fj.per_example(losses)
     elif kind == "multitask":
-        losses = fj.multitask(f, lambda _, h, x: h.float().square().sum(-1))
+        losses = fj.multitask(f, lambda _, h, x: h.square().sum(-1))
         params = {"shared": params, "heads": {}}
     run = {"gramian": fj.gramian_fn, "weighted": fj.weighted_fn}.get(engine)
     run = run(losses) if run else fj.jacobian_fn(losses, mode=engine)
-    ours = (ValueError, rf"{where}: .*use_reentrant=True.* Pass use_reentrant=False")
-    torchs = (RuntimeError, "In order to use an autograd.Function with functorch transforms")
-    error, message = torchs if (kind, engine) == ("per_example", "vmap") else ours
-    with pytest.raises(error, match=message):
-        run(params, X[0])
+
+    def pulled():
+        found = run(params, X[0])
+        return found[-1](torch.ones(3)) if engine in ("gramian", "weighted") else found
+
+    with pytest.raises(RuntimeError, match=r"either set use_reentrant=False|In order to use an autograd.Function with"):
+        pulled()
 
 
-def test_the_module_is_as_it_was():
-    module = drawn(Net("nested"), 1)
+@pytest.mark.parametrize("engine", ["auto", "loop", "gramian", "weighted"])
+@pytest.mark.parametrize("checkpoints", ["each", "nested"])
+def test_own_parameters_that_run_again_raise_with_the_cure(checkpoints, engine):
+    module, (_, params) = drawn(Net(checkpoints), 1), made(Net, "none")
     before = {name: (id(x), x.clone()) for name, x in module.state_dict(keep_vars=True).items()}
-    _, params = made(Net, "none", "functional")
     losses = batch_losses(lambda params, x: functional_call(module, params, (x,)))
-    fj.jacobian_fn(losses)(params, X)
+    for x in (X, X.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"parameters of the forward pass, found .* functional\(module\)"):
+            found_by(engine, losses, params, x)
     after = module.state_dict(keep_vars=True)
     assert all(id(x) == before[name][0] and torch.equal(x, before[name][1]) for name, x in after.items())
+    plain = Net()
+    inside = lambda params, x: checkpoint(functional_call, plain, params, (x,), use_reentrant=False)
+    found, of_rows = found_by(engine, batch_losses(inside), params, X)
+    without = lambda params, x: functional_call(plain, params, (x,))
+    assert near(found, of_rows(rows_by_loop(batch_losses(without), params, X)), "float32")
 
 
 def test_a_checkpoint_around_functional_call_may_use_the_own_weights_too():
-    module, (_, params) = drawn(Small(), 1), made(Small, "none", "functional")
+    module, (_, params) = drawn(Small(), 1), made(Small, "none")
     both = lambda params, x: functional_call(module, params, (x,)) * module(x)
     again = lambda params, x: checkpoint(both, params, x, use_reentrant=False)
     found, of_rows = found_by("loop", batch_losses(again), params, X)
     assert near(found, of_rows(rows_by_loop(batch_losses(both), params, X)), "float32")
-
-
-def test_buffers_of_functional_call_are_those_of_the_forward_pass():
-    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    params = {name: p.detach() for name, p in norm.named_parameters()}
-    buffers = {"1.running_mean": torch.ones(4), "1.running_var": torch.full((4,), 9.0)}
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = norm
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False).sin()
-
-    outer = Outer().eval()
-    named = lambda tree: {f"inner.{name}": x for name, x in tree.items()}
-    losses = lambda params, x: functional_call(outer, named({**params, **buffers}), (x,)).sum(0)
-    plain = lambda params, x: functional_call(norm, {**params, **buffers}, (x,)).sin().sum(0)
-    found, of_rows = found_by("loop", losses, params, X[0])
-    assert near(found, of_rows(rows_by_loop(plain, params, X[0])), "float32")
 
 
 def test_autocast_needs_no_engine():
@@ -340,9 +315,13 @@ def test_gradient_checkpointing_of_transformers_changes_no_gradient(engine, prec
     module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     params = {name: p.detach() for name, p in plain.named_parameters()}
     tokens = torch.arange(12).reshape(3, 4) + 3
-    logits = lambda net: lambda params, x: functional_call(net, params, (x,)).logits.float().square().mean(1)
+
+    def logits(net):
+        apply, buffers = fj.functional(net), dict(net.named_buffers())
+        return lambda params, x: apply(params, buffers, x)[0].logits.float().square().mean(1)
+
     found, of_rows = found_by(engine, in_precision(logits(module), precision), params, tokens)
-    rows = rows_by_loop(with_op_tables(in_precision(logits(plain), precision)), params, tokens)
+    rows = rows_by_loop(in_precision(logits(plain), precision), params, tokens)
     assert rows.norm() > 0
     assert near(found, of_rows(rows), precision)
 

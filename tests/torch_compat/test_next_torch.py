@@ -110,16 +110,6 @@ def compiled_draws():
     return show_to_compiled_modes([torch.rand_like])
 
 
-def weight_norm():
-    f = lambda v: torch._weight_norm_by_another_name(v, torch.ones(2, 1), 0).sum(1)
-    return jacobian(f, mode="vmap")(torch.ones(2, 3, requires_grad=True)).flatten().tolist()
-
-
-def distances():
-    f = lambda x: torch.cdist(x, torch.ones(2, 3), 1.0).flatten()
-    return jacobian(f, mode="vmap")(torch.arange(6.0).reshape(2, 3)).flatten().tolist()
-
-
 def replicas():
     import torch.distributed as dist
 
@@ -157,25 +147,6 @@ def checkpointed_under_a_mode():
     return fj.jacobian_fn(lambda x: f(fj.random.key(0), x))(torch.ones(2))[0].flatten().tolist()
 
 
-def distances_in_a_transform():
-    import functional_jd as fj
-
-    f = fj.jacobian_fn(lambda x: torch.cdist(x, torch.ones(2, 3), 1.0).flatten(), mode="vmap")
-    return torch.vmap(lambda x: f(x)[0])(torch.arange(6.0).reshape(1, 2, 3)).flatten().tolist()
-
-
-def vmapped():
-    return step(lambda p: torch.vmap(lambda w, b: (w * b).sum())(p["w"], p["b"]))
-
-
-def nested_tables():
-    import functional_jd as fj
-
-    return (
-        fj.autocast(fj.autocast(lambda x: x @ x, torch.bfloat16), torch.bfloat16)(torch.ones(2, 2)).flatten().tolist()
-    )
-
-
 def forward_mode():
     import functional_jd as fj
 
@@ -210,27 +181,14 @@ FEATURES = {
     "_dynamo.variables.torch.get_overridable_functions": compiled_draws,
     "Tensor._version": layers,
     "_C.DisableTorchFunction": draws,
-    "_weight_norm": weight_norm,
-    "ops.aten._cdist_forward": distances_in_a_transform,
-    "ops.aten._cdist_backward": distances,
     **{
         f"ops._c10d_functional.{name}": replicas
         for name in ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
     },
     "utils._pytree.SUPPORTED_NODES": registered,
-    **{
-        f"_C._autograd._{name}": checkpointed_under_a_mode
-        for name in (
-            "top_saved_tensors_default_hooks",
-            "push_saved_tensors_default_hooks",
-            "pop_saved_tensors_default_hooks",
-            "saved_tensors_hooks_get_disabled_error_message",
-        )
-    },
-    "utils.checkpoint._checkpoint_hook": checkpointed_under_a_mode,
-    "utils.checkpoint._CheckpointFrame.recompute_fn": checkpointed,
-    "utils.checkpoint.checkpoint.gen.new_frame": checkpointed,
-    "nn.Module._call_impl": checkpointed,
+    "_C._autograd._top_saved_tensors_default_hooks": checkpointed_under_a_mode,
+    "utils.checkpoint._CheckpointFrame": checkpointed_under_a_mode,
+    "utils.checkpoint._CheckpointFrame.recompute_fn": checkpointed_under_a_mode,
     "nn.Module._apply": module,
     "overrides.has_torch_function in nn.functional.dropout": dropout,
 }
@@ -242,16 +200,11 @@ REPLACED = {
     "Tensor._backward_hooks": step,
     "Node._input_metadata": many_losses,
     "_C._len_torch_dispatch_stack": draws,
-    "_C._len_torch_function_stack": nested_tables,
-    "_C._get_function_stack_at": nested_tables,
     **{
         f"_C._dynamo.eval_frame.{name}": layers
         for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     },
     "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
-    "_functorch.apis.vmap_impl": vmapped,
-    "amp.autocast_mode._UnmanagedAutocast": step,
-    "_C._is_any_autocast_enabled": step,
     "_guards.detect_fake_mode": shown,
     "_is_functional_tensor": shown,
     "utils._pytree._register_namedtuple": step,
@@ -259,11 +212,8 @@ REPLACED = {
 """By name, a feature that is as good without it."""
 
 TORCH_NEEDS = {
-    "_weight_norm",
     "autograd.forward_ad._set_fwd_grad_enabled",
     "utils.checkpoint._CheckpointFrame.save_inputs",
-    "nn.Module._call_impl",
-    "utils.checkpoint._checkpoint_hook",
     "utils._foreach_utils._get_fused_kernels_supported_devices",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
 }
@@ -336,9 +286,7 @@ def _cases():
     """By name, what its process found; by feature, what a process found in which torch has all names."""
     features = FEATURES | REPLACED
     cases = [(name, features.get(name, step)) for name in (*features, *BREAK_A_STEP)]
-    import torch._dynamo  # once, and not in each process
 
-    torch._weight_norm_by_another_name = torch._weight_norm
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         answers = pool.starmap(case, cases, chunksize=1)
         whole = pool.apply(of_whole_torch)
@@ -388,16 +336,18 @@ def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
 def test_every_private_name_is_taken_away():
     from functional_jd.torch_compat import (
         autograd_graph,
-        checkpoints,
+        backward,
         forward_mode,
         module_tree,
         noticing,
+        recomputation,
         torch_internals,
         vmap_levels,
     )
 
     named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
-    for file in (torch_internals, vmap_levels, autograd_graph, checkpoints, forward_mode, module_tree, noticing):
+    files = torch_internals, vmap_levels, autograd_graph, backward, recomputation, forward_mode, module_tree, noticing
+    for file in files:
         for call in ast.walk(ast.parse(inspect.getsource(file))):
             if (
                 isinstance(call, ast.Call)

@@ -4,11 +4,9 @@ import gc
 import weakref
 from contextlib import ExitStack
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_jd.torch_compat.recomputation import RecomputedMode
@@ -103,52 +101,3 @@ def test_nothing_keeps_the_graph_alive():
         assert run()() is None
     finally:
         gc.enable()
-
-
-class Outer(nn.Module):
-    def __init__(self, shared):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        # Two names of one module, of which functional_call itself restores only the first.
-        self.again = self.inner if shared else nn.Identity()
-        self.fails = False
-
-    def forward(self, x):
-        return checkpoint(self.work, x, use_reentrant=False)
-
-    def work(self, x):
-        if self.fails:
-            raise ArithmeticError
-        return self.inner(torch.sin(self.again(x)))
-
-
-def swapped(module, weight, x):
-    """Call a module with another weight, by hand."""
-    own = module.inner._parameters["weight"]
-    module.inner._parameters["weight"] = weight
-    try:
-        return module(x)
-    finally:
-        module.inner._parameters["weight"] = own
-
-
-@pytest.mark.parametrize("call", ["functional_call", "by hand"])
-def test_modules_have_the_tensors_of_the_forward_pass_and_then_their_own(call):
-    shared = call == "by hand"
-    module, weight, x = Outer(shared), torch.eye(2).mul(3).requires_grad_(), torch.ones(1, 2)
-    own = module.inner.weight
-    bias = module.inner.bias.detach()
-    by_hand = lambda w: torch.sin(x @ w.T + bias if shared else x) @ w.T + bias
-    with Shifts():
-        if call == "functional_call":
-            y = torch.func.functional_call(module, {"inner.weight": weight}, (x,))
-        else:
-            y = swapped(module, weight, x)
-    with Shifts():
-        expected = torch.autograd.grad(by_hand(weight).sum(), weight)[0]
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), weight, retain_graph=True)[0], expected)
-    assert module.inner.weight is own
-    module.fails = True
-    with pytest.raises(ArithmeticError):
-        torch.autograd.grad(y.sum(), weight)
-    assert module.inner.weight is own

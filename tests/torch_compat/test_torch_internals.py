@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_jd.torch_compat import (
     autograd_graph,
-    checkpoints,
+    backward,
     forward_mode,
     module_tree,
     private_names,
+    recomputation,
     vmap_levels,
 )
 from functional_jd.torch_compat import torch_internals as internals
@@ -132,7 +133,7 @@ def test_a_backward_pass_takes_cotangents_of_tensors_and_edges_and_tells_what_it
     outputs, cotangents = (y, torch.autograd.graph.get_gradient_edge(z)), (torch.tensor(10.0).double(),) * 2
     for create_graph in (False, True):
         how = True, create_graph, (x, other), True
-        found = internals.run_backward(outputs, cotangents, *how, accumulate_grad=False)
+        found = backward._run_backward(outputs, cotangents, *how, accumulate_grad=False)
         assert found[0].item() == 10 * (2 * 3 + 2)
         assert found[0].requires_grad is create_graph
         assert found[1] is None
@@ -192,18 +193,9 @@ def test_weight_norm_is_what_the_parametrization_calls():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
     with Seen() as seen:
         layer(torch.ones(1, 2))
-    assert internals.weight_norm.__name__ in seen.names
+    assert "_weight_norm" in seen.names
     v, g = torch.randn(3, 2), torch.ones(3, 1)
-    torch.testing.assert_close(internals.weight_norm(v, g, 0), v / v.norm(dim=1, keepdim=True))
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0])
-def test_distances_have_these_kernels(p):
-    x, y = torch.randn(3, 2).requires_grad_(), torch.randn(4, 2)
-    found = torch.cdist(x, y, p)
-    assert torch.equal(internals.cdist_forward(x, y, p, 2), found)
-    (gradient,) = torch.autograd.grad(found.sum(), x)
-    assert torch.equal(internals.cdist_backward(torch.ones(3, 4), x.detach(), y, p, found.detach()), gradient)
+    torch.testing.assert_close(torch._weight_norm(v, g, 0), v / v.norm(dim=1, keepdim=True))
 
 
 def test_stand_ins_of_transforms_and_tracers_have_no_values():
@@ -256,13 +248,6 @@ def test_scalars_are_told_apart_in_their_stack_unless_something_comes_between():
         assert value is source is y
 
 
-def test_the_innermost_mode_is_the_one_that_was_entered_last():
-    assert internals.innermost_mode() is None
-    with Seen(), Seen() as inner:
-        assert internals.innermost_mode() is inner
-    assert internals.innermost_mode() is None
-
-
 def test_functions_that_are_one_op_to_a_mode_show_the_ops_inside():
     layer = nn.MultiheadAttention(4, 2)
     x = torch.randn(3, 1, 4)
@@ -300,63 +285,8 @@ def test_modes_see_the_getters_of_the_graph_and_vmap_hides_what_they_return():
         assert (torch.ones(1, requires_grad=True) * 2).grad_fn is not None
 
 
-def test_checkpoints_that_run_are_known_from_the_innermost_to_the_outermost():
-    def inner(x):
-        hook = checkpoints.saved_tensors_hook()
-        frames.extend(checkpoints.checkpoint_frames())
-        # Asking changes nothing.
-        assert checkpoints.saved_tensors_hook() is hook
-        assert checkpoints.checkpoint_frames() == frames
-        assert checkpoints.checkpoint_frames(around=outside[0]) == frames[:1]
-        assert checkpoints.checkpoint_frames(around=hook) == []
-        with torch.autograd.graph.save_on_cpu():
-            assert checkpoints.saved_tensors_hook() is not hook
-            assert checkpoints.checkpoint_frames() == frames
-        return x.sin()
-
-    def outer(x):
-        outside.append(checkpoints.saved_tensors_hook())
-        return checkpoint(inner, x.exp(), use_reentrant=False)
-
-    frames, outside = [], []
-    assert checkpoints.saved_tensors_hook() is None
-    x = torch.ones(2, requires_grad=True)
-    y = checkpoint(outer, x, use_reentrant=False)
-    assert len(set(map(id, frames))) == 2
-    assert checkpoints.saved_tensors_hook() is None
-    calls, found = [], frames.copy()
-    for i, frame in enumerate(found):
-        frame.recompute_fn = lambda *args, run=frame.recompute_fn, i=i: (calls.append(i), run(*args))
-    frames.clear()
-    outside.clear()
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (x.exp().cos() * x.exp()).detach())
-    assert set(calls) == {0, 1}
-
-
-def test_the_modules_around_a_checkpoint_are_known():
-    class Outer(nn.Module):
-        def forward(self, x):
-            return checkpoint(middle, x, use_reentrant=False)
-
-    class Middle(nn.Module):
-        def forward(self, x):
-            return checkpoint(inner, x.sin(), use_reentrant=False)
-
-    class Inner(nn.Module):
-        def forward(self, x):
-            if not found:
-                found.extend(checkpoints.calling_modules(frame) for frame in checkpoints.checkpoint_frames())
-            return x.sin()
-
-    found = []
-    outer, middle, inner = Outer(), Middle(), Inner()
-    outer(torch.ones(2, requires_grad=True))
-    assert found == [[middle, outer], [outer]]
-    assert checkpoints.calling_modules(None) == []
-
-
 def test_reentrant_checkpoints_are_recognised():
-    f = lambda x: (answers.append(checkpoints.in_reentrant_checkpoint()), x.sin())[1]
+    f = lambda x: (answers.append(recomputation.in_reentrant_checkpoint()), x.sin())[1]
     answers = []
     x = torch.ones(2, requires_grad=True)
     f(x)
@@ -391,7 +321,7 @@ def test_importing_and_asking_raises_no_warning():
         internals.under_transform()
 
 
-@pytest.mark.parametrize("file", [internals, checkpoints, autograd_graph, forward_mode])
+@pytest.mark.parametrize("file", [internals, recomputation, backward, autograd_graph, forward_mode])
 def test_every_private_name_is_listed(file):
     """The strings that say what is missing name all private attributes that the file reads."""
     nodes = list(ast.walk(ast.parse(Path(file.__file__).read_text())))
@@ -465,14 +395,6 @@ def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
     with Seen() as seen:
         internals.ignoring_modes(nn.functional.dropout)(torch.ones(2), 0.5)
     assert "dropout" in seen.names
-
-
-def test_autocast_is_known_to_be_on_for_any_device():
-    assert not internals.any_autocast()
-    with torch.autocast("cpu"):
-        assert internals.any_autocast()
-        with torch.autocast("cpu", enabled=False):
-            assert not internals.any_autocast()
 
 
 def test_conversions_of_modules_go_through_one_method():

@@ -1,9 +1,11 @@
-"""What is changed in place: seen, and put back."""
+"""What is changed in place: seen, and put back. Mostly no mode sees the ops of the losses."""
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import has_torch_function
 
+import functional_jd as jd
 from functional_jd.torch_compat.watching import StateJournal
 
 CHANGES = {
@@ -89,3 +91,59 @@ def test_what_the_graph_made_is_not_copied():
     with journal.watch():
         torch.relu_(w * 2).add_(1)
     assert not journal.before
+
+
+def plain(seen):
+    def losses(params, x):
+        seen.append(has_torch_function((x,)))
+        h = torch.tanh(x @ params["w"])
+        return torch.stack([h.square().mean(), h.abs().mean()])
+
+    return losses, {"w": torch.ones(3, 2)}
+
+
+def multitask(seen):
+    def features(shared, x):
+        seen.append(has_torch_function((x,)))
+        return torch.tanh(x @ shared["w"])
+
+    def heads(own, h, x):
+        seen.append(has_torch_function((x,)))
+        return torch.stack([(h @ own["v"]).square().mean(), h.abs().mean()])
+
+    return jd.multitask(features, heads), {"shared": {"w": torch.ones(3, 2)}, "heads": {"v": torch.ones(2)}}
+
+
+@pytest.mark.parametrize("rule", [jd.mean, jd.upgrad])
+@pytest.mark.parametrize("kind", [plain, multitask])
+def test_no_mode_sees_the_ops_of_an_eager_step(kind, rule):
+    seen, x = [], torch.ones(4, 3)
+    losses, params = kind(seen)
+    method = {"losses": losses, "aggregator": rule(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(params, x, **method)
+    for engine in ("auto", "jacobian", *(["weighted"] if rule is jd.mean else [])):
+        seen.clear()
+        state, info = jd.step(state, x, engine=engine, **method)
+        assert info.moved
+        assert seen
+        assert set(seen) == {False}
+
+
+def test_select_scatter_in_a_vmap_inside_the_losses_raises_at_the_start():
+    def losses(params, scales):
+        return torch.vmap(lambda c: torch.select_scatter(c * params["x"], c * params["y"], 1, -2).sum())(scales)
+
+    params = {"x": torch.ones(3, 3), "y": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"train_state: .* must not contain select_scatter.* torch.slice_scatter"):
+        jd.train_state(params, torch.ones(2), losses=losses, aggregator=jd.mean(), optimizer=jd.sgd(0.1))
+
+
+def test_rows_of_distances_in_a_vmap_inside_the_losses_are_those_of_a_loop():
+    def losses(params, scales):
+        return torch.vmap(lambda c: torch.cdist(c * params["x"], params["y"]).square().sum())(scales)
+
+    draw = lambda seed: torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    params, scales = {"x": draw(0), "y": draw(1)}, torch.arange(1.0, 7.0, dtype=torch.float64)
+    together, one_by_one = (jd.jacobian_fn(losses, mode=mode)(params, scales)[0] for mode in ("vmap", "loop"))
+    for name in params:
+        torch.testing.assert_close(together[name], one_by_one[name])

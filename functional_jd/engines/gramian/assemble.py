@@ -17,6 +17,7 @@ from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.torch_compat.backward import gradients
 from functional_jd.torch_compat.torch_internals import traced_grad, transform_level, under_transform
 from functional_jd.torch_compat.vmap_levels import varies_in_vmap
 
@@ -93,7 +94,7 @@ def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, point
     """
     ends: Any = [*recording.ends, *points]
     with autocast_disabled():
-        found = torch.autograd.grad(losses, ends, scales, allow_unused=True)
+        found = gradients("functional_jd", [losses], ends, [scales])
     n, m = len(recording.ends), len(losses)
     return to_dense([g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)])
 

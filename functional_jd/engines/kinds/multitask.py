@@ -53,10 +53,11 @@ from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
-from functional_jd.precision.autocast import autocast_disabled, with_op_tables
+from functional_jd.precision.autocast import autocast_disabled, without_cache
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.watching import watched
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -107,8 +108,9 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         inside[:] = [*points, *recorder.constants]
-        run = with_op_tables(losses.features, options.journal, options.where, inner=recorder)
-        features = run(tree_unflatten(structure, points), *batch)
+        run = watched(losses.features, options.journal, options.where, inner=recorder)
+        with without_cache():
+            features = run(tree_unflatten(structure, points), *batch)
         return _differentiable(features), features
 
     point, recording = recorded(trunk, leaves, options)
@@ -200,7 +202,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         params = tree_unflatten(shared_structure, inputs)
-        found = with_op_tables(losses.features, options.journal, options.where)(params, *batch)
+        with without_cache():
+            found = watched(losses.features, options.journal, options.where)(params, *batch)
         return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)
