@@ -1,4 +1,4 @@
-"""Checkpoints: states as flat dicts of plain tensors by name, which fit again by name or are refused."""
+"""Checkpoints: states as flat dicts of plain tensors by name, with checksums and the names of rule and optimizer."""
 
 import json
 from collections import Counter
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation import hyper_parameters, lifts, views
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
-from functional_jd.core.arguments import check_flag, check_type
+from functional_jd.core.arguments import check_flag, check_mapping, check_type
 from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
 from functional_jd.core.tree import Position, named_nodes, tree_flatten, tree_unflatten
@@ -114,13 +113,13 @@ def from_checkpoint(
         {'w': tensor([1., 1.])}
     """
     _check_given("from_checkpoint", aggregator, optimizer)
-    records = _written_records(checkpoint)
     named = _named("from_checkpoint", like)
     _check_layouts("from_checkpoint", named, "Redistribute that of `like`.")
+    _check_whole(checkpoint)
+    records: dict[str, list[str]] = _read(checkpoint[_FIELDS])
     _check_records(records, named.records)
     added = {name for name in named.names if name not in checkpoint and _is_added(name, records, named.records)}
     _check_names(set(named.names) - added, set(checkpoint) - _OWN)
-    _check_sums(checkpoint)
     _check_method(checkpoint, {"aggregator": aggregator, "optimizer": optimizer})
     leaves: list[Any] = []
     for name, leaf in zip(named.names, named.leaves, strict=True):
@@ -183,25 +182,18 @@ def _named(where: str, tree: Any) -> _Named:
 
 
 def _check_layouts(where: str, named: _Named, cure: str) -> None:
-    """Refuse shards of which ranks do not hold what their places in the mesh say, as checksums need it."""
+    """Raise for shards that are not where the mesh places them: checksums need it."""
     for name, leaf in zip(named.names, named.leaves, strict=True):
         if problem := layout_error(leaf):
             raise ValueError(f"{where}: {problem} in {name!r}. {cure}")
 
 
-def _written_records(checkpoint: Any) -> dict[str, list[str]]:
-    """The records of the state that was written, if the checkpoint can be read at all."""
-    if not isinstance(checkpoint, Mapping):
-        raise TypeError(
-            f"from_checkpoint: expected the dict that to_checkpoint returned, found {type(checkpoint).__name__}. "
-            "Pass from_checkpoint(checkpoint, like=state)."
-        )
-    for name, value in cast("Mapping[Any, Any]", checkpoint).items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise TypeError(
-                f"from_checkpoint: expected a flat dict of tensors by name, found {type(value).__name__} in {name!r}. "
-                "Pass what to_checkpoint returned."
-            )
+def _check_whole(checkpoint: Any) -> None:
+    """Raise for what `to_checkpoint` did not return, and for tensors that are not as they were written."""
+    where, cure = "from_checkpoint", "Pass the flat dict of tensors that to_checkpoint returned."
+    check_mapping(where, "checkpoint", checkpoint, cure)
+    for name, value in checkpoint.items():
+        check_type(where, f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
     if _VERSION not in entries or _FIELDS not in entries:
         raise ValueError(
@@ -214,12 +206,19 @@ def _written_records(checkpoint: Any) -> dict[str, list[str]]:
             f"from_checkpoint: expected a checkpoint of version {VERSION}, found version {version}. Read it with the "
             "version of functional_jd that wrote it."
         )
-    try:
-        return json.loads(bytes(entries[_FIELDS].tolist()).decode())
-    except (ValueError, TypeError) as error:
+    if _SUMS not in entries:  # written by an older version
+        return
+    found, expected = _sums(entries), entries[_SUMS].reshape(-1).tolist()
+    damaged = [name for (name, value), written in zip(found.items(), expected, strict=False) if value != written]
+    if damaged or len(found) != len(expected):
         raise ValueError(
-            f"from_checkpoint: expected the names of fields in {_FIELDS!r}, found what is no JSON. Is the file damaged?"
-        ) from error
+            f"from_checkpoint: expected tensors as they were written, found others in {_few(damaged or [_SUMS])}: "
+            "their checksums differ. The file is damaged, or entries were changed: take another checkpoint."
+        )
+
+
+def _read(entry: Tensor) -> Any:
+    return json.loads(bytes(entry.tolist()).decode())
 
 
 def _written(value: Any) -> Tensor:
@@ -233,47 +232,23 @@ def _sums(entries: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(names, map(int, found), strict=True))
 
 
-def _check_sums(checkpoint: Mapping[str, Tensor]) -> None:
-    if _SUMS not in checkpoint:
-        return
-    found, expected = _sums(checkpoint), checkpoint[_SUMS].tolist()
-    pairs = list(zip(found.items(), expected, strict=False)) if isinstance(expected, list) else []
-    damaged = [name for (name, value), written in pairs if value != written]
-    if damaged or len(pairs) != len(found) or len(pairs) != checkpoint[_SUMS].numel():
-        raise ValueError(
-            f"from_checkpoint: expected tensors as they were written, found others in {_few(damaged or [_SUMS])}: "
-            "their checksums differ. The file is damaged, or entries were changed: take another checkpoint."
-        )
-
-
 def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:
-    """Refuse a state of another rule or optimizer, where the checkpoint names them."""
+    """Raise for a state of another rule or optimizer, if the checkpoint names them."""
     for what, entry in _METHOD.items():
         if entry not in checkpoint:
             continue
-        written: list[str] = json.loads(bytes(checkpoint[entry].tolist()).decode())
+        written: list[str] = _read(checkpoint[entry])
         expected = [] if given[what] is None else function_names(given[what], what == "aggregator")
         if written != expected:
-            shown, found = _told_apart(expected, written)
-            wanted = f"a state of {shown}" if expected else f"{what}= to be given, which the checkpoint names"
+            wanted = f"a state of {' of '.join(expected)}" if expected else f"{what}= to be given, since it is named"
             raise ValueError(
-                f"from_checkpoint: expected {wanted}, found {'one' if expected else 'a state'} of {found}. Pass the "
-                f"{what} that wrote the checkpoint and "
-                "start `like` with it. To go on with another one, write a checkpoint without names."
+                f"from_checkpoint: expected {wanted}, found one of {' of '.join(written)}. Pass the {what} that wrote "
+                "the checkpoint and start `like` with it. To go on with another one, write a checkpoint without names."
             )
 
 
-def _told_apart(*names: list[str]) -> list[str]:
-    """Rules and optimizers as the user calls them: without views, and functions that many of them are made of."""
-    shown = [[name for name in each if name not in _MADE_OF] or each for each in names]
-    return [" of ".join(each) for each in (names if shown[0] == shown[1] else shown)]
-
-
-_MADE_OF = {"by_group", "value", "_shares", *vars(views), *vars(lifts), *vars(hyper_parameters)}
-
-
 def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:
-    """Refuse a state of another rule or optimizer, also where its tensors would fit."""
+    """Raise for a state of another rule or optimizer, also if its tensors would fit."""
     for path, (kind, *_) in expected.items():
         if path in written and written[path][0] != kind:
             raise ValueError(

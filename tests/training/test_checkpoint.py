@@ -302,11 +302,11 @@ def test_what_does_not_fit_is_refused_by_name():
         with pytest.raises(ValueError, match=rf"^from_checkpoint: .*{words}"):
             fj.from_checkpoint(good, like=like)
     for checkpoint, error, words in (
-        (state, TypeError, "a flat dict of tensors by name, found dict in 'a'"),
-        (torch.ones(1), TypeError, "expected the dict that to_checkpoint returned, found Tensor"),
+        (state, TypeError, r"checkpoint\['a'\] must be a Tensor, found dict"),
+        (torch.ones(1), TypeError, "checkpoint must be a dict by names, found torch.float32"),
         ({"b": torch.ones(1)}, ValueError, "'functional_jd.version' and 'functional_jd.fields', found a dict without"),
         ({**good, "functional_jd.version": torch.tensor(9)}, ValueError, "a checkpoint of version 1, found version 9"),
-        ({**good, "functional_jd.fields": torch.ones(3)}, ValueError, "found what is no JSON"),
+        ({**good, "functional_jd.fields": torch.ones(3)}, ValueError, "found others in 'functional_jd.fields'"),
     ):
         with pytest.raises(error, match=f"^from_checkpoint: .*{words}"):
             fj.from_checkpoint(checkpoint, like=state)
@@ -385,7 +385,7 @@ def test_other_rules_and_optimizers_are_refused_by_name():
                 fj.from_checkpoint(kept, state, **method | {"optimizer": optimizers[another]})
             with pytest.raises(ValueError, match=r"from_checkpoint: .*Pass the aggregator that wrote"):
                 fj.from_checkpoint(kept, state, **method | {"aggregator": rules[other]})
-            with pytest.raises(ValueError, match="expected aggregator= to be given, which the checkpoint names, found"):
+            with pytest.raises(ValueError, match="expected aggregator= to be given, since it is named, found"):
                 fj.from_checkpoint(kept, state)
     # Hyper-parameters may change: a state goes on at another rate.
     how = {"aggregator": fj.cagrad(0.4), "optimizer": fj.adamw(0.1)}
@@ -397,23 +397,3 @@ def test_other_rules_and_optimizers_are_refused_by_name():
     for schedule in (rate, lambda steps: 0.1 / (steps + 1)):
         slower = {"aggregator": fj.cagrad(0.5), "optimizer": fj.adamw(schedule)}
         assert same(fj.from_checkpoint(fj.to_checkpoint(state, **how), state, **slower), state)
-
-
-@pytest.mark.parametrize(
-    ("written", "other", "words"),
-    [
-        (fj.nash_mtl(), fj.upgrad(), "expected a state of upgrad, found one of nash_mtl. Pass"),
-        (fj.pcgrad(fj.random.key(0)), fj.tchebycheff(), "expected a state of tchebycheff, found one of pcgrad. Pass"),
-        (
-            fj.cr_mogm(fj.mgda()),
-            fj.cr_mogm(fj.upgrad()),
-            "of cr_mogm of upgrad, found one of cr_mogm of mgda. Pass",
-        ),
-        (fj.grouped({"value": fj.mean()}), fj.pcd(), "expected a state of pcd, found one of grouped of mean. Pass"),
-        (fj.constant([1.0, 1.0]), fj.mean(), "expected a state of mean, found one of no_gradients of stateless of per"),
-    ],
-)
-def test_another_rule_is_told_by_the_names_that_users_call(written, other, words):
-    kept = fj.to_checkpoint({"w": torch.ones(2)}, aggregator=written)
-    with pytest.raises(ValueError, match=f"^from_checkpoint: .*{words}"):
-        fj.from_checkpoint(kept, {"w": torch.ones(2)}, aggregator=other)
