@@ -79,7 +79,7 @@ from functional_jd.training.compiled import compiled
 from functional_jd.training.loop import fit, steps
 from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.private import private
-from functional_jd.training.stalled import TrainingStalled
+from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step

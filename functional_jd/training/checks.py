@@ -144,11 +144,9 @@ def check_reached(plan: Plan) -> None:
     _warn_of_float16(plan, look.values)
     _check_own(plan.where, look)
     if unreached := _unreached(plan.where, look):
-        warnings.warn(
+        _warn(
             f"{plan.where}: all losses should depend on the parameters, found {_few(unreached)} without a gradient: "
-            "their weights mean nothing. Call functional(model)(params, ...), not model(...).",
-            UserWarning,
-            stacklevel=user_level(),
+            "their weights mean nothing. Call functional(model)(params, ...), not model(...)."
         )
     unlearned = _unlearned(look)
     if unlearned and plan.kind.row_params(plan.losses, look.params) is look.params:  # else weights are the trunk's
@@ -201,12 +199,10 @@ def _warn_of_lost_buffers(where: str, journal: StateJournal, look: _Look) -> Non
     lost = ["the running statistics that normalization moves"] * any(map(is_lost, averages))
     lost += [f"the buffer {name!r}, which its module moves" for name, x in look.moved.items() if is_lost(x)]
     if lost:
-        warnings.warn(
+        _warn(
             f"{where}: the losses must return {lost[0]}, found that they do not. Take output, buffers = "
             "functional(module)(params, buffers, ...), return (losses, buffers), and pass "
-            "buffers=dict(module.named_buffers()); or call module.eval().",
-            UserWarning,
-            stacklevel=user_level(),
+            "buffers=dict(module.named_buffers()); or call module.eval()."
         )
 
 
@@ -214,11 +210,9 @@ def _warn_of_buffers_without_noise(where: str, before: Tree, after: Tree) -> Non
     """Warn of buffers that the losses of an example move, except for keys: they get no noise."""
     for name, x, y in zip(tree_names(after), tree_leaves(before), tree_leaves(after), strict=False):
         if not is_key(name, x, before) and not torch.equal(x.nan_to_num(), y.nan_to_num()):
-            warnings.warn(
+            _warn(
                 f"{where}: the losses of noised training move the buffer {name!r}, which gets no noise. Keep no buffer "
-                "that follows the examples, as a running mean does. Pass a count of the steps in the batch.",
-                UserWarning,
-                stacklevel=user_level(),
+                "that follows the examples, as a running mean does. Pass a count of the steps in the batch."
             )
             return
 
@@ -249,12 +243,10 @@ def _warn_of_outputs(where: str, values: Losses) -> None:
     if type(values) not in (Tensor, dict, list) and 0 < len(large) < len(leaves):
         names = tree_names(values)
         shown = [f"{names[index]!r} {list(leaves[index].shape)}" for index in large[:3]]
-        warnings.warn(
+        _warn(
             f"{where}: every element of the losses is an objective, {sum(leaf.numel() for leaf in leaves)} in all, "
             f"found single losses in one {type(values).__name__} with {', '.join(shown)}. If that is an output, return "
-            "(losses, aux) with has_aux=True; if these are losses, return a dict or a list.",
-            UserWarning,
-            stacklevel=user_level(),
+            "(losses, aux) with has_aux=True; if these are losses, return a dict or a list."
         )
 
 
@@ -290,22 +282,18 @@ def _unlearned(look: _Look) -> list[str]:
 
 
 def _warn_of_unlearned(where: str, unlearned: list[str], what: str) -> None:
-    warnings.warn(
+    _warn(
         f"{where}: no loss reaches {_few(unlearned)} on this batch, {what}. Call functional(model)(params, ...), not "
-        "model(...), or leave out constant parameters by partition.",
-        UserWarning,
-        stacklevel=user_level(),
+        "model(...), or leave out constant parameters by partition."
     )
 
 
 def _warn_of_float16(plan: Plan, values: Losses) -> None:
     """Warn of gradients that pass through float16 without a scale."""
     if not is_scaled(plan.scale) and passes_float16(nodes_from(_nodes(tree_leaves(values)))):
-        warnings.warn(
+        _warn(
             f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
-            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16).",
-            UserWarning,
-            stacklevel=user_level(),
+            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
 
@@ -326,6 +314,10 @@ def _leaves_behind(nodes: list[Any]) -> dict[int, Tensor]:
     """The leaf tensors of plain autograd behind some nodes, by id."""
     leaves = [getattr(node, "variable", None) for node in nodes_from([x for x in nodes if x is not None])]
     return {id(x): x for x in leaves if x is not None}
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=user_level())
 
 
 def _few(names: list[str]) -> str:

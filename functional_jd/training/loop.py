@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, refuse
+from functional_jd.training.bar import Bar
 from functional_jd.training.compiled import is_compiled
-from functional_jd.training.progress import Bar
 from functional_jd.training.signatures import note_step
-from functional_jd.training.stalled import SkipWatch
+from functional_jd.training.skips import SkipWatch
 from functional_jd.training.state import StepInfo, TrainState
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
-from functional_jd.training.stalled import was_taken
+from functional_jd.training.skips import was_taken
 from functional_jd.training.state import StepInfo
 
 
@@ -54,18 +54,14 @@ class Bar:
 
 
 def _summary(losses: Losses) -> dict[str, str]:
-    """A few losses by name; the mean of more; of many numbers of both signs, as residuals are, the root of their mean
-    square.
-    """
+    """A few losses by name; of more, the mean, or the root of the mean square if they have both signs as residuals."""
     values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(losses)])
     if len(values) <= _FEW:
         return {name: f"{value:.4g}" for name, value in zip(objective_names(losses), values.tolist(), strict=True)}
-    if len(values) > _MANY and (values < 0).any() and (values > 0).any():
+    if values.min() < 0 < values.max():
         return {"rms": f"{values.square().mean().sqrt():.4g}"}
     return {"loss": f"{values.mean():.4g}"}
 
 
-# Up to so many losses, each has room in the bar: their mean says nothing where they have different units.
 _FEW = 4
-# From so many numbers on, they are residuals or examples and not losses.
-_MANY = 20
+"""Up to so many losses have room in the bar."""
