@@ -54,10 +54,10 @@ def gramian_fn(
 
     Returns:
         `f(*args) -> (gramian, losses, pullback)`, with `has_aux` `(gramian, (losses, aux), pullback)`. Gramian float64
-        `[m, m]`; losses as the function gave them; `pullback(weights) -> (direction, finite)`: weights `[m]`, direction
-        a pytree like params, in their dtypes; with `scale`, as after `unscale`, in at least float32; finite bool of the
-        scale's shape, `[]` without one: which rows did not overflow. For `multitask` losses Gramian and weights are
-        those of the trunk, and `direction["heads"]` is the gradient of the plain sum, whatever the weights.
+        `[m, m]`; losses as the function gave them. `pullback(weights [m]) -> (direction, finite)`: a pytree like params
+        in their dtypes, with `scale` in at least float32; and which rows did not overflow, bool of the scale's shape,
+        `[]` without one. With `multitask` losses, Gramian and weights are those of the trunk, and `direction["heads"]`
+        is the gradient of the plain sum.
         A row that overflowed is a row and a column of the Gramian that are not finite. With one scale, an overflow in
         the heads' sum cannot be assigned to a row: then no row is finite.
 
@@ -66,18 +66,17 @@ def gramian_fn(
 
     Laws:
         The Gramian is that of `jacobian_fn`'s rows, and the pullback theirs, for every model: weights may be shared,
-        transposed or used several times. Rows of parameters that reach no known layer are formed leaf by leaf.
-        Linear in the weights. Composes with vmap, grad, jvp and compile, without rows there too; derivatives of the
-        Gramian are right. Losses that contain `torch.autograd.grad`, and losses that a transform refuses, are evaluated
-        again by rows, with a `SlowPathWarning`; buffers and random numbers are those of one evaluation.
+        transposed or used several times. Parameters that reach no known layer get ordinary rows.
+        Linear in the weights. Composes with vmap, grad, jvp and compile; derivatives of the Gramian are right. Losses
+        that contain `torch.autograd.grad`, and losses that a transform refuses, are evaluated again by rows, with a
+        `SlowPathWarning`; buffers and random numbers are those of one evaluation.
 
     Source:
         Goodfellow, "Efficient per-example gradient computations" (2015); Rochette et al. (2019) for convolutions; Bu et
         al., "Differentially private optimization on large model at small cost" (2023), for the choice layer by layer.
 
     Differs:
-        These put hooks on modules. Here a layer is recognised by the parameter that it receives, so that shared weights
-        and functions without modules are no special cases.
+        These put hooks on modules. Here a layer is recognised by the parameter that it receives.
 
     Example:
         >>> losses = lambda params: {"a": params.square().sum(), "b": params[0]}
@@ -100,16 +99,13 @@ def squared_norms_fn(
     scale: ScaleState | Tensor | None = None,
 ) -> Callable[..., FoundProducts]:
     """Turn losses into a function that returns the squared norms of their gradients, their values, and the pullback of
-    weights.
-
-    `|J_i|^2` and `pullback(w) = w' J`, with `J_i = d losses_i / d params`: the diagonal of `gramian_fn`, without the
-    m^2 inner products of different rows. J is not formed where the norms of its factors cost less.
+    weights: the diagonal of `gramian_fn`, without the m^2 inner products of different rows.
 
     Args:
-        losses: `losses(params, *args)`, as for `jacobian_fn`: plain, or made by `per_example` or `multitask`.
-        argnums: as for `gramian_fn`.
-        has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
-        scale: as for `gramian_fn`.
+        losses: as for `gramian_fn`, as are all arguments.
+        argnums: the argument to differentiate, or several.
+        has_aux: whether `losses` returns `(losses, aux)`.
+        scale: the loss scale.
 
     Returns:
         `f(*args) -> (squared_norms, losses, pullback)`, with `has_aux` `(squared_norms, (losses, aux), pullback)`.

@@ -1,6 +1,6 @@
 """Rows that are not multiplied out: left and right factors of a leaf's rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,18 +25,6 @@ class Factors(NamedTuple):
 def _in_float32(f: Factors) -> Factors:
     """Both sides in at least float32; indices stay."""
     return Factors(*[side.float() if side.dtype.itemsize < 4 else side for side in f])
-
-
-class Block(NamedTuple):
-    """The contribution of one leaf.
-
-    Attributes:
-        products: float64 `[m, m]`, the Gramian of its rows; or `[m]`, their squared norms.
-        pullback: `pullback(weights [m])`, the weighted sum of its rows.
-    """
-
-    products: Tensor
-    pullback: Callable[[Tensor], Tensor]
 
 
 def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
@@ -95,6 +83,12 @@ def rows_of_factors(f: Factors, leaf: Tensor, m: int) -> Tensor:
     return products_of_sides(f).expand(m, -1, -1, -1).reshape(m, *leaf.shape)
 
 
+def rows_of_parts(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Tensor:
+    """The rows `[m, *p]`, which are the sum of these parts."""
+    rows = [rows_of_factors(part, leaf, m) if isinstance(part, Factors) else part for part in parts]
+    return sum(rows[1:], start=rows[0])
+
+
 def products_of_sides(f: Factors) -> Tensor:
     """The products of both sides, summed over positions: `[m, groups, o, i]`, or 1 in the place of m."""
     left, right = _in_float32(f)
@@ -102,12 +96,17 @@ def products_of_sides(f: Factors) -> Tensor:
     return left.to(dtype).permute(0, 2, 3, 1) @ right.to(dtype).permute(0, 2, 1, 3)
 
 
-def side_by_side(factors: list[Factors]) -> Factors:
-    """Several uses as one use with more positions; a side stays the same for all rows where it is so in every use."""
-    return Factors(_joined([f.left for f in factors]), _joined([f.right for f in factors]))
+def one_use(parts: Sequence[Factors | Tensor]) -> Factors | None:
+    """All uses as one use with more positions; None if some are rows, or their factors have several forms."""
+    factors = [part for part in parts if isinstance(part, Factors)]
+    alike = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
+    if not alike or len(factors) < len(parts):
+        return None
+    return factors[0] if len(factors) == 1 else Factors(*[_joined(list(sides)) for sides in zip(*factors, strict=True)])
 
 
 def _joined(sides: list[Tensor]) -> Tensor:
+    """A side stays the same for all rows where it is so in every use."""
     m = max(len(side) for side in sides)
     return torch.cat([side.expand(m, *side.shape[1:]) for side in sides], dim=1)
 

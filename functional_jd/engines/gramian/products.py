@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,16 +10,15 @@ from torch import Tensor
 from functional_jd.core.rows import HALVE_FROM, as_matrix, inner_products, squared_norms
 from functional_jd.engines.choose import factors_are_cheaper, leaves_are_joined, rows_are_smaller
 from functional_jd.engines.gramian.factors import (
-    Block,
     Factors,
     column_groups,
     combined,
+    one_use,
     products_of_sides,
-    rows_of_factors,
-    side_by_side,
+    rows_of_parts,
     weighted_sum_of_factors,
 )
-from functional_jd.engines.gramian.squared_norms import norm_block_of
+from functional_jd.engines.gramian.squared_norms import norms_by_positions, norms_need_no_rows
 
 Pullback: TypeAlias = Callable[[Tensor], list[Tensor]]
 
@@ -32,7 +31,7 @@ def products_of_leaves(
 
     The rows of small leaves are joined, as calls cost more than what they compute.
     """
-    of_parts, of_rows = (norm_block_of, squared_norms) if norms_only else (block_of, inner_products)
+    of_rows = squared_norms if norms_only else inner_products
     blocks: dict[int, Block] = {}
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     for index, (own, leaf, is_small) in enumerate(zip(parts, leaves, leaves_are_joined(leaves, m), strict=True)):
@@ -42,7 +41,7 @@ def products_of_leaves(
             dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
             small.setdefault((dtype, leaf.device), {})[index] = total.reshape(m, leaf.numel()).to(dtype)
         else:
-            blocks[index] = of_parts(own, leaf, m)
+            blocks[index] = block_of(own, leaf, m, norms_only=norms_only)
     joined = [(list(rows), torch.cat(list(rows.values()), 1)) for rows in small.values()]
     products = [block.products for block in blocks.values()] + [of_rows(rows) for _, rows in joined]
 
@@ -57,36 +56,39 @@ def products_of_leaves(
     return reduce(torch.add, products), pullback
 
 
-def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
+class Block(NamedTuple):
+    """The contribution of one leaf.
+
+    Attributes:
+        products: float64 `[m, m]`, the Gramian of its rows; or `[m]`, their squared norms.
+        pullback: `pullback(weights [m])`, the weighted sum of its rows.
+    """
+
+    products: Tensor
+    pullback: Callable[[Tensor], Tensor]
+
+
+def block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int, *, norms_only: bool = False) -> Block:
     """The block of a leaf whose rows are the sum of these parts: from inner products of factors or from the rows,
     whichever costs less. The pullback keeps the smaller of the two.
     """
-    if len(parts) == 1 and isinstance(parts[0], Factors):
-        return _block_of_factors(parts[0], leaf, m)
+    if not parts:
+        shape = (m,) if norms_only else (m, m)
+        return Block(leaf.new_zeros(shape, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
+    f, of_rows = one_use(parts), squared_norms if norms_only else inner_products
     factors = [part for part in parts if isinstance(part, Factors)]
-    same = len({(f.left.ndim, f.left.shape[2:], f.right.shape[2:]) for f in factors}) == 1
-    if same and len(factors) == len(parts):
-        return _block_of_factors(side_by_side(factors), leaf, m)
-    rows = [part for part in parts if isinstance(part, Tensor)] + [rows_of_factors(f, leaf, m) for f in factors]
-    if not rows:
-        return Block(leaf.new_zeros(m, m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
-    total = sum(rows[1:], start=rows[0])
-    return Block(inner_products(as_matrix(total)), lambda weights: combined(total, weights, leaf))
-
-
-def _block_of_factors(f: Factors, leaf: Tensor, m: int) -> Block:
-    if factors_are_cheaper(f, leaf, m):
-        gramian = _inner_products(f, m)
-    elif f.left.ndim == 2:
-        gramian = inner_products(as_matrix(rows_of_factors(f, leaf, m)))
-    elif rows_are_smaller(f, leaf, m):
-        rows = rows_of_factors(f, leaf, m)
-        return Block(inner_products(as_matrix(rows)), lambda weights: combined(rows, weights, leaf))
-    else:
-        gramian = reduce(
-            torch.add, [inner_products(as_matrix(products_of_sides(part))) for part in column_groups(f, m)]
-        )
-    return Block(gramian, lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
+    weighted = lambda weights: reduce(torch.add, [weighted_sum_of_factors(f, weights, leaf, m) for f in factors])
+    if norms_only and len(factors) == len(parts) and norms_need_no_rows(factors, leaf, m):
+        return Block(norms_by_positions(factors, m), weighted)
+    if not norms_only and f and factors_are_cheaper(f, leaf, m):
+        return Block(_inner_products(f, m), weighted)
+    if f and f.left.ndim > 2 and not rows_are_smaller(f, leaf, m):
+        groups = [of_rows(as_matrix(products_of_sides(piece))) for piece in column_groups(f, m)]
+        return Block(reduce(torch.add, groups), weighted)
+    rows = rows_of_parts(parts, leaf, m)
+    if f and f.left.ndim == 2:
+        return Block(of_rows(as_matrix(rows)), weighted)
+    return Block(of_rows(as_matrix(rows)), lambda weights: combined(rows, weights, leaf))
 
 
 def _inner_products(f: Factors, m: int) -> Tensor:

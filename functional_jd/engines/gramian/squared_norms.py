@@ -1,52 +1,19 @@
 """Squared norms of the rows of a leaf: position by position from its factors, or from the rows themselves."""
 
-from collections.abc import Sequence
-from functools import reduce
-
 import torch
 from torch import Tensor
 
-from functional_jd.core.rows import as_matrix, block_size, squared_norms
-from functional_jd.engines.choose import position_norms_are_cheaper, rows_are_smaller
+from functional_jd.core.rows import block_size, squared_norms
+from functional_jd.engines.choose import position_norms_are_cheaper
 from functional_jd.engines.gramian.factors import (
-    Block,
     Factors,
-    column_groups,
-    combined,
-    products_of_sides,
-    rows_of_factors,
-    weighted_sum_of_factors,
 )
 from functional_jd.torch_compat.torch_internals import under_transform
 
 
-def norm_block_of(parts: Sequence[Factors | Tensor], leaf: Tensor, m: int) -> Block:
-    """The squared norms of the rows of a leaf, which are the sum of these parts, and the pullback of weights.
-
-    Factors need no rows, those of different layers with the same weight neither: where the rows cost more, the norms
-    come from inner products of positions.
-    """
-    factors = [part for part in parts if isinstance(part, Factors)]
-    if not parts:
-        return Block(leaf.new_zeros(m, dtype=torch.float64), lambda _: torch.zeros_like(leaf))
-    if len(parts) == 1 and factors and _has_one_position(factors[0]):
-        f = factors[0]
-        products = squared_norms(f.left.flatten(1)) * squared_norms(f.right.flatten(1))
-        return Block(products.expand(m), lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
-    if len(factors) == len(parts) and _are_alike(factors, leaf) and position_norms_are_cheaper(factors, leaf, m):
-        return Block(_norms_by_positions(factors, m), lambda weights: _weighted_sum(factors, weights, leaf, m))
-    if len(parts) == len(factors) == 1 and factors[0].left.ndim > 2 and not rows_are_smaller(factors[0], leaf, m):
-        f = factors[0]
-        products = reduce(torch.add, [squared_norms(as_matrix(products_of_sides(p))) for p in column_groups(f, m)])
-        return Block(products, lambda weights: weighted_sum_of_factors(f, weights, leaf, m))
-    rows = [part for part in parts if isinstance(part, Tensor)] + [rows_of_factors(f, leaf, m) for f in factors]
-    total = sum(rows[1:], start=rows[0])
-    return Block(squared_norms(as_matrix(total)), lambda weights: combined(total, weights, leaf))
-
-
-def _has_one_position(f: Factors) -> bool:
-    """Whether a row is the product of two vectors."""
-    return f.left.ndim > 2 and f.right.shape[1] * f.right.shape[2] == 1
+def norms_need_no_rows(factors: list[Factors], leaf: Tensor, m: int) -> bool:
+    """Whether norms by inner products of positions are possible and cost less than those of the rows."""
+    return _are_alike(factors, leaf) and position_norms_are_cheaper(factors, leaf, m)
 
 
 def _are_alike(factors: list[Factors], leaf: Tensor) -> bool:
@@ -55,8 +22,10 @@ def _are_alike(factors: list[Factors], leaf: Tensor) -> bool:
     return len({(length, f.right.shape[2:]) for length, f in zip(lengths, factors, strict=True)}) == 1
 
 
-def _norms_by_positions(factors: list[Factors], m: int) -> Tensor:
+def norms_by_positions(factors: list[Factors], m: int) -> Tensor:
     """`|g_s|^2 = sum_pq <left_sp, left_sq> <right_sp, right_sq>`, over the positions of all factors, in float64."""
+    if len(factors) == 1 and _has_one_position(factors[0]):
+        return (squared_norms(factors[0].left.flatten(1)) * squared_norms(factors[0].right.flatten(1))).expand(m)
     total = factors[0].right.new_zeros(m, dtype=torch.float64)
     for k, f in enumerate(factors):
         total = total + _crossed(f, f)
@@ -104,5 +73,6 @@ def _looked_up(indices: Tensor, side: Tensor) -> Tensor:
     return side.squeeze(2).expand(m, positions, side.shape[-1]).gather(2, at).double().mT[:, None]
 
 
-def _weighted_sum(factors: list[Factors], weights: Tensor, leaf: Tensor, m: int) -> Tensor:
-    return reduce(torch.add, [weighted_sum_of_factors(f, weights, leaf, m) for f in factors])
+def _has_one_position(f: Factors) -> bool:
+    """Whether a row is the product of two vectors."""
+    return f.left.ndim > 2 and f.right.shape[1] * f.right.shape[2] == 1

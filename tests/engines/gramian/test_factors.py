@@ -10,8 +10,8 @@ from functional_jd.engines.gramian import factors as module
 from functional_jd.engines.gramian.factors import (
     Factors,
     column_groups,
+    one_use,
     rows_of_factors,
-    side_by_side,
     weighted_parts,
     weighted_sum_of_factors,
 )
@@ -87,7 +87,7 @@ def test_several_uses_are_the_sum_of_their_rows(sides):
     other = Factors(other.left[:, :2], other.right[:, 1:3])
     leaf = torch.zeros(2, 5, dtype=torch.float64)
     expected = by_hand(one, leaf) + by_hand(other, leaf)
-    joined = side_by_side([one, other])
+    joined = one_use([one, other])
     assert [len(side) for side in joined] == [max(pair) for pair in zip(*sides, strict=True)]
     check_within(rows_of_factors(joined, leaf, M), expected, bound(one, expected))
     both = weighted_parts([[one, by_hand(other, leaf)]], [leaf], M, WEIGHTS)[0]

@@ -24,6 +24,7 @@ from zoo import MODELS, Case, mlp, numbers
 
 from functional_jd.engines.gramian import factors, squared_norms
 from functional_jd.engines.gramian.factors import Factors
+from functional_jd.engines.gramian.products import block_of
 from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.kinds import from_rows
 from functional_jd.objectives import multitask, per_example
@@ -50,7 +51,7 @@ def multiplied_out(part, shape, m):
 
 
 def agree_leaf(parts, leaf, m):
-    block = squared_norms.norm_block_of(parts, leaf, m)
+    block = block_of(parts, leaf, m, norms_only=True)
     pairs = [multiplied_out(part, leaf.shape, m) for part in parts]
     rows = sum(pair[0] for pair in pairs).reshape(m, leaf.numel())
     terms = sum(pair[1] for pair in pairs).reshape(m, leaf.numel())
@@ -104,7 +105,7 @@ def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, 
 
 
 def test_a_leaf_that_nothing_reaches_has_norms_of_zero():
-    block = squared_norms.norm_block_of([], torch.ones(2, 3), 4)
+    block = block_of([], torch.ones(2, 3), 4, norms_only=True)
     assert torch.equal(block.products, torch.zeros(4, dtype=torch.float64))
     assert torch.equal(block.pullback(torch.ones(4)), torch.zeros(2, 3))
 
@@ -122,7 +123,7 @@ def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
     priced(monkeypatch, lean)
     left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
     opposite = Factors(torch.cat([left, -left], 1), torch.cat([right, right], 1))
-    block = squared_norms.norm_block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50)
+    block = block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50, norms_only=True)
     assert (block.products >= 0).all()
     size = (left.square().sum((1, 2, 3)) * right.square().sum((1, 2, 3))).max()
     assert block.products.max() <= 64 * eps() * size
@@ -197,7 +198,7 @@ def test_no_inner_products_of_different_rows_are_formed(kind, monkeypatch):
     case = case_of("mlp", kind)
     expected = expectation(case)
     fail = lambda *_: pytest.fail("formed the Gramian")
-    monkeypatch.setattr("functional_jd.engines.gramian.products.block_of", fail)
+    monkeypatch.setattr("functional_jd.engines.gramian.products._inner_products", fail)
     monkeypatch.setattr("functional_jd.engines.gramian.products.inner_products", fail)
     agree(found(case), expected, weights_for(case))
 
