@@ -61,10 +61,9 @@ class Advice(NamedTuple):
 class Thresholds(NamedTuple):
     """Where one verdict ends and the next begins, and the rule of each.
 
-    `imbalance`: gradients whose lengths differ by this factor or more call for a rule that does not see lengths. Their
-    mean is one of them, up to a tenth. `conflict`: the share of pairs in conflict from which a projection is advised.
-    Both, and the rules, are those that did best on the problems of the study in `docs/evidence.md`, of a few that were
-    written down before; the page has what they get on a problem that they were not chosen on.
+    `imbalance`: gradients whose lengths differ by this factor or more call for a rule that does not see lengths.
+    `conflict`: the share of pairs in conflict from which a projection is advised. Both, and the rules, did best on the
+    problems of the study in `docs/evidence.md`, of a few that were written down before.
     """
 
     imbalance: float = 10.0
@@ -79,12 +78,11 @@ def advise(
 ) -> Advice:
     """Advise on a rule, from the gradients of a window of training steps under `mean`.
 
-    First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest, and fixed
-    weights or a rule that does not see lengths would help. Else, if all pairs of objectives conflict throughout
-    the window, each with a mean cosine more than two standard errors below zero, `"project"`. Else `"keep the mean"`,
-    which costs one backward pass. In the place of the first two, with the same rule, `"explore the front"`, if lengths
-    alone decide which loss falls and which one rises: no rule knows which of them you want, and `fronts.train` shows
-    what there is to choose from. Ask again later: gradients may grow apart in training, and the advice changes.
+    First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest. Else, if
+    all pairs of objectives conflict throughout the window, `"project"`. Else `"keep the mean"`, which costs one
+    backward pass. Instead of the first two, with the same rule, `"explore the front"`, if lengths alone decide which
+    loss falls and which one rises: which of them you want is a preference, and `fronts.train` shows the choices. Ask
+    again later: the advice changes if gradients grow apart in training.
 
     Args:
         diagnoses: from `diagnose`, one for each of k >= 2 steps: a sequence, or a `Diagnosis` of a vmap with k first.
@@ -118,8 +116,8 @@ def advise(
     norms, cosines, ranks = norms[finite], cosines[finite], ranks[finite]
     if len(norms) < 2:
         raise ValueError(
-            f"advise: expected at least two steps with finite gradients, found {len(norms)} of {len(finite)}. Pass the "
-            "diagnoses of ten steps or more."
+            f"advise: diagnoses must be of at least two steps with finite gradients, found {len(norms)} of "
+            f"{len(finite)}. Pass ten or more."
         )
     conflict, noise = _conflict_and_noise(cosines)
     rising = math.nan if values is None else _rising(values[finite])
@@ -156,23 +154,17 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = _from_gramians(given)
     if not isinstance(given, Diagnosis):
         _refuse_window(given)
-    found = given.norms, given.cosines, given.rank
-    for tensor in found:
-        _require_values(tensor)
-    if found[0].ndim != 2:
-        raise ValueError(
-            f"advise: expected diagnoses of k steps, found norms of shape {list(found[0].shape)}. Pass a list of them."
-        )
-    norms, cosines, ranks = (tensor.detach().to("cpu", torch.float64) for tensor in found)
+    if given.norms.ndim != 2:
+        refuse("advise", "diagnoses", "of k steps, with norms [k, m]", given.norms, "Pass a list of them.", ValueError)
+    norms, cosines, ranks = map(_with_values, (given.norms, given.cosines, given.rank))
     return norms, cosines, ranks
 
 
 def _refuse_window(found: Any) -> NoReturn:
-    expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
+    cure = "See diagnose."
     if isinstance(found, tuple) and not found:
         cure = "A step has () as Gramian where its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
-        raise TypeError(f"advise: diagnoses must be {expected}, found (). {cure}")
-    refuse("advise", "diagnoses", expected, found, "See diagnose.")
+    refuse("advise", "diagnoses", "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]", found, cure)
 
 
 def _stacked(given: Sequence[Any]) -> Diagnosis | Tensor:
@@ -181,55 +173,46 @@ def _stacked(given: Sequence[Any]) -> Diagnosis | Tensor:
     for found in given or [given]:
         if not isinstance(found, kind):
             _refuse_window(found)
-    if kind is Tensor:
-        for gramian in given:
-            _require_values(gramian)
-    counts = sorted({len(norms) for found in given if (norms := found.norms if kind is Diagnosis else found).ndim})
+    counts = sorted({len(x) for found in given if (x := found.norms if kind is Diagnosis else found).ndim})
     if len(counts) > 1:
-        raise ValueError(f"advise: expected diagnoses of the same objectives, found {counts} of them.")
+        raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts} of them. Part the window.")
     return torch.stack(list(given)) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*given, strict=True)))
 
 
 def _from_gramians(gramians: Tensor) -> Diagnosis:
-    _require_values(gramians)
     if gramians.ndim != 3 or gramians.shape[1] != gramians.shape[2] or not gramians.is_floating_point():
-        raise ValueError(
-            f"advise: expected Gramians [k, m, m], found {gramians.dtype} {list(gramians.shape)}. Stack them."
-        )
+        refuse("advise", "diagnoses", "Gramians [k, m, m]", gramians, "Stack them.", ValueError)
     if not gramians.numel():
-        raise ValueError(f"advise: expected Gramians of at least two steps, found {list(gramians.shape)}.")
-    found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians.detach().double())
-    invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` says so by NaN under vmap
+        refuse("advise", "diagnoses", "Gramians of at least two steps", gramians, "Pass ten or more.", ValueError)
+    gramians = _with_values(gramians)
+    found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians)
+    invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` gives NaN under vmap
     if invalid.any():
         raise ValueError(
-            "advise: expected Gramians, symmetric and without negative eigenvalues, found other matrices at steps "
-            f"{invalid.nonzero().flatten().tolist()[:5]}. Make them with views.gramian(jacobian)."
+            "advise: diagnoses must be Gramians, symmetric and without negative eigenvalues, found other matrices at "
+            f"steps {invalid.nonzero().flatten().tolist()[:5]}. Make them with views.gramian(jacobian)."
         )
     return found
 
 
-def _require_values(tensor: Any) -> None:
+def _with_values(tensor: Any) -> Tensor:
+    """The tensor on the CPU, in float64."""
     if not isinstance(tensor, Tensor) or not has_values(tensor):
         cure = "Call advise outside vmap and torch.compile, for instance at the end of an epoch."
         refuse("advise", "diagnoses and losses", "tensors with values", tensor, cure)
+    return tensor.detach().to("cpu", torch.float64)
 
 
 def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
     """Losses `[k, m]`, or None."""
     if losses is None:
         return None
-    rows: Any = losses
-    if isinstance(losses, list | tuple) and losses and all(isinstance(row, Tensor) for row in losses):
-        rows = torch.stack(list(losses))
-    _require_values(rows)
-    if rows.layout != torch.strided:
-        raise TypeError(f"advise: expected dense losses, found layout {rows.layout}. Call .to_dense().")
-    if rows.shape != shape:
-        raise ValueError(
-            f"advise: expected losses {list(shape)} of the same steps, found {list(rows.shape)}. Pass all losses of "
-            "every step, or none."
-        )
-    return rows.detach().to("cpu", torch.float64)
+    several = isinstance(losses, list | tuple) and losses and all(isinstance(row, Tensor) for row in losses)
+    rows = _with_values(torch.stack(list(losses)) if several else losses)
+    if rows.shape != shape or rows.layout != torch.strided:
+        cure = "Pass all losses of every step, or none."
+        refuse("advise", "losses", f"dense losses {list(shape)} of the same steps", rows, cure, ValueError)
+    return rows
 
 
 def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:

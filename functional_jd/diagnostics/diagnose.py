@@ -15,7 +15,7 @@ from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.rows import row_count
 from functional_jd.core.safe import divide, nonzero, sqrt_or_zero
-from functional_jd.core.tree import tree_flatten, tree_map, tree_names
+from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.dual_cone import cosines
@@ -46,8 +46,7 @@ class Diagnosis(NamedTuple):
         rank: `[]`, the effective rank: from 1 (all rows parallel, or all but one negligible) to m (orthogonal rows of
             equal norm); 0 if all rows are zero.
         condition: `[]`, the ratio of the largest to the smallest singular value; infinite if the rows are dependent,
-            for instance with more objectives than parameters, and from about 1e7 on (500 for a float32 Gramian), as
-            inner products in that precision do not tell such rows from dependent ones.
+            and from about 1e7 on (500 for a float32 Gramian), where inner products do not tell.
     """
 
     norms: Tensor
@@ -76,8 +75,8 @@ def diagnose(
     `condition = max(s) / min(s)`.
 
     Args:
-        jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it: a pytree with leaves `[m, *p]`, or a
-            `MultitaskJacobian`, of which `shared` is used. Or a Gramian, a single matrix `[m, m]`.
+        jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it; of a `MultitaskJacobian`, `shared` is used. Or a
+            Gramian, a single matrix `[m, m]`.
         direction_or_weights: a direction, a pytree like params (with a Jacobian only). Or weights, a single tensor
             `[m]`. `None` is the mean of the rows, the direction of ordinary training. With a single square Jacobian, a
             tensor `[m]` is the direction; instead of weights, pass `aggregation.combine(J, weights)`.
@@ -96,16 +95,13 @@ def diagnose(
     Laws:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
         cosines are differentiable, alignment and stationarity where they are not 0, rank and condition where the rank
-        is locally constant; conflict has no derivative. Second derivatives of rank and condition are NaN where two
-        singular values coincide, as for orthogonal rows of equal norm, and lose accuracy nearby.
+        is locally constant, and twice where singular values differ.
         Norms and stationarity are homogeneous in the Jacobian, the rest is invariant; cosines, conflict and the
         alignment with a given direction are also invariant to scaling single rows. A non-finite row does not change
         norms and cosines of the others; the values for all rows become NaN.
-
-        Values within the rounding error of G are zero: cosines within 16 eps are not counted as conflicts; singular
-        values and norms of combinations of rows are 0 below a relative size of about 1e-7 (2e-3 for a float32
-        Gramian). For singular values it is `sqrt(16 m eps)` of the longest row: rows are told from dependent ones up to
-        lengths 1.2e7 times apart for two rows, 4e6 for twenty.
+        Values within the rounding error of G are zero: cosines within 16 eps are no conflicts; singular values are 0
+        below `sqrt(16 m eps)` of the longest row, and norms of combinations of rows below about 1e-7 (2e-3 for a
+        float32 Gramian).
 
     Source:
         Fliege & Svaiter, Steepest descent methods for multicriteria optimization, 2000 (stationarity); Roy & Vetterli,
@@ -145,24 +141,20 @@ def _is_square_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
 
 
-def _refuse_no_gramian(value: Any) -> None:
-    if isinstance(value, tuple) and not value:
-        raise ValueError(
-            "diagnose: expected a Jacobian or a Gramian, found (), what a step has as Gramian if its rule receives "
-            "none: it looks at rows, at norms or at no gradients. Pass gramian_fn(losses)(params, *batch)[0] or "
-            "jacobian_fn(losses)(params, *batch)[0]. Norms alone: squared_norms_fn(losses)(params, *batch)[0].sqrt()."
-        )
-
-
 def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
     """Return the Gramian in float64, the Jacobian if there is one, and the machine epsilon of the products."""
     if gramian and not _is_square_matrix(value):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"diagnose: with gramian=True, expected a single square matrix [m, m], found {found}. "
+            f"diagnose: with gramian=True, the first argument must be a matrix [m, m], found {found}. "
             "Omit gramian for a Jacobian."
         )
-    _refuse_no_gramian(value)
+    if isinstance(value, tuple) and not value:
+        raise ValueError(
+            "diagnose: the first argument must be a Jacobian or a Gramian, found (), which a step has as Gramian if "
+            "its rule looks at rows, at norms or at no gradients. Pass gramian_fn(losses)(params, *batch)[0] or "
+            "jacobian_fn(losses)(params, *batch)[0]; norms alone: squared_norms_fn(losses)(params, *batch)[0].sqrt()."
+        )
     if not (_is_square_matrix(value) if gramian is None else gramian):
         rows = rows_of(value)
         row_count(rows, "diagnose")
@@ -194,8 +186,8 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
     if J is None:
         found = f"shape {list(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(
-            f"diagnose: expected weights [{m}] with a Gramian, found {found}. "
-            "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."
+            f"diagnose: weights must be [{m}] with a Gramian, found {found}. For a direction, pass the Jacobian; if it "
+            "is a square matrix, with gramian=False."
         )
     rows, heads = split_heads(J)
     if heads and isinstance(target, dict):
@@ -208,17 +200,16 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
     """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
-    leaves, _ = tree_flatten(direction)
-    found = {
-        name: leaf.shape if _is_real(leaf) else None for name, leaf in zip(tree_names(direction), leaves, strict=True)
-    }
-    expected = {name: leaf.shape[1:] for name, leaf in zip(tree_names(rows), tree_flatten(rows)[0], strict=True)}
-    if found != expected or isinstance(direction, Tensor) != isinstance(rows, Tensor):
-        shapes = {name: None if shape is None else list(shape) for name, shape in found.items()}
+
+    def shapes(tree: Any, first: int) -> dict[str, list[int] | None]:
+        leaves = zip(tree_names(tree), tree_leaves(tree), strict=True)
+        return {name: list(leaf.shape[first:]) if _is_real(leaf) else None for name, leaf in leaves}
+
+    found = shapes(direction, 0)
+    if found != shapes(rows, 1) or isinstance(direction, Tensor) != isinstance(rows, Tensor):
         raise ValueError(
-            "diagnose: expected weights, a single tensor [m], or a direction with the structure of params, found "
-            f"{shapes or 'no tensors'}. Instead of entrywise weights, pass the direction "
-            "aggregation.combine(jacobian, weights)."
+            "diagnose: the second argument must be weights [m], or a direction with the structure of params, found "
+            f"{found or 'no tensors'}. Instead of entrywise weights, pass aggregation.combine(jacobian, weights)."
         )
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import described
-from functional_jd.fronts.points import check_floats, check_points
+from functional_jd.core.arguments import refuse
+from functional_jd.fronts.points import check_matrix
 
 # The memory grows as K^(m - 1).
 MOST_LOSSES = 4
@@ -24,8 +24,7 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         wherever no two points share a coordinate: the derivative with respect to a dominated point is 0.
 
     Raises:
-        TypeError: not floating-point tensors.
-        ValueError: shapes that do not fit; more than four losses (for those: `moocore.hypervolume`).
+        TypeError, ValueError: points or a reference that do not fit; more than four losses.
 
     Laws:
         Invariant to permutations of the points and of the losses, to duplicates and dominated points; grows with every
@@ -41,18 +40,15 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         >>> hypervolume(torch.tensor([[0.0, 0.5], [0.5, 0.0]]), torch.ones(2))
         tensor(0.7500, dtype=torch.float64)
     """
-    check_points("hypervolume", points)
+    check_matrix("hypervolume", "points", points)
     m = points.shape[-1]
-    check_floats("hypervolume", "reference", reference, "[m]")
-    if reference.shape != (m,):
-        raise ValueError(
-            f"hypervolume: expected one reference value per loss, [{m}], found {described(reference)}. Pass the worst "
-            "losses that count."
-        )
+    if not isinstance(reference, Tensor) or not reference.is_floating_point() or reference.shape != (m,):
+        cure = "Pass the worst losses that count."
+        refuse("hypervolume", "reference", f"a floating-point tensor [{m}], one per loss", reference, cure, ValueError)
     if m > MOST_LOSSES:
         raise ValueError(
-            f"hypervolume: expected at most {MOST_LOSSES} losses, found {m}: its memory grows as K^(m - 1). For more, "
-            "use moocore.hypervolume(points, ref=reference), which has no derivative."
+            f"hypervolume: points must have at most {MOST_LOSSES} losses, found {m}: its memory grows as K^(m - 1). "
+            "For more, use moocore.hypervolume(points, ref=reference), which has no derivative."
         )
     reference = reference.double()
     if not len(points):

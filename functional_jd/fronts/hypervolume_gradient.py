@@ -36,10 +36,9 @@ def hypervolume_gradient(reference: Numbers) -> Population:
 
     Laws:
         No weight is negative. Equivariant to permutations of the losses, and of solutions that differ; of two equal
-        solutions the later one counts as dominated by the first. Where no solution is dominated, the direction of each
-        is, up to its length, minus the gradient of the hypervolume: where all directions vanish, the hypervolume is
-        stationary. A solution whose losses are not finite has NaN weights, and does not touch the others. Time and
-        memory grow as `K^m`, plus `K^3`.
+        solutions the later one counts as dominated. Where no solution is dominated, the direction of each is, up to
+        its length, minus the gradient of the hypervolume. A solution whose losses are not finite has NaN weights, and
+        does not touch the others. Time and memory grow as `K^m`, plus `K^3`.
 
     Source:
         Deist, Grewal, Dankers, Alderliesten & Bosman, Multi-objective learning to predict Pareto fronts using
@@ -47,8 +46,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         Wang, Deutz, Back & Emmerich, Hypervolume indicator gradient ascent multi-objective optimization, EMO 2017.
 
     Differs:
-        The reference code moves the reference also where a solution is less than a tenth before it, so that what it
-        ascends is not the hypervolume of that reference.
+        The reference code moves the reference also where a solution is less than a tenth before it.
 
     Example:
         >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter
@@ -61,7 +59,7 @@ def hypervolume_gradient(reference: Numbers) -> Population:
     def weigh(points: Tensor) -> Weights:
         if points.shape[-1] > MOST_LOSSES:
             raise ValueError(
-                f"hypervolume_gradient: expected at most {MOST_LOSSES} losses, found {points.shape[-1]}: its memory "
+                f"hypervolume_gradient: losses must be at most {MOST_LOSSES}, found {points.shape[-1]}: its memory "
                 "grows as K^m. For more, give each solution a preference: lattice(m, divisions)."
             )
         points = points.double()

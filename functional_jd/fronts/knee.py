@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from functional_jd.fronts.points import check_points, non_dominated
+from functional_jd.fronts.points import check_matrix, non_dominated
 
 
 def knee(points: Tensor) -> Tensor:
@@ -30,16 +30,15 @@ def knee(points: Tensor) -> Tensor:
         Optimization 18, 1999: the point of the front that is farthest from the plane through its ends.
 
     Differs:
-        For more than two losses the ends of a front do not lie on one plane with equal intercepts; here the plane is
-        that of `sum_i = 1` in losses between ideal and nadir, which for two losses is the line through the ends.
+        For more than two losses, the plane is that of `sum_i = 1` in losses between ideal and nadir.
 
     Example:
         >>> int(knee(torch.tensor([[0.0, 1.0], [0.1, 0.2], [1.0, 0.0]])))
         1
     """
-    check_points("knee", points)
+    check_matrix("knee", "points", points)
     if not len(points):
-        raise ValueError("knee: expected at least one point, found none. Pass losses [K, m].")
+        raise ValueError("knee: points must be at least one, found none. Pass losses [K, m].")
     points = points.double()
     on_front = non_dominated(points).unsqueeze(-1)
     ideal = torch.where(on_front, points, torch.inf).amin(0)

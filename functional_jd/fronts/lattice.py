@@ -43,14 +43,8 @@ def lattice(m: int, divisions: int) -> Tensor:
     check_integer("lattice", "divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")
     count = comb(divisions + m - 1, m - 1)
     if count > _MOST:
-        refuse(
-            "lattice",
-            "divisions",
-            f"such that there are at most 2^20 preferences, not {count},",
-            divisions,
-            "Take fewer.",
-            ValueError,
-        )
+        expected = f"such that there are at most 2^20 preferences, not {count},"
+        refuse("lattice", "divisions", expected, divisions, "Take fewer.", ValueError)
     # A preference is a row of `divisions` stars that m - 1 bars part: entry i counts the stars before bar i.
     places = list(combinations(range(divisions + m - 1), m - 1))
     bars = torch.tensor(places, dtype=torch.float64).reshape(count, m - 1)

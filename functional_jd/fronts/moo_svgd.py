@@ -35,19 +35,17 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         TypeError, ValueError: a hyper-parameter that is no number, or out of range.
 
     Laws:
-        Equivariant to permutations of the solutions and of the losses. A solution that is alone, or far from all
-        others, descends by `mgda`. Of two losses, a solution at the end of the front, where the gradient of one
-        vanishes, stays there. A solution that is not finite has NaN weights, and does not touch the others.
+        Equivariant to permutations of the solutions and of the losses. A solution far from all others descends by
+        `mgda`. Of two losses, a solution at the end of the front, where one gradient vanishes, stays there. A solution
+        that is not finite has NaN weights, and does not touch the others.
 
     Source:
         Liu, Tong & Liu, Profiling Pareto front with multi-objective Stein variational gradient descent, NeurIPS 2021.
 
     Differs:
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
-        losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem; the
-        usual one of SVGD, the median divided by `log(K)`, gathers solutions at the ends of a front. There
-        the sums are divided by K, and weights may be negative: repulsion drives the ends of a front beyond it, the more
-        the wider they are apart.
+        losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem. Its
+        weights may be negative: repulsion drives the ends of a front beyond it.
 
     Example:
         >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter

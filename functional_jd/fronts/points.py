@@ -26,23 +26,15 @@ def non_dominated(points: Tensor) -> Tensor:
         Equivariant to permutations of the points, invariant to permutations of the losses and to increasing functions
         of each loss. Time and memory grow as `K^2 m`.
     """
-    check_points("non_dominated", points)
+    check_matrix("non_dominated", "points", points)
     left, right = points.unsqueeze(-2), points.unsqueeze(-3)
     dominated = ((right <= left).all(-1) & (right < left).any(-1)).any(-1)
     return ~dominated & points.isfinite().all(-1)
 
 
-def check_points(where: str, points: Tensor) -> None:
-    """Refuse what is not a tensor of points, one in a row."""
-    check_floats(where, "points", points, "[K, m]")
-    if points.ndim != 2 or not points.shape[1]:
-        raise ValueError(
-            f"{where}: expected points [K, m], one in a row, found shape {list(points.shape)}. Stack the losses of K "
-            "points."
-        )
-
-
-def check_floats(where: str, name: str, value: Any, shape: str) -> None:
-    """Refuse what is not a dense tensor of floating-point numbers."""
+def check_matrix(where: str, name: str, value: Any, cure: str = "Stack the losses of K points.") -> None:
+    """Raise unless a value is a floating-point tensor `[K, m]`, one row for each point or preference."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
-        refuse(where, name, f"a floating-point tensor {shape}", value, "Pass the losses, or convert by .double().")
+        refuse(where, name, "a floating-point tensor [K, m]", value, "Convert it with .double().")
+    if value.ndim != 2 or not value.shape[1]:
+        refuse(where, name, "[K, m], one in a row", value, cure, ValueError)

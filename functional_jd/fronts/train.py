@@ -14,7 +14,7 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
-from functional_jd.fronts.points import check_floats
+from functional_jd.fronts.points import check_matrix
 from functional_jd.fronts.population import Population, member
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
@@ -82,10 +82,9 @@ def train(
         engine: as for `step`.
         has_aux: as for `step`.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
-        compile: how the step of all solutions is run. `False`: as it is, its Python code each time. `"eager"`: the
-            operators that it calls, written down by `compiled` at the first step and run by torch: the same bits, in a
-            third of the time where solutions are small, without a compiler. `True`, or `"inductor"`: as machine code,
-            which takes its time at first. What the losses read besides their arguments is then read once.
+        compile: how the step of all solutions is run. `False`: its Python code each time. `"eager"`: its operators,
+            recorded by `compiled` at the first step: the same bits, in a third of the time for small solutions. `True`,
+            or `"inductor"`: machine code. What the losses read besides their arguments is then read once.
         on_step: as for `fit`; leaves of infos and states have K as their first dimension.
         progress: as for `fit`.
         patience: as for `fit`; a step counts as skipped if no solution took it.
@@ -94,17 +93,12 @@ def train(
         `Front(states, losses, preferences)`.
 
     Raises:
-        TypeError: `rule` is not a function, or does not return a rule; preferences that are not floating-point; what
-            `train_state` and `fit` raise.
-        ValueError: `compile` is another name; preferences that are not `[K, m]`; no batch; for a population,
-            preferences, chunks, or a start whose leaves differ in their first dimension; what `train_state`, `step` and
-            `fit` raise.
+        TypeError, ValueError: arguments that do not fit; what `train_state`, `step` and `fit` raise.
 
     Laws:
         Solution k is what `train_state` and `step` give by themselves with `rule(preferences[k])`, to rounding; of a
-        population, with the weights that it gives to all. The losses are evaluated once a step in either case. Two
-        calls on halves of the batches are one call on all. Pure; random numbers in the losses need keys (`keyed`), as
-        everywhere under vmap.
+        population, with the weights that it gives to all. Two calls on halves of the batches are one call on all. Pure;
+        random numbers in the losses need keys (`keyed`).
 
     Example:
         >>> losses = lambda w: torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
@@ -186,9 +180,7 @@ def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     try:
         return next(remaining), remaining
     except StopIteration:
-        raise ValueError(
-            "fronts.train: expected at least one batch, found none. Batches of losses of params: [()]."
-        ) from None
+        raise ValueError("fronts.train: batches must not be empty. Of losses of params alone: [()].") from None
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:
@@ -199,24 +191,17 @@ def _checked_population(
     start: Params | Front, preferences: Tensor | None, chunk_size: int | None
 ) -> tuple[Params | Front, Tensor]:
     """The start of all solutions of a population, and their preferences, which have no entries."""
-    if chunk_size is not None:
-        raise ValueError(
-            f"fronts.train: expected no chunk_size for a population, whose solutions know one another, found "
-            f"{chunk_size}. Leave it out, or take fewer solutions."
-        )
-    if preferences is not None:
-        raise ValueError(
-            "fronts.train: expected no preferences for a population, found some. Leave them out: its start tells how "
-            "many solutions there are."
-        )
+    for name, value in (("chunk_size", chunk_size), ("preferences", preferences)):
+        if value is not None:
+            refuse("fronts.train", name, "None for a population", value, "Leave it out.", ValueError)
     if isinstance(start, Front):
         return start, start.preferences
     leaves, _ = floating_leaves(start, "fronts.train")
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            "fronts.train: expected the parameters of all solutions of a population, stacked, leaves [K, ...], found "
-            f"shapes {[list(leaf.shape) for leaf in leaves[:3]]}. Stack them: torch.func.stack_module_state(models)[0]."
+            "fronts.train: start must be the stacked parameters of a population, leaves [K, ...], found shapes "
+            f"{[list(leaf.shape) for leaf in leaves[:3]]}. Stack them: torch.func.stack_module_state(models)[0]."
         )
     return tree_map(lambda x: x.detach(), start), leaves[0].new_empty((len(leaves[0]), 0)).detach()
 
@@ -224,21 +209,13 @@ def _checked_population(
 def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> Tensor:
     if preferences is None and isinstance(start, Front):
         return start.preferences
-    check_floats("fronts.train", "preferences", preferences, "[K, m]")
+    check_matrix("fronts.train", "preferences", preferences, "Take lattice(m, divisions).")
     assert preferences is not None
-    if preferences.ndim != 2:
+    wanted = len(start.preferences) if isinstance(start, Front) else max(len(preferences), 1)
+    if len(preferences) != wanted:
+        expected = f"{wanted}, one for each solution"
         raise ValueError(
-            f"fronts.train: expected preferences [K, m], one in a row, found shape {list(preferences.shape)}. Take "
-            "lattice(m, divisions)."
-        )
-    if not len(preferences):
-        raise ValueError(
-            "fronts.train: expected at least one preference, found none. Spread them by lattice(m, divisions)."
-        )
-    if isinstance(start, Front) and len(preferences) != len(start.preferences):
-        raise ValueError(
-            f"fronts.train: expected {len(start.preferences)} preferences, one for each solution of the front, found "
-            f"{len(preferences)}. Leave them out, to go on with the same."
+            f"fronts.train: preferences must be {expected}, found {len(preferences)}. Take lattice(m, divisions)."
         )
     likes = tree_leaves(start)
     at = likes[0].device if likes and isinstance(likes[0], Tensor) else None  # where each step needs them

@@ -10,7 +10,6 @@ from functional_jd.solvers.spectral import has_clear_rank, may_be_read, pseudo_i
 # The rounding of A, and of its decomposition, as a fraction of its largest entry, times m.
 _ROUNDING = 8 * torch.finfo(torch.float64).eps
 
-
 # How much of `J'x` may be the rounding of a part of x that `J'` maps to zero.
 _LOST = 1e-10
 
@@ -22,17 +21,8 @@ def damped_weights(matrix: Tensor, b: Tensor, damping: Tensor | float) -> Tensor
     If that rounding is more than 1e-10 of `J'x`, and the rank of A is clear, x is the solution for `b_1`, by the
     pseudo-inverse, without a ridge.
 
-    Args:
-        matrix: as for `damped_solve`.
-        b: as for `damped_solve`.
-        damping: as for `damped_solve`.
-
-    Returns:
-        float64 `[m]`; NaN where an input is not finite.
-
-    Laws:
-        As `damped_solve`, which it is wherever values cannot be looked at for nothing: under transforms, and off the
-        CPU. The rank is constant to derivatives.
+    Arguments, results and laws are those of `damped_solve`, which it is under transforms and off the CPU, where values
+    cannot be looked at for nothing. The rank is constant to derivatives.
     """
     x = damped_solve(matrix, b, damping)
     if not may_be_read(matrix):

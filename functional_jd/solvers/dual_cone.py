@@ -18,10 +18,7 @@ def cosines(gramian: Gramian) -> tuple[Tensor, Tensor]:
         gramian: float64 `[*, m, m]`.
 
     Returns:
-        `[*, m, m]` and `[*, m]`.
-
-    Laws:
-        C is invariant, bit for bit, to scaling rows by powers of two.
+        `[*, m, m]` and `[*, m]`. C is invariant, bit for bit, to scaling rows by powers of two.
     """
     squares = gramian.diagonal(dim1=-2, dim2=-1)
     norms = squares.masked_fill(squares == 0, 1).sqrt()
@@ -40,10 +37,7 @@ def dual_cone_multipliers(cosines: Tensor, combinations: Tensor, solver: Solver 
         solver: as of `linear_complementarity`.
 
     Returns:
-        `[*, m, k]`, one s per column, NaN where an input is not finite.
-
-    Laws:
-        Composes with vmap, grad, jvp, compile; first and second derivatives are correct where they exist.
+        `[*, m, k]`, one s per column, as of `linear_complementarity`.
 
     Source:
         Quinton & Rey, arXiv 2406.16232, proposition 1, in terms of unit rows.
@@ -52,16 +46,9 @@ def dual_cone_multipliers(cosines: Tensor, combinations: Tensor, solver: Solver 
 
 
 def row_multipliers(cosines: Tensor, solver: Solver = "host") -> Tensor:
-    """The multipliers for the projections of the unit rows themselves: column i is for row i.
+    """The multipliers `[*, m, m]` for the projections of the unit rows themselves: column i is for row i.
 
     The multiplier of row i in its own projection is 0; fixing it at 0 keeps the problem regular.
-
-    Args:
-        cosines: float64 `[*, m, m]`, as `cosines` returns them.
-        solver: as of `linear_complementarity`.
-
-    Returns:
-        `[*, m, m]`.
     """
     if cosines.shape[-1] == 2:  # one constraint per row: in closed form
         return (-cosines).clamp(min=0)

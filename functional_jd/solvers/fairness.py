@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nonzero, with_nan_of
-from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve
+from functional_jd.solvers.search import Solver, empty, matvec, opaque, per_problem, solve
 
 # Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
 _STEPS = 80
@@ -26,15 +26,13 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
 
     It is the minimum of `y'C y / 2 - sum_i k_i^2 v_i^(1 - p) / (1 - p)`, y = k v (the logarithm at p = 1), strictly
     convex: there is at most one solution. The search is constant to derivatives. Two chord steps with the factor of its
-    last Jacobian follow: they refine the solution, and the k-th step makes the k-th derivative correct, so that first
-    and second derivatives are those of the solution.
+    last Jacobian follow, which refine the solution and make first and second derivatives correct.
 
     Args:
         cosines: C, float64 `[*, m, m]`, positive semi-definite, with ones on the diagonal; a row of zeros is excluded.
         sizes: k, float64 `[*, m]`, positive; only their ratios matter.
         power: p > 0, a number, or float64 `[]` or `[*, 1]`.
-        solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
-            stand, in 80 steps, without a synchronization.
+        solver: `"host"`, or `"device"`: where its inputs stand, in 80 steps, without a synchronization.
 
     Returns:
         v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
@@ -74,8 +72,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
     """
     m = sizes.shape[-1]
     C, k, p = cosines.reshape(-1, m, m), sizes.reshape(-1, m), power.reshape(-1, 1)
-    eye = torch.eye(m, dtype=C.dtype, device=C.device)
-    ridged, p_eye = C + _RIDGE * eye, p.unsqueeze(-1) * eye
+    ridged = C + _RIDGE * torch.eye(m, dtype=C.dtype, device=C.device)
     v = t = torch.ones_like(k)
     solved = rounded = finished = arrived = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
     smallest, one_at_most = torch.full_like(k[:, :1], torch.inf), p <= 1
@@ -94,9 +91,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
             break
         rate = t / v
         size = rate.clamp(min=1).rsqrt()
-        factor = torch.linalg.cholesky_ex(
-            ridged * size.unsqueeze(-1) * size.unsqueeze(-2) + rate.clamp(max=1).unsqueeze(-1) * p_eye
-        )[0]
+        factor = _factor(ridged, size, rate.clamp(max=1), p)
         log_residual = p * v.log() + t.log()
         dv = size / y * solve(factor, size * ((1 - log_residual) * k * t - gain))
         dt = -log_residual - p * dv
@@ -112,7 +107,7 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
     solved = (solved | rounded | arrived) & (relative > _NOISE)
     start = torch.where(solved, v, 1)
     rate = (start ** -(1 + p)).clamp(max=1)
-    factor = _factor(ridged, _no_larger_than_one(start, p), rate.unsqueeze(-1) * p_eye)
+    factor = _factor(ridged, _no_larger_than_one(start, p), rate, p)
     v = torch.where(solved | (torch.minimum(smallest, relative) > _DOUBTFUL), v, 0)
     v = with_nan_of(v, C.sum((-2, -1)).unsqueeze(-1) + p)
     single = (*sizes.shape[:-1], 1)
@@ -120,8 +115,9 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
     return v.view(sizes.shape), upper, solved.view(single), rounded.to(v.dtype).view(single)
 
 
-def _factor(C: Tensor, size: Tensor, diagonal: Tensor) -> Tensor:
-    """The lower Cholesky factor of C with rows and columns multiplied by a size, plus a diagonal."""
+def _factor(C: Tensor, size: Tensor, rate: Tensor, power: Tensor) -> Tensor:
+    """The lower Cholesky factor of C with rows and columns multiplied by a size, plus `power rate` on the diagonal."""
+    diagonal = torch.diag_embed(rate * power)
     return torch.linalg.cholesky_ex(C * size.unsqueeze(-1) * size.unsqueeze(-2) + diagonal)[0]
 
 
@@ -151,13 +147,11 @@ def _is_rounding(C: Tensor, y: Tensor, gain: Tensor, wanted: Tensor) -> Tensor:
     return ((gain - wanted).abs() <= rounding).all(-1, keepdim=True)
 
 
-def _fake(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
-    single = (*sizes.shape[:-1], 1)
-    solved, rounded = sizes.new_empty(single, dtype=torch.bool), sizes.new_empty(single)
-    return sizes.new_empty(sizes.shape), cosines.new_empty(cosines.shape), solved, rounded
+def _fake(cosines: Tensor, sizes: Tensor, power: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty(sizes), empty(cosines), empty(power, torch.bool), empty(power)
 
 
-_opaque_search = opaque("functional_jd::fair_shares_search", _search, _fake)
+_opaque_search = opaque("functional_jd::fair_shares_search", _search, _fake, inputs=3)
 
 
 def _step_factor(relative: Tensor) -> Tensor:

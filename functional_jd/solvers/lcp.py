@@ -22,6 +22,11 @@ _EXCHANGES = 10
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
 # From so many entries in all tableaus on, these take about a second.
 _SLOW_FROM = 500_000
+_SLOW = (
+    "{} projections on the dual cone of {} rows that nearly depend on one another, as residuals at neighbouring points "
+    "do, are searched one by one, which may take seconds. Of the rules, upgrad projects every row, dualproj one "
+    "vector; for residuals take natural_gradient, levenberg_marquardt or losses that are their means."
+)
 
 
 def linear_complementarity(
@@ -50,10 +55,9 @@ def linear_complementarity(
     Laws:
         Pure; composes with vmap, grad, jvp, compile; third derivatives are not correct. The error e, measured as
         `(e'M e)^1/2`, is what rounding the entries of M and q explains: at most about 1e-16 times the condition number
-        of the active part of M, however singular M itself, and that only where s is as large as its root. On the
-        cosines of three rows of which two are opposite but for an angle, it is 2e-12 at a condition number of 1e8, 2e-7
-        at 1e10, 1e-5 at 1e12, 1e-2 at 1e14; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12, 4e-10 at
-        1e14. An eigenvalue of 1e-14 or less of the active part counts as zero.
+        of the active part of M, however singular M itself, and that only where s is as large as its root, as on
+        nearly opposite rows; on random matrices 1e-15 at 1e8, 1e-13 at 1e10, 2e-11 at 1e12. An eigenvalue of 1e-14 or
+        less of the active part counts as zero.
     """
     if allowed is None:
         allowed = torch.ones_like(offset, dtype=torch.bool)
@@ -68,27 +72,13 @@ def linear_complementarity(
 
 def solution(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> Tensor:
     """`linear_complementarity` without derivatives; `fixed` takes a fixed number of steps, and looks at no value."""
-    return _searched(matrix, offset, allowed, fixed, inverses=False)[0]
+    return _search(matrix, offset, allowed, fixed, inverses=False)[0]
 
 
-def _search(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool) -> tuple[Tensor, Tensor]:
+def _search(
+    matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool, inverses: bool = True
+) -> tuple[Tensor, Tensor]:
     """Multipliers, and the inverses `[*, k, m, m]` of the active parts of M, else zero."""
-    return _searched(matrix, offset, allowed, fixed, inverses=True)
-
-
-def _solution_like(matrix: Tensor, offset: Tensor, allowed: Tensor) -> Tensor:  # noqa: ARG001
-    return offset.new_empty(offset.shape)
-
-
-def _search_like(matrix: Tensor, offset: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return offset.new_empty(offset.shape), offset.new_empty(*offset.shape, offset.shape[-1])
-
-
-_opaque_solution = opaque("functional_jd::complementarity_solution", solution, _solution_like)
-_opaque_search = opaque("functional_jd::complementarity_search", _search, _search_like)
-
-
-def _searched(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool, inverses: bool) -> tuple[Tensor, Tensor]:
     k, m = offset.shape[-2:]
     inputs = matrix.reshape(-1, m, m), offset.reshape(-1, k, m), allowed.reshape(-1, k, m)
     found, size = None, offset.numel() * m
@@ -97,10 +87,21 @@ def _searched(matrix: Tensor, offset: Tensor, allowed: Tensor, fixed: bool, inve
     elif not fixed and size < min(_TENSORS_FROM, _PRODUCTS_FROM):
         found = solve_by_numbers(*inputs, inverses)
     if found is None:
-        found = _by_pivots(*inputs, looks=False) if fixed else _by_tensors(*inputs, inverses)
+        found = _by_pivots(*inputs) if fixed else _by_tensors(*inputs, inverses)
         found = _with_nan(*inputs[:2], found[0]), found[1]
     s, inverse = found
     return s.view(offset.shape), inverse.view(*offset.shape, m) if inverses else inverse
+
+
+_opaque_solution = opaque(
+    "functional_jd::complementarity_solution", solution, lambda _, q, allowed: q.new_empty(allowed.shape), inputs=3
+)
+_opaque_search = opaque(
+    "functional_jd::complementarity_search",
+    _search,
+    lambda _, q, allowed: (q.new_empty(allowed.shape), q.new_empty(*q.shape, q.shape[-1])),
+    inputs=3,
+)
 
 
 def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
@@ -108,10 +109,10 @@ def _with_nan(M: Tensor, q: Tensor, s: Tensor) -> Tensor:
     return torch.add(s, torch.baddbmm(q, s, M).sum(-1, keepdim=True), alpha=0)
 
 
-def _by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool) -> tuple[Tensor, Tensor]:
+def _by_pivots(M: Tensor, q: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
     k, m = q.shape[-2:]
     every = M.unsqueeze(1).expand(-1, k, m, m).reshape(-1, m, m)
-    s, inverse = solve_by_pivots(every, q.flatten(0, 1), free.flatten(0, 1), looks)
+    s, inverse = solve_by_pivots(every, q.flatten(0, 1), free.flatten(0, 1), looks=False)
     return s.view_as(q), inverse.view(*q.shape, m)
 
 
@@ -133,7 +134,7 @@ def _by_tensors(M: Tensor, q: Tensor, free: Tensor, inverses: bool) -> tuple[Ten
     if left.any():
         problem = left.flatten().nonzero().squeeze(-1)
         if len(problem) * m * m >= _SLOW_FROM:
-            _warn_of_pivots(len(problem), m)
+            warnings.warn(_SLOW.format(len(problem), m), SlowPathWarning, stacklevel=user_level())
         new = solve_by_pivots(M[problem // k], q.flatten(0, 1)[problem], free.flatten(0, 1)[problem])
         s = torch.where(unsolved, s.flatten(0, 1).index_copy(0, problem, new[0]).view_as(s), s)
         if inverses:
@@ -169,14 +170,3 @@ def _factor(M: Tensor, active: Tensor) -> Tensor:
 
 def _is_doubtful(factor: Tensor) -> Tensor:
     return factor.diagonal(dim1=-2, dim2=-1).amin(-1, keepdim=True) < _WELL_CONDITIONED**0.5
-
-
-def _warn_of_pivots(problems: int, m: int) -> None:
-    warnings.warn(
-        f"{problems} projections on the dual cone of {m} rows that nearly depend on one another, as residuals at "
-        f"neighbouring points do, are searched one by one, which may take seconds. "
-        "Of the rules, upgrad projects every row, dualproj one vector; for residuals take natural_gradient, "
-        "levenberg_marquardt or losses that are their means.",
-        SlowPathWarning,
-        stacklevel=user_level(),
-    )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.safe import nan_unless, with_nan_of
-from functional_jd.solvers.search import Solver, matvec, opaque
+from functional_jd.solvers.search import Solver, empty, matvec, opaque
 
 # Reduced costs and pivots below this, of entries of order one, count as zero.
 _TOLERANCE = 1e-11
@@ -15,15 +15,13 @@ _TIES = 1e-13
 def linear_program(objectives: Tensor, rows: Tensor, limits: Tensor, solver: Solver = "host") -> Tensor:
     """Maximise `c_1'x`, among its maximisers `c_2'x`, and so on, subject to `x >= 0` and `A x <= b`, with `b >= 0`.
 
-    The search for the vertex is constant to derivatives. There, as many equations hold as there are rows; their
-    solution has the derivatives of the vertex.
+    Derivatives are those of the equations that hold at the vertex, as many as there are rows.
 
     Args:
         objectives: c, float64 `[*, k, n]`, entries at most of order one, the first before the others.
         rows: A, float64 `[*, r, n]`, the same; the x that it allows are bounded.
         limits: b, float64 `[*, r]`, not negative: so `x = 0` is allowed, where the search starts.
-        solver: `"host"`: the search runs on the host, and stops at the vertex. `"device"`: it runs where its inputs
-            stand, without a synchronization, in `4 (n + r)` pivots for every problem.
+        solver: `"host"`, or `"device"`: where its inputs stand, without a synchronization, in `4 (n + r)` pivots.
 
     Returns:
         float64 `[*, n]`, non-negative up to rounding: one of the vertices where several are best. NaN where an input is
@@ -34,8 +32,7 @@ def linear_program(objectives: Tensor, rows: Tensor, limits: Tensor, solver: Sol
         many constraints are active there as x has entries.
 
     Source:
-        Dantzig, Linear programming and extensions, 1963; Bland, New finite pivoting rules for the simplex method,
-        Mathematics of Operations Research 2, 1977, which ends a search that goes round.
+        Dantzig, Linear programming and extensions, 1963; Bland, New finite pivoting rules, 1977, ends cycles.
     """
     r, n = rows.shape[-2:]
     basis = _opaque_vertex(objectives.detach(), rows.detach(), limits.detach(), solver=solver)
@@ -104,8 +101,4 @@ def _pivoted(tableau: Tensor, basis: Tensor, entering: Tensor, moving: Tensor, b
     return torch.where(moving.unsqueeze(-1), changed, tableau), torch.where(moving, exchanged, basis)
 
 
-def _vertex_like(objectives: Tensor, rows: Tensor, limits: Tensor) -> Tensor:  # noqa: ARG001
-    return limits.new_empty(limits.shape, dtype=torch.int64)
-
-
-_opaque_vertex = opaque("functional_jd::linear_program", _vertex, _vertex_like)
+_opaque_vertex = opaque("functional_jd::linear_program", _vertex, lambda *given: empty(given[2], torch.int64), inputs=3)

@@ -31,15 +31,7 @@ def can_be_launched(offset: Tensor) -> bool:
 def solve_in_one_launch(matrix: Tensor, offset: Tensor, allowed: Tensor, inverses: bool) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity`, where the tensors are, without a synchronization.
 
-    Args:
-        matrix: float64 `[b, m, m]`, m at most 64.
-        offset: float64 `[b, k, m]`.
-        allowed: bool `[b, k, m]`.
-        inverses: whether to return the inverses.
-
-    Returns:
-        s `[b, k, m]`, NaN where `M` or q is not finite; the inverses of the active parts of `M`, else zero,
-        `[b, k, m, m]`, or empty.
+    Arguments and results are those of `solve_by_numbers`; s is NaN where `M` or q is not finite.
     """
     b, k, m = offset.shape
     s = torch.empty_like(offset, memory_format=torch.contiguous_format)

@@ -16,19 +16,22 @@ Solver: TypeAlias = Literal["host", "device"]
 steps, without a synchronization."""
 
 
-def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inputs: int) -> Callable[..., Any]:
     """A search as custom operators, which may branch on values: transforms and tracers do not enter them.
 
     Args:
         name: of the operator, unique.
         search: a function of tensors `[*, ...]` and of a flag `fixed` that returns one or several tensors with the same
             batch dimensions: unless `fixed`, it may look at values. It is constant to derivatives.
-        fake: a function of the tensors only, for shapes and dtypes.
+        fake: a function of the tensors that returns empty ones of the shapes and dtypes that `search` returns.
+        inputs: the number of tensors.
 
     Returns:
         A function `run(*tensors, solver)`; its attribute `op` is the operator that searches on the host.
     """
-    schema = torch.library.infer_schema(fake, mutates_args=())
+    example = fake(*[torch.empty(1, 1, device="meta")] * inputs)
+    results = "Tensor" if isinstance(example, Tensor) else f"({', '.join(['Tensor'] * len(example))})"
+    schema = f"({', '.join(f'Tensor x{k}' for k in range(inputs))}) -> {results}"
 
     def on_host(*inputs: Tensor) -> Any:
         if inputs[0].is_cpu:
@@ -54,6 +57,11 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any]) -> C
 
     run.op = host_op  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of the shape of another."""
+    return like.new_empty(like.shape, dtype=dtype)
 
 
 def _operator(

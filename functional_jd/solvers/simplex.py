@@ -18,9 +18,8 @@ def simplex_projection(points: Tensor) -> Tensor:
         `[*, m]`, NaN in rows that are not finite.
 
     Laws:
-        Idempotent; invariant to adding one number to all entries. Sums to one also where entries are so large that
-        adding one does not change them. Composes with vmap, grad, jvp, compile; derivatives are correct where the set
-        of positive entries does not change.
+        Idempotent; invariant to adding one number to all entries. Sums to one also where entries are huge. Composes
+        with vmap, grad, jvp, compile; derivatives are correct where the set of positive entries does not change.
 
     Source:
         Held, Wolfe & Crowder, Validation of subgradient optimization, 1974: the algorithm that sorts. The quotients

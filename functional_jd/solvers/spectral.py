@@ -22,8 +22,7 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     its block of the eigenvalues that are kept, and `T = [1, X]'` a basis of its range, `X S` the block below. Then
     `A^+ = T M S^-1 M T'` and the projection is `T M T'`, with `M = (T'T)^-1 = 1 - X'X` to third order in X, which is
     zero except for its derivatives. Two steps of `Y <- Y (2 - S Y)`, that change derivatives only, give those of
-    `S^-1`. Where no eigenvalue is dropped the projection is the identity, and no rounding of it is multiplied by
-    the inverse twice, as by the usual formula for the derivative.
+    `S^-1`.
 
     Args:
         matrix: A, float64 `[*, m, m]`, symmetric positive semi-definite.
@@ -53,10 +52,7 @@ def pseudo_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_clear_rank(matrix: Tensor) -> bool:
-    """Whether some eigenvalues are at rounding level, and all others far above them. Reads values.
-
-    Where eigenvalues fall through that level, those below it are not zero: to drop them is to solve another problem.
-    """
+    """Whether some eigenvalues are at rounding level, and all others far above them. Reads values."""
     spectrum = torch.linalg.eigvalsh(matrix)
     kept = spectrum > _CUT * len(spectrum) * spectrum[-1]
     largest_dropped = torch.where(kept, 0, spectrum.abs()).amax()
@@ -66,13 +62,8 @@ def has_clear_rank(matrix: Tensor) -> bool:
 def solve_well_conditioned(matrix: Tensor, right: Tensor) -> Tensor | None:
     """`A^-1 b` by a Cholesky factor, in a tenth of the time of `pseudo_inverse`, if that is as good.
 
-    Args:
-        matrix: A, float64 `[m, m]`, symmetric positive semi-definite, entries at most of order one, such as cosines.
-        right: b, float64 `[m]`.
-
-    Returns:
-        float64 `[m]`, differentiable, if A is well-conditioned, else `None`; `None` too where values cannot be looked
-        at for nothing: under transforms, on other devices than a CPU.
+    A is float64 `[m, m]`, symmetric positive semi-definite, with entries at most of order one, such as cosines; b is
+    `[m]`. The result is differentiable. It is `None` where A is ill-conditioned or may not be read.
     """
     if not may_be_read(matrix):
         return None
@@ -88,17 +79,9 @@ def may_be_read(matrix: Tensor) -> bool:
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
-    """The largest eigenvalue.
+    """The largest eigenvalue of float64 `[*, m, m]`, symmetric; NaN where the matrix is not finite.
 
-    Args:
-        matrix: float64 `[*, m, m]`, symmetric positive semi-definite.
-
-    Returns:
-        float64 `[*]`; NaN where the matrix is not finite.
-
-    Laws:
-        Composes with vmap, grad, jvp, compile; derivatives are correct where the eigenvalue is simple. Synchronizes
-        with the device.
+    Composes with vmap, grad, jvp, compile; derivatives are correct where it is simple. Synchronizes with the device.
     """
     finite_matrix, finite = _finite_or_identity(matrix)
     return nan_unless(finite[..., 0, 0], torch.linalg.eigvalsh(finite_matrix)[..., -1])

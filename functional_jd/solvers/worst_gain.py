@@ -5,7 +5,7 @@ from torch import Tensor
 
 from functional_jd.core.safe import with_nan_of
 from functional_jd.solvers.lcp import solution
-from functional_jd.solvers.search import Solver, matvec, opaque, per_problem, solve
+from functional_jd.solvers.search import Solver, empty, matvec, opaque, per_problem, solve
 
 # The search takes 1 to 7 steps, 14 at 64 rows of very different sizes.
 _STEPS = 24
@@ -27,16 +27,14 @@ def worst_gain_multipliers(
     steps, which are exact while the active set does not change.
 
     The search is constant to derivatives. Two Newton steps for v and tau follow, with the factor of its last matrix,
-    that change derivatives only: the k-th step makes the k-th derivative correct, so that first and second derivatives
-    are those of the solution.
+    that change derivatives only: they make first and second derivatives correct.
 
     Args:
         cosines: C, float64 `[*, m, m]`, as `cosines` returns them; the gain of a row of zeros is zero.
         gains: beta, float64 `[*, m]`: the cosines of x with the rows.
         sizes: rho, float64 `[*, m]`, positive, the largest 1; 1 for a row of zeros.
         radius: c > 0, a number, or float64 `[]` or `[*, 1]`.
-        solver: `"host"`: the search runs on the host, and stops at convergence. `"device"`: it runs where its inputs
-            stand, in 25 times the rounds of `linear_complementarity`, without a synchronization.
+        solver: as of `linear_complementarity`, of which the search on the device takes 25.
 
     Returns:
         v, float64 `[*, m]`, non-negative up to rounding, NaN where C, beta or c is not finite. It is 0 where the
@@ -48,7 +46,7 @@ def worst_gain_multipliers(
 
     Source:
         Liu, Liu, Jin, Stone & Liu, Conflict-averse gradient descent, NeurIPS 2021, the dual of section 3.1; with w its
-        weights on the simplex, `v ~ w / rho`, and the step of Newton's method is the dual's objective at w.
+        weights on the simplex, `v ~ w / rho`.
     """
     constant = radius.detach() if isinstance(radius, Tensor) else radius
     found, tau, active, upper, solved = _opaque_search(
@@ -123,23 +121,11 @@ def _search(
     )
 
 
-def _fake(
-    cosines: Tensor,
-    gains: Tensor,
-    sizes: Tensor,  # noqa: ARG001
-    radius: Tensor,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    single = (*gains.shape[:-1], 1)
-    return (
-        gains.new_empty(gains.shape),
-        gains.new_empty(single),
-        gains.new_empty(gains.shape, dtype=torch.bool),
-        cosines.new_empty(cosines.shape),
-        gains.new_empty(single, dtype=torch.bool),
-    )
+def _fake(cosines: Tensor, gains: Tensor, _: Tensor, radius: Tensor) -> tuple[Tensor, ...]:
+    return empty(gains), empty(radius), empty(gains, torch.bool), empty(cosines), empty(radius, torch.bool)
 
 
-_opaque_search = opaque("functional_jd::worst_gain_search", _search, _fake)
+_opaque_search = opaque("functional_jd::worst_gain_search", _search, _fake, inputs=4)
 
 
 def _derivatives_of(residual: Tensor) -> Tensor:

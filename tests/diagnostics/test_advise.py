@@ -187,7 +187,7 @@ def test_advice_shows_itself_and_stands_below_a_diagnosis():
         (([torch.eye(2), diagnose(torch.eye(2))],), TypeError, "Gramians .*, found Diagnosis"),
         (([diagnose(torch.eye(2)), torch.eye(2)],), TypeError, "sequence of Diagnosis .*, found "),
         (([torch.eye(2, device="meta")] * 2,), TypeError, "tensors with values"),
-        (([(), ()],), TypeError, r"found \(\)\. A step has .* gramian_fn"),
+        (([(), ()],), TypeError, r"found tuple\. A step has \(\) .* gramian_fn"),
         ((torch.eye(2),), ValueError, r"Gramians \[k, m, m\], found torch.float32 \[2, 2\]"),
         ((torch.ones(3, 2, 2, dtype=torch.int64),), ValueError, "found torch.int64"),
         ((torch.zeros(0, 2, 2),), ValueError, "at least two steps"),

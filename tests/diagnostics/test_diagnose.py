@@ -265,7 +265,7 @@ def test_is_pure():
         (([[1.0, 2], [3, 4]],), "read as a Gramian"),
         (([[1.0, 2], [2, 1]],), "gramian=False"),
         (([[-1.0, 0], [0, 1]],), "read as a Gramian"),
-        (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"expected weights \[2\] with a Gramian, found shape \[3\]"),
+        (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"weights must be \[2\] with a Gramian, found shape \[3\]"),
         (([[1.0, 0], [0, 1]], {"w": torch.ones(2)}), "pass the Jacobian"),
         (({"w": torch.ones(2, 3)}, [1.0, 2, 3]), "direction with the structure of params, found"),
         (({"w": torch.ones(2, 3)}, {"v": torch.ones(3)}), r"found \{'v': \[3\]\}"),
@@ -281,7 +281,7 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_what_is_said_to_be_a_gramian_is_square():
-    with pytest.raises(ValueError, match=r"gramian=True, expected .* \[m, m\], found shape \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"gramian=True, the first .* \[m, m\], found shape \[2, 3\]"):
         diagnose(torch.ones(2, 3), gramian=True)
     with pytest.raises(ValueError, match="found dict"):
         diagnose({"w": torch.eye(2)}, gramian=True)

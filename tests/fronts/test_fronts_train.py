@@ -165,10 +165,14 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ({"rule": lambda u: u}, TypeError, "train_state: aggregator must be"),
         ({"preferences": [[1.0, 2.0]]}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
         ({"preferences": None}, TypeError, r"preferences must be a floating-point tensor \[K, m\]"),
-        ({"preferences": torch.ones(2)}, ValueError, r"expected preferences \[K, m\], one in a row, found shape \[2\]"),
-        ({"preferences": torch.ones(0, 2)}, ValueError, "at least one preference, found none"),
+        (
+            {"preferences": torch.ones(2)},
+            ValueError,
+            r"preferences must be \[K, m\], one in a row, found torch.float32 \[2\]",
+        ),
+        ({"preferences": torch.ones(0, 2)}, ValueError, "preferences must be 1, one for each solution, found 0"),
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
-        ({"batches": []}, ValueError, "fronts.train: expected at least one batch, found none"),
+        ({"batches": []}, ValueError, "fronts.train: batches must not be empty"),
         ({"chunk_size": 0}, ValueError, "fronts.train: chunk_size must be an integer of at least 1"),
         ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
         ({"compile": 1}, TypeError, "fronts.train: compile must be True or False, found 1"),
@@ -184,5 +188,5 @@ def test_what_does_not_fit_is_refused(change, kind, message):
 def test_a_front_goes_on_with_as_many_preferences():
     how = {"losses": quadratics, "optimizer": jd.sgd(0.1), "rule": jd.tchebycheff}
     front = train(START, [()], preferences=lattice(2, 2), **how)
-    with pytest.raises(ValueError, match="expected 3 preferences, one for each solution of the front, found 4"):
+    with pytest.raises(ValueError, match="preferences must be 3, one for each solution, found 4"):
         train(front, [()], preferences=lattice(2, 3), **how)

@@ -49,9 +49,13 @@ def test_the_knee_of_several_losses_is_nearest_to_the_ideal_between_ideal_and_na
 @pytest.mark.parametrize(
     ("function", "points", "message"),
     [
-        (non_dominated, torch.ones(3), r"non_dominated: expected points \[K, m\], one in a row, found shape \[3\]"),
+        (
+            non_dominated,
+            torch.ones(3),
+            r"non_dominated: points must be \[K, m\], one in a row, found torch.float32 \[3\]",
+        ),
         (non_dominated, [[1.0]], "non_dominated: points must be a floating-point tensor"),
-        (knee, torch.ones(0, 2), "knee: expected at least one point, found none"),
+        (knee, torch.ones(0, 2), "knee: points must be at least one, found none"),
         (knee, torch.ones(3, 2, dtype=torch.int64), "knee: points must be a floating-point tensor"),
     ],
 )
