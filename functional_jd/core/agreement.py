@@ -81,22 +81,19 @@ def means_if_alike(
     Raises:
         ValueError: parts that differ, on all ranks.
     """
-    sizes = [value.numel() for value in values]
-    sent = [torch.cat([value.reshape(-1).to(values[0].device) for value in values])]
-    if sum(sizes) > _FIRST:
-        sent = [sent[0][:_FIRST], sent[0][_FIRST:]]
-    bits = _bits_of(parts.values(), sent[0].device).to(widest(sent[0].device))
-    found = mean(torch.cat([sent[0], bits.new_zeros(_FIRST - len(sent[0])), bits]))
+    sent = torch.cat([value.reshape(-1).to(values[0].device) for value in values])
+    first, rest = sent[:_FIRST], sent[_FIRST:]
+    bits = _bits_of(parts.values(), sent.device).to(widest(sent.device))
+    found = mean(torch.cat([first, bits.new_zeros(_FIRST - len(first)), bits]))
     shared = found[_FIRST:].detach().reshape(len(parts), _BITS)
     alike = ((shared - shared.round()).abs() < 0.25 / ranks).all(1)
     if alike.is_cpu:
         _refuse(where, {name: text[:_LONGEST] for name, text in parts.items()}, alike.tolist(), cure)
-    if len(sent) > 1:
-        found = torch.cat([found[:_FIRST], mean(sent[1])])
+    means = torch.cat([found[: len(first)], mean(rest)]) if len(rest) else found[: len(first)]
     if not alike.is_cpu:  # without waiting for the device: the step is skipped
-        found = torch.where(alike.all(), found, torch.nan)
-    *means, _ = found.split([*sizes, len(found) - sum(sizes)])
-    return [part.reshape(value.shape).to(value) for part, value in zip(means, values, strict=True)]
+        means = torch.where(alike.all(), means, torch.nan)
+    own = means.split([value.numel() for value in values])
+    return [part.reshape(value.shape).to(value) for part, value in zip(own, values, strict=True)]
 
 
 def _bits_of(texts: Iterable[str], device: torch.device) -> Tensor:
