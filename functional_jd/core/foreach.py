@@ -1,9 +1,25 @@
-"""Many tensors in a few launches: their largest magnitude, their products with a number."""
+"""Many tensors in a few launches of an accelerator: their largest magnitude, their products with a number, copies."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.torch_internals import each_norm, each_times, under_transform
+from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.torch_internals import under_transform
+
+_times: Any = private("_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [x * factor for x in leaves])
+_norms: Any = private(
+    "_foreach_norm", "loss scales", otherwise=lambda leaves, order: [torch.linalg.vector_norm(x, order) for x in leaves]
+)
+copies: Any = private("_foreach_clone", "adamw", otherwise=lambda leaves: [x.clone() for x in leaves])
+"""Copies of many tensors."""
+copy_each: Any = private(
+    "_foreach_copy_",
+    "captured steps",
+    otherwise=lambda targets, sources: [x.copy_(y) for x, y in zip(targets, sources, strict=True)],
+)
+"""Copies into many tensors."""
 
 # Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
 _SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
@@ -44,7 +60,7 @@ def each_magnitude(tensors: list[Tensor]) -> list[Tensor]:
     """The largest magnitude `[]` of each tensor, NaN if a value is."""
     if not tensors or under_transform():
         return [x.abs().amax() for x in tensors]
-    return list(each_norm(tensors, torch.inf))
+    return list(_norms(tensors, torch.inf))
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
@@ -53,5 +69,5 @@ def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
         return []
     factors = {dtype: factor.to(leaves[0].device, dtype) for dtype in {leaf.dtype for leaf in leaves}}
     if len(factors) == 1 and not under_transform():
-        return each_times(leaves, factors[leaves[0].dtype])
+        return _times(leaves, factors[leaves[0].dtype])
     return [leaf * factors[leaf.dtype] for leaf in leaves]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.float64 import widest
+from functional_jd.core.foreach import copies
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
@@ -23,12 +24,11 @@ from functional_jd.optimizers.base import (
     on_shards,
     refuse_tensor,
 )
-from functional_jd.torch_compat.torch_internals import (
-    clone_each,
-    dispatch_modes,
-    fused_adamw,
-    under_functional_transform,
-)
+from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.torch_internals import dispatch_modes, under_functional_transform
+
+fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
+"""The in-place kernel behind `torch.optim.AdamW(fused=True)`. Without it, the formulas serve."""
 
 _TENSORS = ("lr", "eps", "weight_decay")
 # From this number of leaves on, what is compiled holds the kernel as one operator: compiling the formulas takes a third
@@ -206,25 +206,25 @@ def _moved(
     It is the kernel behind `torch.optim.AdamW(fused=True)`. Torch's public function around it makes a step of four to
     sixty leaves 1.1 times as long on a CPU, as it counts the steps of each leaf by itself.
     """
-    copies = clone_each([*leaves, *first, *second])
+    moved = copies([*leaves, *first, *second])
     n, device, dtype = len(leaves), leaves[0].device, leaves[0].dtype
     given = list(directions)
     for index, d in enumerate(given):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does
-        strides = copies[index].stride()
+        strides = moved[index].stride()
         d = d if d.dtype is dtype else d.to(dtype)
-        given[index] = d if d.stride() == strides else copy_with_strides(d, copies[index])
+        given[index] = d if d.stride() == strides else copy_with_strides(d, moved[index])
         for average in (n + index, 2 * n + index):
-            if copies[average].stride() != strides:
-                copies[average] = copy_with_strides(copies[average], copies[index])
+            if moved[average].stride() != strides:
+                moved[average] = copy_with_strides(moved[average], moved[index])
     # Exact, whatever the default dtype is, and in one launch.
     taken = torch.add(steps, 1, out=steps.new_empty((), dtype=torch.float32)).to(device)
     kept = None if moving is None else torch.logical_not(moving, out=moving.new_empty((), dtype=torch.float32))
     fused_adamw(
-        copies[:n], given, copies[n : 2 * n], copies[2 * n :], [], [taken] * n,
+        moved[:n], given, moved[n : 2 * n], moved[2 * n :], [], [taken] * n,
         lr=lr if rate is None else rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=False, maximize=False, found_inf=None if kept is None else kept.to(device),
     )  # fmt: skip
-    return copies
+    return moved
 
 
 # One operator for graphs: the compiler would write kernels for each leaf, and cannot write a kernel in place.
@@ -241,7 +241,10 @@ def _undisturbed(values: list[Tensor]) -> bool:
     if under_functional_transform():
         return False
     recorded = torch.is_grad_enabled()
-    return not any((recorded and x.requires_grad) or x.device.type in _WITHOUT_KERNEL for x in values)
+    for x in values:
+        if (recorded and x.requires_grad) or not (x.is_cpu or x.device.type not in _WITHOUT_KERNEL):
+            return False
+    return True
 
 
 def _pair(betas: Any) -> tuple[float, float]:

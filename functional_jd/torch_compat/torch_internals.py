@@ -43,29 +43,6 @@ traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compil
 dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", otherwise=lambda: 1)
 """How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
 
-fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
-"""The in-place kernel behind `torch.optim.AdamW(fused=True)`; the formulas take its place."""
-
-each_times: Any = private(
-    "_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [leaf * factor for leaf in leaves]
-)
-"""Products of many tensors of one dtype with a tensor `[]`, on an accelerator in one launch."""
-
-each_norm: Any = private(
-    "_foreach_norm", "adamw", otherwise=lambda leaves, order: [torch.linalg.vector_norm(leaf, order) for leaf in leaves]
-)
-"""The norms of many tensors, on an accelerator in one launch."""
-
-clone_each: Any = private("_foreach_clone", "adamw", otherwise=lambda leaves: [leaf.clone() for leaf in leaves])
-"""Copies of many tensors, on an accelerator in one launch."""
-
-copy_each: Any = private(
-    "_foreach_copy_",
-    "captured steps",
-    otherwise=lambda targets, sources: [x.copy_(y) for x, y in zip(targets, sources, strict=True)],
-)
-"""Copies into many tensors, on an accelerator in one launch."""
-
 collective_ops: Any = private(
     "ops._c10d_functional", "replicas",
     "all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor",

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from functional_jd.core.foreach import copy_each
 from functional_jd.core.tree import structure_key, tree_flatten
 from functional_jd.torch_compat.fewer_operators import with_fewer_operators
-from functional_jd.torch_compat.torch_internals import copy_each
 
 Run = Callable[..., Sequence[Tensor]]
 

@@ -162,21 +162,6 @@ def test_containers_of_torchs_pytree_are_known():
     assert node.unflatten_fn(children, context) == {"a": 1, "b": 2}
 
 
-def test_the_fused_kernel_is_that_of_adamw():
-    p, grad = torch.ones(3), torch.tensor([1.0, -2.0, 0.5])
-    theirs = p.clone().requires_grad_()
-    theirs.grad = grad
-    torch.optim.AdamW([theirs], lr=0.1, fused=True).step()
-    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-    for found_inf, expected in ((None, theirs.detach()), (torch.ones(()), torch.ones(3))):
-        ours = torch.ones(3)
-        internals.fused_adamw(
-            [ours], [grad], [torch.zeros(3)], [torch.zeros(3)], [], [torch.ones(())],
-            amsgrad=False, maximize=False, found_inf=found_inf, **settings,
-        )  # fmt: skip
-        torch.testing.assert_close(ours, expected)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_functional_transforms_are_told_from_the_compiler(compiled):
     f = lambda x: x + internals.under_functional_transform()
