@@ -24,7 +24,7 @@ HALF = op_names("""
 FLOAT32 = op_names("""
     pow __pow__ __rpow__ square reciprocal rsqrt __rdiv__ __rtruediv__ exp expm1 log log10 log1p log2 logsumexp
     acos arccos asin arcsin cosh sinh tan erfinv softplus
-    softmax softmin log_softmax gumbel_softmax sum prod cumsum cumprod
+    softmax softmin log_softmax gumbel_softmax sum trace prod cumsum cumprod
     special_expm1 special_log1p special_erfinv special_logsumexp special_softmax special_log_softmax
     norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm normalize
     dist cdist pdist pairwise_distance cosine_similarity
@@ -62,8 +62,8 @@ WIDE = op_names("""
 """)
 """Ops computed in float32 and returned in the input's dtype: as CUDA's kernels do inside; the CPU's lack half ones."""
 
-PLAIN = op_names("grad backward pad trace")
-"""Ops that run as if autocast were off: backward passes, which follow their forward pass; others of the CPU's list."""
+PLAIN = op_names("grad backward pad")
+"""Ops that run as if autocast were off: backward passes, which follow their forward pass; one of the CPU's list."""
 
 LISTED = HALF | FLOAT32 | PROMOTE | WIDE | PLAIN | {"binary_cross_entropy"}
 

@@ -107,6 +107,7 @@ FLOAT32 = {
     "F.softplus": lambda x: F.softplus(x),
     "F.normalize": lambda x: F.normalize(x),
     "norm": lambda x: torch.norm(x),
+    "trace": torch.trace,
     "linalg.norm": lambda x: torch.linalg.norm(x),
     "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=1),
     "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
@@ -177,7 +178,6 @@ INPUT = {
     "max": lambda x: x.amax(1),
     "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
     "avg_pool3d": lambda x: F.avg_pool3d(x[None, :, :, None, None], 1),
-    "trace": torch.trace,
     "dtype of one's own": lambda x: torch.softmax(x, 0, dtype=x.dtype),
     "dtype by position": lambda x: x.softmax(0, x.dtype),
 }
