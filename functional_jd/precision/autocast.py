@@ -29,7 +29,6 @@ from functional_jd.torch_compat.torch_internals import (
     function_name,
     traceable,
     transform_level,
-    untraced,
 )
 
 
@@ -171,7 +170,6 @@ _NOTHING = nullcontext()
 class _OpTables(RecomputedMode):
     """Sees every op that Python calls, before the transforms do, and gives it the dtype of its table."""
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = traceable(func), kwargs or {}
         self.note_checkpoints()

@@ -20,15 +20,15 @@ from functional_jd.precision.op_tables import ELIGIBLE
 
 
 def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[..., Any]:
-    """Make a custom autograd function follow autocast, as `custom_fwd` and `custom_bwd` do, under every transform.
+    """Make a custom autograd function follow autocast, forward and backward, under every transform.
 
-    `y = function.apply(*inputs)`; the backward runs in the autocast state of the forward.
+    It is `torch.amp.custom_fwd` and `custom_bwd` for torch.func. `y = function.apply(*inputs)`.
 
     Args:
-        function: a subclass of `torch.autograd.Function`, which is not modified; any shapes and units. As always, vmap
-            needs `generate_vmap_rule = True` or a `vmap` rule, and torch.func needs `setup_context`.
+        function: a subclass of `torch.autograd.Function`, which is not modified. vmap needs `generate_vmap_rule = True`
+            or a `vmap` rule, and torch.func needs `setup_context`.
         cast_inputs: the dtype of the inputs. Under autocast, floating-point inputs other than float64 are cast to it,
-            and autocast is off inside the function, forward and backward. Without autocast, nothing is cast.
+            and autocast is off inside. Without autocast, nothing is cast.
 
     Returns:
         A function with the arguments of `function.apply`, and an attribute `apply` that is the function itself. Without
@@ -38,19 +38,18 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         TypeError: not a subclass of `torch.autograd.Function`, or a dtype other than float16, bfloat16, float32.
 
     Laws:
-        Gradients have the dtypes of the inputs, and are differentiable if `backward` is. Ops inside follow the op
-        tables of `autocast`, forward and backward, also under vmap. Composes with grad, jacrev, vmap and compile, and
-        with jvp and jacfwd if the function has a `jvp`.
+        Gradients have the dtypes of the inputs, and are differentiable if `backward` is. The backward runs in the
+        autocast state of the forward; ops inside both have the dtypes of `autocast`, also under vmap. Composes with
+        grad, jacrev, vmap and compile, and with jvp and jacfwd if the function has a `jvp`.
 
     Source:
         `torch.amp.custom_fwd`, `torch.amp.custom_bwd`; pytorch#132388.
 
     Differs:
-        Inputs are cast before the function, so that second derivatives use the saved tensors. The device is that of the
-        inputs. A forward that takes `ctx` works outside torch.func only, as always. A `vmap` rule that calls its own
-        class needs `@custom` on the class, to call the decorated one. Under compile, derivatives are those of the
-        class; torch 2.13 differentiates `forward` instead, under torch.func, so that a straight-through gradient of a
-        rounding is zero, and second derivatives can be.
+        Inputs are cast before the function, so that second derivatives use the saved tensors. A `vmap` rule that calls
+        its own class needs `@custom` on the class, to call the decorated one. Under compile, derivatives are those of
+        the class; torch 2.13 differentiates `forward` instead, under torch.func: the straight-through gradient of a
+        rounding is then zero.
 
     Example:
         >>> @precision.custom(cast_inputs=torch.float32)
@@ -110,12 +109,9 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
         Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast. Composes with
         every transform that `f` composes with.
 
-    Source:
-        PyTorch, "Automatic Mixed Precision examples": functions that need a particular dtype.
-
     Differs:
-        float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too, wherever that
-        runs; for other functions, apply autocast inside the differentiated function: `grad(autocast(f))`.
+        float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too; for other
+        functions, apply autocast inside the differentiated function: `grad(autocast(f))`.
     """
     if not callable(f):
         raise TypeError(
@@ -137,28 +133,28 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _autocast_subclass(function: type[Function]) -> Any:
     """Return a subclass that applies the op tables, and runs its backward in the autocast state of its forward."""
-    has_setup_context = function.setup_context is not Function.setup_context
-    forward, setup_context = with_op_tables(function.forward), with_op_tables(function.setup_context)
     # torch accepts `backward` or `vjp`; torch.func calls `vjp` only.
     backward = with_op_tables(function.backward if function.vjp is Function.vjp else function.vjp)
 
-    def forward_with_ctx(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        ctx.autocast = autocast_as_now()
-        return forward(ctx, *args, **kwargs)
-
-    def new_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.autocast = autocast_as_now()
-        setup_context(ctx, inputs, output)
-
-    def new_backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward_as_forward(ctx: Any, *cotangents: Any) -> Any:
         with ctx.autocast():
             return backward(ctx, *cotangents)
 
-    rules: dict[str, Any] = {"backward": new_backward, "vjp": Function.vjp}
-    if has_setup_context:
-        rules |= {"forward": forward, "setup_context": new_setup_context}
+    def noting(rule: Callable[..., Any]) -> Callable[..., Any]:
+        followed = with_op_tables(rule)
+
+        @wraps(rule)
+        def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            ctx.autocast = autocast_as_now()
+            return followed(ctx, *args, **kwargs)
+
+        return run
+
+    rules: dict[str, Any] = {"backward": backward_as_forward, "vjp": Function.vjp}
+    if function.setup_context is Function.setup_context:
+        rules["forward"] = noting(function.forward)
     else:
-        rules["forward"] = wraps(function.forward)(forward_with_ctx)
+        rules |= {"forward": with_op_tables(function.forward), "setup_context": noting(function.setup_context)}
     for name in ("jvp", "vmap"):
         if getattr(function, name) is not getattr(Function, name):
             rules[name] = with_op_tables(getattr(function, name))

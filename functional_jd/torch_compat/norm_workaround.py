@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.recomputation import RecomputedMode
-from functional_jd.torch_compat.torch_internals import function_name, traceable, untraced
+from functional_jd.torch_compat.torch_internals import function_name, traceable
 
 
 class SeparateNormAffine(RecomputedMode):
@@ -18,7 +18,6 @@ class SeparateNormAffine(RecomputedMode):
     `weight_norm` treats the norm that it saved as a constant, too.
     """
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note_checkpoints()
         func = traceable(func)

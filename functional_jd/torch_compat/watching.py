@@ -22,7 +22,6 @@ from functional_jd.torch_compat.torch_internals import (
     is_wrapped,
     transform_level,
     under_transform,
-    untraced,
 )
 
 
@@ -97,7 +96,6 @@ class Watch(TorchFunctionMode):
         # Under a transform, ops that torch differentiates wrongly there take their repaired forms.
         self.forms: dict[Any, Any] = REPAIRED if under_transform() else {}
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in SEEN and kwargs.keys().isdisjoint(SEEN_WITH):
