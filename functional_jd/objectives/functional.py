@@ -3,20 +3,23 @@
 import gc
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from threading import local
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
-from functional_jd.torch_compat.module_tree import Filled, ModuleTree
-from functional_jd.torch_compat.moved_buffers import note_moved_buffers
-from functional_jd.torch_compat.own_parameters import are_noted, note_parameters
+from functional_jd.objectives.calls import LOOKING, Call
+from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
+from functional_jd.torch_compat.module_parts import ModuleParts
+from functional_jd.torch_compat.own_parameters import OwnParameters, UnchangedParameters, changed_parameter
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
-from functional_jd.torch_compat.traced_modules import run_traced
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
@@ -27,41 +30,40 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
 
     `output, buffers = apply(params, buffers, *args, **kwargs)`
 
+    It calls `torch.func.functional_call`, with copies of the buffers. Values that forward stores on the module
+    (`self.kl = ...`) stay there and carry gradients: losses may read them after the call.
+
     Args:
-        module: the module. Its parts are read when `functional` is called, its mode and its hooks when `apply` is, and
-            it is afterwards what it was. Shared parameters and buffers have one name, the first.
+        module: the module. Its parts are read now, its mode and its hooks in every call.
 
     Returns:
-        `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers`: dicts of tensors like
-        `dict(module.named_parameters())` and `dict(module.named_buffers())`; any shapes and dtypes that the module
-        takes. The buffers that come back are new tensors: those of a normalisation layer have moved, others are copies.
-        A deep copy of `apply`, also within a copy of the module that keeps it, is that of the copied module; so is a
-        pickle.
+        `apply(params, buffers, *args, **kwargs) -> (output, buffers)`. `params` and `buffers` are dicts of tensors like
+        `dict(module.named_parameters())` and `dict(module.named_buffers())`. Shared tensors have one name, the first.
+        The returned buffers are new tensors. A deep copy or a pickle of `apply` belongs to the copied module.
 
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
-        ValueError: names are missing or unknown; the module has other parts than when it was read; it has parameters
-            without a shape, or is one of `fully_shard`; its forward changes or replaces a parameter, gives a buffer its
-            first value, or returns what would compute later.
-        RuntimeError: `functional` itself, not `apply`, is called inside a function that is compiled in a full graph.
+        ValueError: names are missing or unknown; the module has other parts than when it was read; parameters have no
+            shape yet; the module is one of `fully_shard`; forward changes or replaces a parameter, gives a buffer its
+            first value, or returns an object that would compute later; forward computes with a parameter of its own
+            that was not passed, frozen ones included (looked at in the first call, `train_state` and `weights_fn`).
+        RuntimeError: `functional` itself is called inside a function that is compiled in a full graph; the module is
+            scripted, or an `nn.DataParallel`.
 
-    Laws:
-        Pure: afterwards neither the module nor `params` and `buffers` have changed, also where forward raises: neither
-        tensors nor hooks, attributes, and what its lists, dicts and sets hold. Right however a layer is reached
-        (lambdas, other objects, compiled and scripted parts, graphs of torch.fx), and where something runs the module
-        again in the backward pass (`torch.utils.checkpoint`, custom functions such as adjoints). Composes with vmap,
-        grad, jvp and compile, as far as the module does.
+    Guarantees:
+        The parameters and buffers of the module and the passed tensors are afterwards as they were.
+        A function that runs again in the backward pass finds the passed tensors: `torch.utils.checkpoint`, adjoints.
+        Threads that share a module wait for one another.
+        `apply` composes with vmap, grad, jvp and compile, as far as the module does.
 
-    Differs:
-        From `torch.func.functional_call`, which also puts tensors into the module for the time of the call: what runs
-        again in the backward pass finds the module's own parameters there, gradients are silently wrong, and what the
-        module sets on itself stays. Conversions (`to`, `float`) and the rows that an embedding with `max_norm` shortens
-        leave the parameters here. Threads that call one `apply` wait for one another; those that call several of one
-        module, or the module itself meanwhile, must not share it. A forward that writes a parameter is refused once it
-        has: only `train_state`, which alone sees `.data.copy_` and its like, of frozen parameters too, puts the values
-        back. Compiled, a write by way of `detach()` is not noticed either: call it once eagerly. A
-        tensor that a function of the module keeps for itself is not replaced; `train_state` and `weights_fn` refuse it
-        where a gradient reaches it. Hooks of tensors that call the module in the backward pass find its own parameters.
+    Differences:
+        `torch.func.functional_call` moves the buffers that it is given. It lets what runs again in the backward pass
+        find the module's own parameters, so that gradients are silently wrong. Threads must not share its module.
+
+    Limits:
+        A parameter in a list, a lambda or another object is not replaced: it raises. Read it from the module, or
+        detach it. A forward that writes a parameter raises after the fact, and `train_state` puts the values back.
+        Threads that share several modules must call them in one order.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -82,14 +84,12 @@ class _Applied:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.tree: ModuleTree | None = None  # in a copy, read at the first call: its module may be half copied
-        self.param_names: list[str] = []
-        self.buffer_names: list[str] = []
+        self.parts: ModuleParts | None = None  # in a copy, read at the first call: its module may be half copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Applied, (self.module,)
 
-    def read(self) -> ModuleTree:
+    def read(self) -> ModuleParts:
         """Read the parts of the module."""
         module = self.module
         if torch.compiler.is_compiling():  # a graph break, where those are allowed
@@ -104,32 +104,67 @@ class _Applied:
                 "first runs. Call the module once before."
             )
         _refuse_fully_sharded(module)
-        self.tree = ModuleTree(module)
-        self.param_names = [name for name, _ in module.named_parameters()]
-        self.buffer_names = [name for name, _ in module.named_buffers()]
-        return self.tree
+        self.parts = ModuleParts(module)
+        return self.parts
 
     def __call__(self, params: State, buffers: State, *args: Any, **kwargs: Any) -> tuple[Any, State]:
-        tree = self.read() if self.tree is None else self.tree
-        given = _named("params", params, self.param_names, "named_parameters")
-        for name, x in _named("buffers", buffers, self.buffer_names, "named_buffers").items():
-            given[name] = x.detach().clone()  # losses may change buffers in place
-        for embedding, name in tree.embeddings:
+        parts = self.read() if self.parts is None else self.parts
+        given = _named("params", params, parts.param_names, "named_parameters")
+        for embedding, name in parts.embeddings:
             if embedding.max_norm is not None:
-                given[name] = params[name].clone()  # rows are shortened in place
+                given[name] = given[name].clone()  # rows are shortened in place
+        own = _named("buffers", buffers, parts.buffer_names, "named_buffers")
+        # Losses may change buffers in place.
+        tensors = given | {name: x.detach().clone() for name, x in own.items()}
+        inside = {place.path: tensors[place.key] for place in parts.places}
         if torch.compiler.is_compiling():
-            (output, replaced, moved), runs_again = run_traced(self.module, tree, given, args, kwargs), True
+            with UnchangedParameters(given):
+                output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
         else:
-            output, replaced, moved, runs_again = _called(self.module, tree, given, params, args, kwargs)
-        if replaced is not None:
-            raise ValueError(
-                f"functional: expected a forward that leaves its parameters, found that it replaces {replaced!r}. Make "
-                "it a buffer, which comes back as a result."
-            )
-        # What runs again in a backward pass changes its buffers once more.
-        returned = {name: x.detach().clone() if runs_again else x.detach() for name, x in moved.items()}
-        note_moved_buffers(buffers, returned)
+            _refuse_fully_sharded(self.module)
+            before = _marks(params.values())
+            output = self._called(parts, Call(given, own, {}), inside, args, kwargs)
+            _refuse_changes(parts, params, before)
+        for place in parts.places:
+            if place.key in given and inside[place.path] is not given[place.key]:
+                raise ValueError(
+                    f"functional: forward must leave its parameters, found that it replaces {place.key!r}. Make it a "
+                    "buffer, which comes back as a result."
+                )
+        returned = {name: inside[path].detach() for name, path in parts.buffer_paths}
+        if not torch.compiler.is_compiling() and (looking := LOOKING.get()) is not None:
+            looking.append(Call(given, own, returned))
         return output, returned
+
+    def _called(self, parts: ModuleParts, call: Call, inside: State, args: Any, kwargs: Any) -> Any:
+        """The output, once the module was called with other tensors in it."""
+        holder = holder_of(self.module)
+        inside_call = _RUNNING.depth > 0
+        with holder.lock, _RUNNING:
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+            start = [*call.params.values(), *inputs, *parts.left_tensors()]
+            known = graph_nodes(start)
+            look = not holder.checked or LOOKING.get() is not None
+            looking = OwnParameters(parts.own_parameters(), start) if look else None
+            try:
+                with looking or _NOTHING:
+                    output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
+            except RuntimeError as error:
+                if "were not batched" in str(error) and "running_mean" in str(error):
+                    error.add_note(_UNMAPPED_STATISTICS)
+                raise
+            parts.check()
+            outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
+            outputs += parts.left_tensors()
+        if looking is not None:
+            _refuse_own(looking.found(outputs))
+            holder.checked = True
+        if new := graph_nodes(outputs) - known:
+            held = Held(holder, parts.places, call.params, call.buffers, inputs)
+            held.watch(new)
+            if inside_call:
+                held.leave(known)
+        return output
 
 
 def _refuse_fully_sharded(module: nn.Module) -> None:
@@ -146,30 +181,21 @@ def _refuse_fully_sharded(module: nn.Module) -> None:
             )
 
 
-def _called(module: nn.Module, tree: ModuleTree, given: State, params: State, args: Any, kwargs: Any) -> Any:
-    """The output, the name of a parameter that was replaced, the buffers, and whether something will run again."""
-    _refuse_fully_sharded(module)
-    before = _marks(params.values())
-    with Filled(tree, tree.holding(given)) as filled:
-        try:
-            output = module(*args, **kwargs)
-        except RuntimeError as error:
-            if "were not batched" in str(error) and "running_mean" in str(error):
-                error.add_note(_UNMAPPED_STATISTICS)
-            raise
-        replaced, moved = tree.after(filled.contents, given)
-    if are_noted():
-        note_parameters(tree_leaves(output), tree.replaced(given), params)
+def _refuse_own(names: list[str]) -> None:
+    if names:
+        raise ValueError(
+            f"functional: forward must use the parameters that are passed, found that it also uses the module's own "
+            f"{names[0]!r}, which never moves: a function, a list or another object keeps it. Let forward read it from "
+            "the module, or detach it."
+        )
+
+
+def _refuse_changes(parts: ModuleParts, params: State, before: list[Any]) -> None:
+    """Refuse a forward that has changed a parameter, but for cuDNN, which moves recurrent weights together."""
     if before != (marks := _marks(params.values())):
         for name, old, new in zip(params, before, marks, strict=True):
-            if old != new and name not in tree.recurrent:  # whose weights cuDNN moves together
-                raise ValueError(
-                    f"functional: expected a forward that leaves its parameters, found that it has changed {name!r} in "
-                    "place. Make it a buffer, which comes back as a result, or compute with another tensor."
-                )
-    if output.__class__ is not Tensor:
-        _refuse_parts(output, tree)
-    return output, replaced, moved, filled.runs_again
+            if old != new and name not in parts.recurrent:
+                raise changed_parameter(name)
 
 
 _UNMAPPED_STATISTICS = (
@@ -199,12 +225,15 @@ def _mark(x: Tensor) -> Any:
     return counts
 
 
-def _refuse_parts(output: Any, tree: ModuleTree) -> None:
-    """What is returned must not call the module later, when it has its own parameters again."""
+def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:
+    """The tensors in an output, which must not call the module later, when it has its own parameters again."""
+    found: list[Tensor] = []
     known, waiting = set[int](), [output]
     while waiting:
         x = waiting.pop()
-        if id(x) in tree.ids:
+        if isinstance(x, Tensor):
+            found.append(x)
+        if id(x) in parts.ids:
             raise ValueError(
                 f"functional: expected an output of tensors, found {type(output).__name__} that holds a part of the "
                 f"module ({type(x).__name__}), which has its own parameters again. Let forward return what it computes."
@@ -214,9 +243,26 @@ def _refuse_parts(output: Any, tree: ModuleTree) -> None:
         known.add(id(x))
         cells = (x.__closure__, x.__defaults__, x.__dict__) if isinstance(x, FunctionType) else None
         waiting += gc.get_referents(x if cells is None else cells)
+    return found
 
 
 _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torch.device)
+_NOTHING = nullcontext()
+
+
+class _Running(local):
+    """How many calls of modules run in this thread."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+_RUNNING = _Running()
 
 
 def _named(what: str, given: Any, names: list[str], method: str) -> State:

@@ -1,61 +1,78 @@
-"""Which parameters modules were given that were called as pure functions, and which of their own they used beside."""
+"""Which of its own parameters a module computes with, beside those that it is given."""
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
-from threading import local
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
+from functional_jd.torch_compat.torch_internals import function_name, traceable, untraced
 from functional_jd.torch_compat.vmap_levels import innermost
 
 
-class Noted(NamedTuple):
-    """What is noted of modules that are called as pure functions.
-
-    Attributes:
-        own: the names of parameters that they used beside those that they were given.
-        given: the parameters that they were given, each with its name.
-    """
-
-    own: list[str]
-    given: list[tuple[str, Tensor]]
-
-
-@contextmanager
-def noting_parameters() -> Generator[Noted]:
-    """A context in which the parameters of modules are noted that are called as pure functions in this thread."""
-    around, _THREAD.noted = _THREAD.noted, Noted([], [])
-    try:
-        yield _THREAD.noted
-    finally:
-        _THREAD.noted = around
-
-
-def are_noted() -> bool:
-    """Whether somebody asks."""
-    return _THREAD.noted is not None
-
-
-def note_parameters(output: Iterable[Any], replaced: dict[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Note the parameters that were given, and those from which the output was computed beside.
+class OwnParameters(TorchFunctionMode):
+    """A mode that sees which of a module's own parameters it computes with, frozen ones too.
 
     Args:
-        output: the leaves of what the module returned.
-        replaced: by name, the module's own parameters in the places of which others stood.
-        given: by name, the parameters that the caller gave.
+        own: the parameters by name.
+        start: what the module is given instead, and with them.
     """
-    if _THREAD.noted is not None:
-        inside = [innermost(x) for x in output if isinstance(x, Tensor)]  # whose graph is that of plain autograd
-        roots = [x.grad_fn for x in inside if x.grad_fn is not None]
-        found = {id(getattr(node, "variable", None)) for node in nodes_from(roots)}
-        _THREAD.noted.own.extend(name for name, own in replaced.items() if id(own) in found)
-        _THREAD.noted.given.extend((name, innermost(x)) for name, x in given.items())
+
+    def __init__(self, own: dict[str, Tensor], start: Iterable[Tensor]):
+        super().__init__()
+        inside = [innermost(x) for x in start]
+        given = set(map(id, inside))
+        self.names = {id(x): name for name, x in own.items() if id(x) not in given}
+        self.ends = {x.grad_fn for x in inside}
+        self.used: list[str] = []
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _CONSTANTS and isinstance(result, Tensor | tuple | list):
+            for given in (*args, *kwargs.values()):
+                for x in given if isinstance(given, tuple | list) else (given,):
+                    if isinstance(x, Tensor) and id(x) in self.names:
+                        self.used.append(self.names[id(x)])
+        return result
+
+    def found(self, outputs: Iterable[Tensor]) -> list[str]:
+        """The names of those that were used, and of those that the graph of these outputs reaches: a mode does not see
+        what scripted layers do.
+        """
+        roots = [node for x in outputs if (node := innermost(x).grad_fn) is not None]
+        variables = (getattr(node, "variable", None) for node in nodes_from(roots, self.ends))
+        return self.used + [self.names[id(x)] for x in variables if id(x) in self.names]
 
 
-class _Thread(local):
-    noted: Noted | None = None
+class UnchangedParameters(TorchFunctionMode):
+    """A mode, for what torch.compile traces, that raises where an op changes one of these parameters in place. Eager
+    mode tells by the versions of tensors.
+    """
+
+    def __init__(self, params: dict[str, Tensor]):
+        super().__init__()
+        self.params = params
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = traceable(func)
+        if args and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":
+            for name, x in self.params.items():
+                if args[0] is x:
+                    raise changed_parameter(name)
+        return func(*args, **(kwargs or {}))
 
 
-_THREAD = _Thread()
+def changed_parameter(name: str) -> ValueError:
+    return ValueError(
+        f"functional: forward must leave its parameters, found that it has changed {name!r} in place. Make it a "
+        "buffer, which comes back as a result, or compute with another tensor."
+    )
+
+
+# A parameter that is detached is meant as a constant.
+_CONSTANTS: set[Any] = {Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__}  # pyright: ignore

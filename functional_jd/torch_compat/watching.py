@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.assignments import put_back
 from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.torch_compat.in_place import IN_PLACE, WITH_FLAG, WITH_STATISTICS, changes_in_place, targets_of
 from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
@@ -29,14 +28,12 @@ from functional_jd.torch_compat.torch_internals import (
 class StateJournal:
     """Keeps what losses change in place as it was, so that an evaluation that failed can be undone.
 
-    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves, `numbers`
-    those that modules assign to: the module, the name, where it stands, and the number before.
+    `Watch` sees the ops and hands them to `note`. `averages` are the statistics that normalization moves.
     """
 
     # What is changed, which lives on so that its id is its own; what puts it back; and the values of a tensor.
     before: dict[Any, tuple[Any, Callable[[], Any], Tensor | None]] = field(default_factory=dict)
     averages: list[Tensor] = field(default_factory=list)
-    numbers: list[tuple[nn.Module, str, dict[str, Any], float]] = field(default_factory=list)
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what this op is about to change."""
@@ -58,14 +55,6 @@ class StateJournal:
                     self.before[id(x)] = x, partial(x.copy_, old), old
                     if func in WITH_STATISTICS:
                         self.averages.append(x)
-
-    def note_attribute(self, module: nn.Module, name: str) -> None:
-        """Keep what a module is about to lose."""
-        if (id(module), name) not in self.before:
-            self.before[id(module), name] = module, put_back(module, name), None
-            old = vars(module).get(name)
-            if isinstance(old, int | float) and not isinstance(old, bool):
-                self.numbers.append((module, name, vars(module), old))
 
     def undo(self, *, again: bool = False) -> None:
         """Put everything back to what it was; `again`: it may have to be put back once more."""

@@ -20,16 +20,15 @@ from functional_jd.engines.evaluate import Options, evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import is_key
+from functional_jd.objectives.calls import noting_calls
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import is_scaled
-from functional_jd.torch_compat.assignments import noting_assignments
 from functional_jd.torch_compat.autograd_graph import nodes_from, passes_float16
-from functional_jd.torch_compat.moved_buffers import noting_moved_buffers
-from functional_jd.torch_compat.own_parameters import noting_parameters
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state, user_level
 from functional_jd.torch_compat.torch_internals import has_values
+from functional_jd.torch_compat.vmap_levels import innermost
 from functional_jd.torch_compat.watching import StateJournal
 
 # Of norms that should be equal, such as the root of a sum of squares, by whatever dtype.
@@ -72,7 +71,6 @@ class _Look(NamedTuple):
         names: the names of these leaves.
         moved: by name, the buffers that modules returned with new values.
         given: the parameters that modules were given, each with its name.
-        own: the names of parameters that modules used without being given them.
     """
 
     values: Losses
@@ -81,7 +79,6 @@ class _Look(NamedTuple):
     names: list[str]
     moved: dict[str, Tensor]
     given: list[tuple[str, Tensor]]
-    own: list[str]
 
 
 def check_learning(
@@ -161,11 +158,12 @@ def _evaluated(plan: Plan, journal: StateJournal) -> Generator[_Look]:
     params = tree_unflatten(structure, [x.detach().requires_grad_() for x in leaves])
     options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
-        noting = noting_assignments(journal.note_attribute)
-        with torch.enable_grad(), noting, noting_moved_buffers() as moved, noting_parameters() as noted:
+        with torch.enable_grad(), noting_calls() as calls:
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), plan.where)
             _, (values, (buffers, _)) = evaluate_losses(sample, args, options)
-        yield _Look(values, buffers, params, tree_names(params), moved, noted.given, noted.own)
+        moved = {name: x for call in calls for name, x in call.moved().items()}
+        given = [(name, innermost(x)) for call in calls for name, x in call.params.items()]
+        yield _Look(values, buffers, params, tree_names(params), moved, given)
     finally:
         journal.undo(again=True)
         set_random_state(draws)
@@ -224,7 +222,7 @@ def _check_own(where: str, look: _Look) -> None:
     reached = {id(x) for x in points} & found.keys()
     others = {_place(x) for key, x in found.items() if key not in reached and x.numel()} - {None}
     own = [name for name, x in zip(look.names, points, strict=True) if id(x) in reached and _place(x) in others]
-    if own := own + look.own:
+    if own:
         raise ValueError(
             f"{where}: expected losses that use the parameters that they receive, found that they also use the tensor "
             f"that {own[0]!r} starts from, which never moves. Look it up in the module whenever it is used, or detach "

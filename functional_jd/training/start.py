@@ -81,7 +81,7 @@ def train_state(
 
     Laws:
         Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that
-        they change in place or by `.data =`, and attributes of modules are put back to what they were. Under a
+        they change in place or by `.data =`, are put back to what they were. Under a
         transform they are evaluated once, and not checked, and generators alone are put back; under torch.compile
         nothing is. Under vmap, every element of the state has memory of its own.
 

@@ -23,7 +23,7 @@ from functional_jd.torch_compat import (
     autograd_graph,
     backward,
     forward_mode,
-    module_tree,
+    held_tensors,
     private_names,
     recomputation,
     vmap_levels,
@@ -382,14 +382,13 @@ def test_functions_of_torch_nn_show_the_ops_inside_when_they_ignore_modes():
     assert "dropout" in seen.names
 
 
-def test_conversions_of_modules_go_through_one_method():
-    class Own(nn.Linear):
-        def _apply(self, fn, recurse=True):
-            return self
-
-    assert module_tree.converts_as_usual(nn.Linear(2, 2))
-    assert not module_tree.converts_as_usual(Own(2, 2))
-    assert Own(2, 2).double().weight.dtype == torch.float32
+def test_the_engine_of_autograd_calls_back_after_the_pass():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.grad_fn.register_prehook(lambda _: held_tensors._engine.queue_callback(lambda: seen.append("end")))
+    x.register_hook(lambda _: seen.append("gradient"))
+    y.sum().backward()
+    assert seen == ["gradient", "end"]
 
 
 class WithoutSpec:

@@ -1,0 +1,181 @@
+"""The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
+
+from collections.abc import Generator, Iterable
+from contextlib import nullcontext
+from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from functional_jd.torch_compat.module_parts import Place
+from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.torch_internals import is_view, torch_function_disabled
+
+# Its `queue_callback` calls a function when the backward pass that runs has ended.
+_engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
+
+
+class ThreadLock:
+    """A lock that its thread may take again. Another thread may release it: autograd may end a pass on its own."""
+
+    def __init__(self) -> None:
+        self.lock, self.owner, self.depth = Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        if self.owner != get_ident():
+            self.lock.acquire()
+            self.owner = get_ident()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.owner = 0
+            self.lock.release()
+
+
+class Holder:
+    """What all functions of one module share.
+
+    Attributes:
+        lock: held while the module holds other tensors than its own.
+        checked: whether a call was seen to use the tensors that it was given and no parameter beside them.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.checked = ThreadLock(), False
+
+
+def holder_of(module: nn.Module) -> Holder:
+    """What all functions of this module share."""
+    with _LOCK:
+        return _HOLDERS.setdefault(module, Holder()) if (found := _HOLDERS.get(module)) is None else found
+
+
+def graph_nodes(tensors: Iterable[Tensor]) -> set[Any]:
+    """The nodes that these tensors come from, and those of the tensors that they are views of, which remain theirs
+    when the views are changed in place.
+    """
+    with torch_function_disabled():
+        found = {node for x in tensors if (node := x.grad_fn) is not None}
+        found.update(node for x in tensors if is_view(x) and (node := x._base.grad_fn) is not None)
+    return found
+
+
+class Held:
+    """The tensors of one call of a module.
+
+    As a hook on a node of autograd, it lets the module hold them from there to the end of the backward pass, so that
+    what runs again finds them: checkpoints, and custom functions such as adjoints.
+
+    Args:
+        holder: that of the module.
+        places: where they stand.
+        params: the parameters by name.
+        buffers: the buffers by name, as they were before the call. What runs again gets copies.
+        inputs: the tensors that require grad among what the module was called with.
+    """
+
+    def __init__(
+        self,
+        holder: Holder,
+        places: list[Place],
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        inputs: list[Tensor],
+    ):
+        self.holder, self.places, self.params, self.buffers, self.inputs = holder, places, params, buffers, inputs
+        self.time: ref[Generator[None]] | None = None
+
+    def watch(self, nodes: set[Any]) -> None:
+        """Let backward passes through these nodes hold the tensors, but for nodes of earlier calls of the module."""
+        for node in nodes:
+            if node.metadata.setdefault(self.holder, self) is self:
+                node.register_prehook(lambda _: self.hold(gradients=False))
+
+    def leave(self, nodes: set[Any]) -> None:
+        """Let backward passes that reach these nodes hold the tensors no longer."""
+        for node in nodes:
+            node.register_prehook(self._end)
+
+    def hold(self, *, gradients: bool) -> None:
+        """Let the module hold the tensors to the end of the backward pass that runs.
+
+        Args:
+            gradients: whether the pass comes from the gradients of an earlier one.
+        """
+        last = next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None)
+        if last is None or last.held is not self:
+            time = self._time(gradients, two=last is not None and (gradients or last.gradients))
+            next(time)
+            self.time = ref(time)
+            # Where a pass fails, autograd drops what it was to call, and Python closes the generator.
+            _engine.queue_callback(time.close)
+
+    def _end(self, _: Any) -> None:
+        if self.time is not None and (time := self.time()) is not None:
+            time.close()
+
+    def _time(self, gradients: bool, two: bool) -> Generator[None]:
+        """A time for which the module holds the tensors; `two`: or those of another call, it cannot be told which."""
+        # Threads of autograd have no name here. The thread that waits for them may have the lock.
+        named = not isinstance(current_thread(), _DummyThread)
+        with self.holder.lock if named else nullcontext():
+            span = _Span(self, gradients)
+            tensors = self.params | {name: x.clone() for name, x in self.buffers.items()}
+            for place in self.places:
+                place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
+            handles = self._watch_gradients() if torch.is_grad_enabled() else []
+            try:
+                yield
+            finally:
+                span.put_back()
+                for handle in handles:
+                    handle.remove()
+
+    def _watch_gradients(self) -> list[Any]:
+        """Let passes through the gradients that this pass computes hold the tensors, too."""
+
+        def watch(gradient: Tensor) -> None:
+            if gradient.grad_fn is not None:
+                gradient.grad_fn.register_prehook(lambda _: self.hold(gradients=True))
+
+        return [x.register_hook(watch) for x in (*self.params.values(), *self.inputs) if x.requires_grad]
+
+
+class _Span:
+    """A time for which a module holds the tensors of a call, and what stood in each place before."""
+
+    def __init__(self, held: Held, gradients: bool):
+        self.held, self.gradients = held, gradients
+        self.before = {place.slot: place.home[place.name] for place in held.places}
+        _SPANS.append(self)
+
+    def put_back(self) -> None:
+        """Give each place what it held before. Of several times in one pass, the first one ends first."""
+        later = _SPANS[_SPANS.index(self) + 1 :]
+        _SPANS.remove(self)
+        for place in self.held.places:
+            x = self.before[place.slot]
+            if (other := next((span for span in later if place.slot in span.before), None)) is not None:
+                other.before[place.slot] = x
+            else:
+                place.home[place.name] = x
+
+
+class _EitherOfTwo:
+    """Stands where one of two tensors belongs. Whatever computes with it raises."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise ValueError(
+            "functional: a backward pass through gradients must find one set of parameters of a module, found two, and "
+            "a checkpoint that runs again. Take the checkpoint out, or call copies of the module."
+        )
+
+
+_HOLDERS: WeakKeyDictionary[nn.Module, Holder] = WeakKeyDictionary()
+_LOCK = Lock()
+_SPANS: list[_Span] = []  # those that last, in the order in which they began
