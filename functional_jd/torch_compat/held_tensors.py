@@ -1,6 +1,6 @@
 """The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
 from typing import Any
@@ -54,14 +54,13 @@ def holder_of(module: nn.Module) -> Holder:
         return _HOLDERS.setdefault(module, Holder()) if (found := _HOLDERS.get(module)) is None else found
 
 
-def graph_nodes(tensors: Iterable[Tensor]) -> set[Any]:
+def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
     """The nodes that these tensors come from, and those of the tensors that they are views of, which remain theirs
     when the views are changed in place.
     """
     with torch_function_disabled():
-        found = {node for x in tensors if (node := x.grad_fn) is not None}
-        found.update(node for x in tensors if is_view(x) and (node := x._base.grad_fn) is not None)
-    return found
+        bases = [x._base for x in tensors if is_view(x)]
+        return {x.grad_fn for x in (*tensors, *bases) if x is not None and x.grad_fn is not None}
 
 
 class Held:

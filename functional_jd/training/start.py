@@ -80,10 +80,10 @@ def train_state(
             something larger in one tuple; gradients that pass through float16 without a scale.
 
     Laws:
-        Pure. The losses are evaluated twice, without a trace: generators (torch's, Python's and NumPy's), tensors that
-        they change in place or by `.data =`, are put back to what they were. Under a
-        transform they are evaluated once, and not checked, and generators alone are put back; under torch.compile
-        nothing is. Under vmap, every element of the state has memory of its own.
+        The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place
+        or by `.data =` are put back to what they were. Attributes that modules set stay. Under a transform they are
+        evaluated once, and not checked, and generators alone are put back; under torch.compile nothing is. Under vmap,
+        every element of the state has memory of its own.
 
     Example:
         >>> net = nn.Linear(3, 2)
