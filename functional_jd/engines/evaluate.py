@@ -11,6 +11,7 @@ from functional_jd.core.declared import Declared
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
+from functional_jd.objectives.calls import run_traced
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -88,7 +89,8 @@ def evaluate_losses(
     declared = isinstance(cast(Any, losses), Declared)
     examples = options.examples and (torch.compiler.is_compiling() or not declared)
     with without_cache():
-        result = watched(losses, options.journal, where, examples=examples, inner=recorder)(*args)
+        run = watched(losses, options.journal, where, examples=examples, inner=recorder)
+        result = run_traced(run, *args) if torch.compiler.is_compiling() else run(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "

@@ -1,12 +1,12 @@
-"""The calls of modules as pure functions, for those who look at an evaluation."""
+"""The calls of modules as pure functions: for a look at an evaluation, and for what torch.compile traces."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_jd.torch_compat.torch_internals import is_wrapped
 
@@ -47,6 +47,30 @@ def noting_calls() -> Generator[list[Call]]:
         yield calls
     finally:
         LOOKING.reset(token)
+
+
+class Traced:
+    """The parts of modules that were called in losses that torch.compile traces, with their attributes before."""
+
+    parts: list[tuple[nn.Module, dict[str, Any]]] | None = None
+
+
+def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
+    """What losses return while torch.compile traces them. A transform does not let values out: attributes of modules
+    that hold some have afterwards what they had before.
+    """
+    around, parts = Traced.parts, []
+    Traced.parts = parts
+    result = losses(*args)
+    Traced.parts = around
+    while parts:
+        part, before = parts.pop()
+        for name, x in list(part.__dict__.items()):
+            if name not in before:
+                delattr(part, name)
+            elif isinstance(x, Tensor | list | dict) and x is not before[name]:
+                setattr(part, name, before[name])
+    return result
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -335,3 +335,25 @@ def test_threads_that_share_a_module_and_its_checkpoints_get_their_own_gradients
         work(k)
         for row in together[k]:
             assert all(torch.equal(x, y) for x, y in zip(row, found[k][0], strict=True))
+
+
+# torch.compile hides this by `showwarning`, too late for warnings that are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("rule", [fj.mean, fj.upgrad])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_losses_may_read_what_forward_stores(kind, rule):
+    net = Penalized()
+    apply = fj.functional(net)
+    params = {name: 1.5 * p.detach() for name, p in net.named_parameters()}
+    expected = rows_by_hand(kind, params, X)
+    losses = losses_of(kind, lambda params, x: apply(params, {}, x)[0], net)
+    given = {"shared": params, "heads": torch.tensor(2.0)} if kind == "multitask" else params
+    method = {"losses": losses, "aggregator": rule(), "optimizer": fj.sgd(0.1)}
+    state = fj.train_state(given, X, **method)
+    torch.compiler.reset()
+    take = torch.compile(lambda state, x: fj.step(state, x, **method), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        after, info = take(state, X)
+        trunk = after.params["shared"] if kind == "multitask" else after.params
+        moved = torch.cat([(params[name] - p).flatten() for name, p in trunk.items()])
+        torch.testing.assert_close(moved, 0.1 * info.weights.float() @ expected, rtol=1e-4, atol=1e-5)

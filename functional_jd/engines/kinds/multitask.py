@@ -53,6 +53,7 @@ from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
+from functional_jd.objectives.calls import run_traced
 from functional_jd.precision.autocast import autocast_disabled, without_cache
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
@@ -110,7 +111,8 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
         inside[:] = [*points, *recorder.constants]
         run = watched(losses.features, options.journal, options.where, inner=recorder)
         with without_cache():
-            features = run(tree_unflatten(structure, points), *batch)
+            params = tree_unflatten(structure, points)
+            features = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
         return _differentiable(features), features
 
     point, recording = recorded(trunk, leaves, options)
@@ -203,7 +205,8 @@ def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         params = tree_unflatten(shared_structure, inputs)
         with without_cache():
-            found = watched(losses.features, options.journal, options.where)(params, *batch)
+            run = watched(losses.features, options.journal, options.where)
+            found = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
         return _differentiable(found), found
 
     below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)
