@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functional_jd.torch_compat.module_parts import Place
 from functional_jd.torch_compat.private_names import private
-from functional_jd.torch_compat.torch_internals import is_view, torch_function_disabled
+from functional_jd.torch_compat.torch_internals import torch_function_disabled
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
@@ -59,7 +59,7 @@ def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
     when the views are changed in place.
     """
     with torch_function_disabled():
-        bases = [x._base for x in tensors if is_view(x)]
+        bases = [x._base for x in tensors]
         return {x.grad_fn for x in (*tensors, *bases) if x is not None and x.grad_fn is not None}
 
 
