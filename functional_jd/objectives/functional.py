@@ -18,7 +18,7 @@ from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.objectives.calls import LOOKING, Call, Traced
 from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
 from functional_jd.torch_compat.module_parts import ModuleParts
-from functional_jd.torch_compat.own_parameters import OwnParameters, UnchangedParameters, changed_parameter
+from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
 from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
 
 State = dict[str, Tensor]
@@ -147,7 +147,7 @@ class _Applied:
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)
             look = not holder.checked or LOOKING.get() is not None
-            looking = OwnParameters(parts.own_parameters(), start) if look else None
+            looking = UsedParameters(parts.own_parameters(), start) if look else None
             try:
                 with looking or _NOTHING:
                     output = functional_call(self.module, inside, args, kwargs, tie_weights=False)

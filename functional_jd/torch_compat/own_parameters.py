@@ -12,7 +12,7 @@ from functional_jd.torch_compat.torch_internals import function_name, traceable,
 from functional_jd.torch_compat.vmap_levels import innermost
 
 
-class OwnParameters(TorchFunctionMode):
+class UsedParameters(TorchFunctionMode):
     """A mode that sees which of a module's own parameters it computes with, frozen ones too.
 
     Args:

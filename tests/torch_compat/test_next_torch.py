@@ -133,13 +133,6 @@ class _Pair:
 torch.utils._pytree.register_pytree_node(_Pair, lambda p: ([p.x, p.y], None), lambda parts, _: _Pair(*parts))
 
 
-def checkpointed():
-    net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh())
-    nn.init.ones_(net[0].weight)
-
-    return step(lambda p: torch.utils.checkpoint.checkpoint(net, p["w"], use_reentrant=False) @ p["b"])
-
-
 def checkpointed_under_a_mode():
     import functional_jd as fj
 
@@ -208,7 +201,6 @@ REPLACED = {
         f"_C._dynamo.eval_frame.{name}": layers
         for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     },
-    "utils.checkpoint._CheckpointFrame.save_inputs": checkpointed,
     "_guards.detect_fake_mode": shown,
     "_is_functional_tensor": shown,
     "utils._pytree._register_namedtuple": step,
@@ -217,7 +209,6 @@ REPLACED = {
 
 TORCH_NEEDS = {
     "autograd.forward_ad._set_fwd_grad_enabled",
-    "utils.checkpoint._CheckpointFrame.save_inputs",
     "utils._foreach_utils._get_fused_kernels_supported_devices",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
 }
@@ -343,14 +334,13 @@ def test_every_private_name_is_taken_away():
         backward,
         forward_mode,
         held_tensors,
-        noticing,
         recomputation,
         torch_internals,
         vmap_levels,
     )
 
     named = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
-    files = torch_internals, vmap_levels, autograd_graph, backward, recomputation, forward_mode, held_tensors, noticing
+    files = torch_internals, vmap_levels, autograd_graph, backward, recomputation, forward_mode, held_tensors
     for file in files:
         for call in ast.walk(ast.parse(inspect.getsource(file))):
             if (
