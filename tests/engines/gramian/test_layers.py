@@ -82,6 +82,13 @@ def test_float32_is_right_to_rounding(name, kind, monkeypatch):
         agree(found(single(case)), expected, 1e-4, 3e-5)
 
 
+@pytest.mark.filterwarnings("error::functional_jd.SlowPathWarning")
+@pytest.mark.parametrize(("name", "kind"), pairs(*MORE))
+def test_layers_that_are_not_recorded_cost_no_second_evaluation(name, kind):
+    case = case_of(name, kind)
+    agree(found(case), expectation(case))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
 @pytest.mark.parametrize(("name", "kind"), pairs(*NORMS, *ATTENTION, "scaled", "cross_attention", "group_norm_2d"))
 def test_autocast_is_right_to_its_precision_and_changes_no_value(name, dtype, tolerance, kind, monkeypatch):
