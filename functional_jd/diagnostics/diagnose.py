@@ -149,7 +149,8 @@ def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jac
             f"diagnose: with gramian=True, the first argument must be a matrix [m, m], found {found}. "
             "Omit gramian for a Jacobian."
         )
-    if isinstance(value, tuple) and not value:
+    given: object = value
+    if isinstance(given, tuple) and not given:
         raise ValueError(
             "diagnose: the first argument must be a Jacobian or a Gramian, found (), which a step has as Gramian if "
             "its rule looks at rows, at norms or at no gradients. Pass gramian_fn(losses)(params, *batch)[0] or "
