@@ -29,9 +29,8 @@ def solve_by_numbers(
         inverses: whether to return the inverses.
 
     Returns:
-        s `[b, k, m]`, and the inverses of the active parts of the matrices, else zero, `[b, k, m, m]`, or empty; `None`
-        where they are traced, where a number is not finite, where an active set is ill-conditioned, and where exchanges
-        go round.
+        s `[b, k, m]`, and the inverses of the active parts of the matrices, else zero, `[b, k, m, m]`, or empty. `None`
+        where values may not be read or are not finite, rows are ill-conditioned, or exchanges go round.
     """
     m = offset.shape[-1]
     if type(matrix) is not Tensor or type(offset) is not Tensor or dispatch_modes():

@@ -12,8 +12,7 @@ _STEPS = 80
 _REGULAR = 10
 # After a relative Newton step this small the error is its square, which the two chord steps reduce to rounding.
 _TOLERANCE = 1e-7
-# Below the first, relative to the sizes of what cancels, a float64 Gramian cannot tell |sum of multiples|^2 from zero;
-# what is below the second is treated as zero if the search did not converge.
+# Relative sizes of `|sum of multiples|^2` that count as zero: always, and if the search did not converge.
 _NOISE, _DOUBTFUL = 1e-14, 1e-8
 # Multiples below this fraction of the sum of all are far below the rounding of every gain.
 _LEAST = 1e-60
@@ -37,10 +36,9 @@ def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: S
     Returns:
         v, float64 `[*, m]`, 0 for a row of zeros, NaN where C or p is not finite. Where rows are stationary (a convex
         combination of the unit rows is within 1e-7 of zero) there is no solution. All are 0 then for p <= 1, or where
-        all gains `C y` vanish. For p > 1 the gains approach those of the largest utility as y grows: v is where the
-        equation holds to the rounding of `C y`. A share of which less than 1e-60 of the sum of all `k v` is left may be
-        too large, with derivative zero. A search that did not converge gives 0 within 1e-4 of stationary rows, else its
-        last iterate, positive and finite, with derivative zero: for p above 50 when sizes are spread over 1e4 or more.
+        all gains `C y` vanish. For p > 1, v is where the equation holds to the rounding of `C y`. A share below 1e-60
+        of the sum of all `k v` may be too large, with derivative zero. A search that did not converge gives 0 within
+        1e-4 of stationary rows, else its last iterate, with derivative zero: for p above 50 and sizes 1e4 apart.
 
     Laws:
         Pure; composes with vmap, grad, jvp, compile, in p too; third derivatives are not correct.

@@ -18,8 +18,6 @@ Source:
     problem, 1992, section 2.3 (principal pivots).
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -31,13 +29,8 @@ TOLERANCE = 1e-13
 _TABLEAUS, _BLIND_TABLEAUS = 4, 2
 
 
-class _Tableau(NamedTuple):
-    """Of n problems: T `[n, m, m]`, t, the active rows and the current multipliers, `[n, m]` each."""
-
-    matrix: Tensor
-    right: Tensor
-    active: Tensor
-    s: Tensor
+# Of n problems: T `[n, m, m]`; t, the active rows and the current multipliers, `[n, m]` each.
+_Tableau = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def least_pivot(m: int) -> float:
@@ -48,33 +41,26 @@ def least_pivot(m: int) -> float:
 def solve_by_pivots(M: Tensor, q: Tensor, free: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
     """Solve the problems of `linear_complementarity`, one for each matrix.
 
-    Args:
-        M: float64 `[n, m, m]`.
-        q: float64 `[n, m]`.
-        free: bool `[n, m]`: the entries that are allowed.
-        looks: whether to look at values, and stop when all problems are solved; else the steps are `8 m + 24`.
+    With `looks`, it stops when all problems are solved; else it takes `8 m + 24` steps, and looks at no value.
 
     Returns:
         s, `[n, m]`; the inverses of the active parts of M, else zero, `[n, m, m]`.
     """
-    s, inverse, solved = _by_one_tableau(M, q, free, torch.zeros_like(q), looks)
+    found, left = _by_one_tableau(M, q, free, torch.zeros_like(q), looks), torch.arange(len(q), device=q.device)
     for _ in range((_TABLEAUS if looks else _BLIND_TABLEAUS) - 1):
-        if not looks:
-            new_s, new_inverse, _ = _by_one_tableau(M, q, free, s, looks)
-            s, inverse = torch.where(solved, s, new_s), torch.where(solved.unsqueeze(-1), inverse, new_inverse)
-            break
-        left = (~solved).squeeze(-1).nonzero().squeeze(-1)
+        if looks:
+            left = (~found[2]).squeeze(-1).nonzero().squeeze(-1)
         if not len(left):
             break
-        new = _by_one_tableau(M[left], q[left], free[left], s[left], looks)
-        s, inverse, solved = (x.index_copy(0, left, y) for x, y in zip((s, inverse, solved), new, strict=True))
-    return s, inverse
+        new = _by_one_tableau(M[left], q[left], free[left], found[0][left], looks)
+        found = [x.index_copy(0, left, y) for x, y in zip(found, new, strict=True)]
+    return found[0], found[1]
 
 
 def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Multipliers, inverses, and whether solved, `[n, 1]`, from a tableau of M, and multipliers s to begin with."""
     m = q.shape[-1]
-    found = _Tableau(M, q, torch.zeros_like(free), s.clamp(min=0))
+    found = M, q, torch.zeros_like(free), s.clamp(min=0)
     pending = s > 0
     moving, places = torch.ones_like(pending[:, :1]), torch.arange(m, device=q.device)
     for _ in range(4 * m + 12):
@@ -82,8 +68,7 @@ def _by_one_tableau(M: Tensor, q: Tensor, free: Tensor, s: Tensor, looks: bool) 
         if looks and not moving.any():
             break
     tableau, _, active, s = found
-    both = active.unsqueeze(-1) & active.unsqueeze(-2)
-    inverse = torch.where(both, tableau, 0)
+    inverse = torch.where(active.unsqueeze(-1) & active.unsqueeze(-2), tableau, 0)
     before, w = s, q + matvec(M, s)
     for _ in range(2):
         s = s - matvec(inverse, torch.where(active, w, 0))
@@ -110,7 +95,7 @@ def _step(found: _Tableau, pending: Tensor, free: Tensor, places: Tensor) -> tup
     # A row that depends on those before it waits no longer.
     exchanged = torch.where(waiting, best < -least, best < torch.inf)
     tableau, t = _pivoted(tableau, t, active, r, here, exchanged)
-    return _Tableau(tableau, t, active ^ (here & exchanged), s), pending & ~here, waiting | exchanged
+    return (tableau, t, active ^ (here & exchanged), s), pending & ~here, waiting | exchanged
 
 
 def _pivoted(

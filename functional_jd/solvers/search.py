@@ -21,9 +21,9 @@ def opaque(name: str, search: Callable[..., Any], fake: Callable[..., Any], inpu
 
     Args:
         name: of the operator, unique.
-        search: a function of tensors `[*, ...]` and of a flag `fixed` that returns one or several tensors with the same
-            batch dimensions: unless `fixed`, it may look at values. It is constant to derivatives.
-        fake: a function of the tensors that returns empty ones of the shapes and dtypes that `search` returns.
+        search: a function of tensors `[*, ...]` and of a flag `fixed`: unless that is set, it may look at values. It
+            returns tensors with the same batch dimensions, constant to derivatives.
+        fake: a function of the tensors that returns empty ones, like the results of `search`.
         inputs: the number of tensors.
 
     Returns:

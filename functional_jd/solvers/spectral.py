@@ -91,15 +91,13 @@ def inverse_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse square root on the range, zero on its complement; and the eigenvalues.
 
     The eigenvectors V are constant to derivatives. In their basis two chord steps solve `X A X = 1` on the range: the
-    k-th step makes the k-th derivative correct there, also at repeated eigenvalues, since all denominators are sums of
-    roots.
+    k-th step makes the k-th derivative correct there, also at repeated eigenvalues.
 
     Args:
         matrix: A, float64 `[*, m, m]`, symmetric positive semi-definite.
 
     Returns:
-        float64 `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 for those at rounding level; NaN where the matrix
-        is not finite.
+        `[*, m, m]` and the eigenvalues `[*, m]`, ascending, 0 at rounding level; NaN where the matrix is not finite.
 
     Laws:
         Composes with vmap, grad, jvp, compile. First derivatives are correct where the rank is constant, second ones
