@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from functional_jd.torch_compat.torch_internals import constant_while_tracing
 from functional_jd.torch_compat.watching import StateJournal
 
 Result = TypeVar("Result")
@@ -65,12 +66,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def refuse_export(where: str) -> NoReturn:
-    """Refuse to be traced by torch.export, to which what torch.func returns is a constant."""
-    raise ValueError(
-        f"{where}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func returns "
-        "for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
-    )
+def refuse_export(where: str) -> None:
+    """Raise if torch.export traces: what torch.func returns is a constant to it."""
+    if _is_exporting():
+        raise ValueError(
+            f"{where}: expected a tracer that knows derivatives, found torch.export, which takes what torch.func "
+            "returns for constants. Export what torch.fx.experimental.proxy_tensor.make_fx(f)(*args) returns."
+        )
+
+
+@constant_while_tracing
+def _is_exporting() -> bool:
+    """Called while torch.compile traces: torch 2.11 takes `is_exporting` for true in all that it traces itself."""
+    return torch.compiler.is_exporting()
 
 
 def random_state() -> list[Tensor]:
