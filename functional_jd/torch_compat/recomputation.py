@@ -41,9 +41,9 @@ class RecomputedMode(TorchFunctionMode):
             self.seen = hook
             frame = None if hook is None or hook is self.around else _frame_of(hook)
             if frame is not None:
-                contexts = recomputation_of(frame).contexts
-                if id(self) not in contexts:
-                    contexts[id(self)] = self.again()
+                if not isinstance(frame.recompute_fn, _Recomputation):
+                    frame.recompute_fn = _Recomputation(frame.recompute_fn)
+                frame.recompute_fn.contexts.setdefault(id(self), self.again())
 
     def again(self) -> Callable[[], TorchFunctionMode]:
         """What makes the mode of a checkpoint that begins now, when it runs again. It must not hold this mode, which
@@ -52,7 +52,7 @@ class RecomputedMode(TorchFunctionMode):
         return type(self)
 
 
-class Recomputation:
+class _Recomputation:
     """The function of a checkpoint, as torch runs it again: under the contexts, of which an inner one came first."""
 
     def __init__(self, run: Callable[..., None]):
@@ -64,15 +64,6 @@ class Recomputation:
             for context in reversed(self.contexts.values()):
                 stack.enter_context(context())
             self.run(*args)
-
-
-def recomputation_of(frame: Any) -> Recomputation:
-    """What a checkpoint runs again, by the record that torch keeps of the checkpoint."""
-    if not hasattr(frame, "recompute_fn"):
-        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
-    if not isinstance(frame.recompute_fn, Recomputation):
-        frame.recompute_fn = Recomputation(frame.recompute_fn)
-    return frame.recompute_fn
 
 
 def in_checkpoint() -> bool:
@@ -88,12 +79,15 @@ def in_reentrant_checkpoint() -> bool:
 def _checkpoint_hook() -> Any:
     """The innermost function that packs what autograd saves, if it is that of a checkpoint."""
     hooks = _top_hooks(False)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__ else None
+    pack = None if hooks is None else hooks[0]
+    return pack if getattr(pack, "__module__", None) == torch_checkpoint.__name__ else None
 
 
 def _frame_of(pack: Any) -> Any:
-    """The record of the checkpoint whose hook this is; None for one that runs again."""
+    """The record that torch keeps of the checkpoint whose hook this is; None for one that runs again."""
+    if pack.__qualname__.startswith("_recomputation_hook"):
+        return None
     frame = inspect.getclosurevars(pack).nonlocals.get("frame")
-    if frame is None and not pack.__qualname__.startswith("_recomputation_hook"):
-        raise missing("utils.checkpoint._CheckpointFrame", _FEATURE)
+    if not hasattr(frame, "recompute_fn"):
+        raise missing("utils.checkpoint._CheckpointFrame.recompute_fn", _FEATURE)
     return frame

@@ -184,7 +184,6 @@ FEATURES = {
     },
     "utils._pytree.SUPPORTED_NODES": registered,
     "_C._autograd._top_saved_tensors_default_hooks": checkpointed_under_a_mode,
-    "utils.checkpoint._CheckpointFrame": checkpointed_under_a_mode,
     "utils.checkpoint._CheckpointFrame.recompute_fn": checkpointed_under_a_mode,
     "autograd.Variable._execution_engine": module,
     "overrides.has_torch_function in nn.functional.dropout": dropout,
