@@ -63,29 +63,22 @@ def recorded_vjp(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[V
 
 
 def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cotangent) -> Rows:
-    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True)]
-    # A zero cotangent would turn an infinite derivative into NaN; torch.compile needs the same graph for all.
-    if torch.compiler.is_compiling():
-        sent = [(y, torch.zeros_like(y) if c is None else c) for y, c in pairs]
-    else:
-        sent = [(y, c) for y, c in pairs if c is not None]
-    with autocast_disabled():
-        return _gradients([y for y, _ in sent], inputs, [c for _, c in sent])
-
-
-def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangent: list[Tensor]) -> list[Tensor | None]:
     """`None` where a gradient is certainly zero."""
-    if torch.compiler.is_compiling():
-        # The only function for gradients that is traced here. It returns zeros in the place of None; they are told
-        # apart by this: what does not vary with the cotangent is zero.
-        found = traced_grad(outputs, inputs, cotangent, retain_graph=True, create_graph=True)
-        depth = transform_level()[0]
-        return [g if varies_in_vmap(g, depth) else None for g in found]
-    pairs = [(y, c) for y, c in zip(outputs, cotangent, strict=True) if y.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    given: Any = [[y for y, _ in pairs], inputs, [c for _, c in pairs]]
-    return to_dense(torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True))
+    pairs = list(zip(outputs, cotangent, strict=True))
+    with autocast_disabled():
+        if torch.compiler.is_compiling():
+            # The only function for gradients that is traced here. It needs the same graph for all cotangents, and
+            # returns zeros in the place of None. They are told apart: what does not vary with the cotangent is zero.
+            filled = [torch.zeros_like(y) if c is None else c for y, c in pairs]
+            found = traced_grad(outputs, inputs, filled, retain_graph=True, create_graph=True)
+            depth = transform_level()[0]
+            return [g if varies_in_vmap(g, depth) else None for g in found]
+        # A zero cotangent would turn an infinite derivative into NaN.
+        sent = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
+        if not sent:
+            return [None] * len(inputs)
+        given: Any = [[y for y, _ in sent], inputs, [c for _, c in sent]]
+        return to_dense(torch.autograd.grad(*given, retain_graph=True, create_graph=True, allow_unused=True))
 
 
 def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, points: list[Tensor]) -> Rows:
