@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 LOOKING: ContextVar[list[Call] | None] = ContextVar("LOOKING", default=None)
-"""Where calls are noted; None where nobody looks."""
+"""Where calls are noted; None if they are not."""
 
 
 @contextmanager

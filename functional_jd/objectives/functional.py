@@ -94,8 +94,8 @@ class _Applied:
         module = self.module
         if torch.compiler.is_compiling():  # a graph break, where those are allowed
             raise RuntimeError(
-                "functional: expected a call outside of what torch.compile traces, as it reads all parts of the "
-                "module, found one inside. Write apply = functional(module) before, and compile what calls apply."
+                "functional: expected a call outside of functions that torch.compile traces, as it reads all parts of "
+                "the module, found one inside. Write apply = functional(module) before, and compile what calls apply."
             )
         lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
         if lazy:
@@ -193,7 +193,7 @@ def _refuse_own(names: list[str]) -> None:
 
 
 def _refuse_changes(parts: ModuleParts, params: State, before: list[Any]) -> None:
-    """Refuse a forward that has changed a parameter, but for cuDNN, which moves recurrent weights together."""
+    """Raise if forward has changed a parameter. cuDNN may: it moves the weights of recurrent layers together."""
     if before != (marks := _marks(params.values())):
         for name, old, new in zip(params, before, marks, strict=True):
             if old != new and name not in parts.recurrent:

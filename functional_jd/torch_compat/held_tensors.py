@@ -41,7 +41,7 @@ class Holder:
 
     Attributes:
         lock: held while the module holds other tensors than its own.
-        checked: whether a call was seen to use the tensors that it was given and no parameter beside them.
+        checked: whether a call was seen to use no other parameters than those that it was given.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def holder_of(module: nn.Module) -> Holder:
 
 
 def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
-    """The nodes that these tensors come from, and those of the tensors that they are views of, which remain theirs
+    """The nodes that these tensors come from, and those of the tensors that they are views of, which stay the same
     when the views are changed in place.
     """
     with torch_function_disabled():
@@ -73,7 +73,7 @@ class Held:
         holder: that of the module.
         places: where they stand.
         params: the parameters by name.
-        buffers: the buffers by name, as they were before the call. What runs again gets copies.
+        buffers: the buffers by name, as they were before the call. A second run gets copies.
         inputs: the tensors that require grad among what the module was called with.
     """
 
@@ -89,7 +89,7 @@ class Held:
         self.time: ref[Generator[None]] | None = None
 
     def watch(self, nodes: set[Any]) -> None:
-        """Let backward passes through these nodes hold the tensors, but for nodes of earlier calls of the module."""
+        """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep theirs."""
         for node in nodes:
             if node.metadata.setdefault(self.holder, self) is self:
                 node.register_prehook(lambda _: self.hold(gradients=False))
@@ -156,10 +156,10 @@ class _Span:
         """Give each place what it held before. Of several times in one pass, the first one ends first."""
         later = _SPANS[_SPANS.index(self) + 1 :]
         _SPANS.remove(self)
-        for place in self.held.places:
-            x = self.before[place.slot]
-            if (other := next((span for span in later if place.slot in span.before), None)) is not None:
-                other.before[place.slot] = x
+        for place, x in zip(self.held.places, self.before.values(), strict=True):
+            others = [span for span in later if place.slot in span.before] if later else None
+            if others:
+                others[0].before[place.slot] = x
             else:
                 place.home[place.name] = x
 
