@@ -4,7 +4,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from threading import local
+from threading import get_ident, local
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -63,7 +63,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
     Limits:
         A parameter in a list, a lambda or another object is not replaced: it raises. Read it from the module, or
         detach it. A forward that writes a parameter raises after the fact, and `train_state` puts the values back.
-        Threads that share several modules must call them in one order.
+        Threads that share several modules must call them in one order. On an accelerator, threads that share a module
+        must run their backward passes one after the other: two at one time raise.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -142,7 +143,7 @@ class _Applied:
         """The output, once the module was called with other tensors in it."""
         holder = holder_of(self.module)
         inside_call = _RUNNING.depth > 0
-        with holder.lock, _RUNNING:
+        with holder.lock.held_by(get_ident()), _RUNNING:
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)

@@ -1,7 +1,7 @@
 """The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
 
 from collections.abc import Generator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,22 +18,25 @@ _engine: Any = private("autograd.Variable._execution_engine", "backward passes o
 
 
 class ThreadLock:
-    """A lock that its thread may take again. Another thread may release it: autograd may end a pass on its own."""
+    """A lock that its thread may take again. Threads of autograd take it for the thread that waits for them."""
 
     def __init__(self) -> None:
         self.lock, self.owner, self.depth = Lock(), 0, 0
 
-    def __enter__(self) -> None:
-        if self.owner != get_ident():
+    @contextmanager
+    def held_by(self, thread: int) -> Generator[None]:
+        """A time for which the thread with this number has the lock."""
+        if self.owner != thread:
             self.lock.acquire()
-            self.owner = get_ident()
+            self.owner = thread
         self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.owner = 0
-            self.lock.release()
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self.owner = 0
+                self.lock.release()
 
 
 class Holder:
@@ -87,6 +90,7 @@ class Held:
     ):
         self.holder, self.places, self.params, self.buffers, self.inputs = holder, places, params, buffers, inputs
         self.time: ref[Generator[None]] | None = None
+        self.thread = get_ident()
 
     def watch(self, nodes: set[Any]) -> None:
         """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep theirs."""
@@ -105,9 +109,9 @@ class Held:
         Args:
             gradients: whether the pass comes from the gradients of an earlier one.
         """
-        last = next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None)
+        last = self._last()
         if last is None or last.held is not self:
-            time = self._time(gradients, two=last is not None and (gradients or last.gradients))
+            time = self._time(gradients)
             next(time)
             self.time = ref(time)
             # Where a pass fails, autograd drops what it was to call, and Python closes the generator.
@@ -117,11 +121,22 @@ class Held:
         if self.time is not None and (time := self.time()) is not None:
             time.close()
 
-    def _time(self, gradients: bool, two: bool) -> Generator[None]:
-        """A time for which the module holds the tensors; `two`: or those of another call, it cannot be told which."""
-        # Threads of autograd have no name here. The thread that waits for them may have the lock.
-        named = not isinstance(current_thread(), _DummyThread)
-        with self.holder.lock if named else nullcontext():
+    def _last(self) -> "_Span | None":
+        return next((span for span in reversed(_SPANS) if span.held.holder is self.holder), None)
+
+    def _time(self, gradients: bool) -> Generator[None]:
+        """A time for which the module holds the tensors."""
+        thread = get_ident()
+        if isinstance(current_thread(), _DummyThread):  # one of autograd, which works for several
+            last, thread = self._last(), self.thread
+            if last is not None and last.held.thread != thread:
+                raise ValueError(
+                    "functional: on an accelerator, threads that share a module must run their backward passes one "
+                    "after the other, found two at one time. Call copies of the module."
+                )
+        with self.holder.lock.held_by(thread):
+            last = self._last()
+            two = last is not None and (gradients or last.gradients)  # it cannot be told which
             span = _Span(self, gradients)
             tensors = self.params | {name: x.clone() for name, x in self.buffers.items()}
             for place in self.places:
@@ -170,8 +185,8 @@ class _EitherOfTwo:
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         raise ValueError(
-            "functional: a backward pass through gradients must find one set of parameters of a module, found two, and "
-            "a checkpoint that runs again. Take the checkpoint out, or call copies of the module."
+            "functional: what runs again must find one set of parameters of a module, found two in a backward pass "
+            "through gradients. Take the checkpoint out, or call copies of the module."
         )
 
 

@@ -218,20 +218,24 @@ class Again(nn.Module):
         return self.run(self.last, self.run(self.inner, x))
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
 def sets(net, *factors):
     names = dict(net.named_parameters())
     return [{name: (f * p.detach()).requires_grad_() for name, p in names.items()} for f in factors]
 
 
-def test_two_sets_of_parameters_run_again_with_their_own():
-    net = Again()
-    apply, buffers, plain = fj.functional(net), dict(net.named_buffers()), Again(False)
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_sets_of_parameters_run_again_with_their_own(device):
+    net, x = Again().to(device), X.to(device)
+    apply, buffers, plain = fj.functional(net), dict(net.named_buffers()), Again(False).to(device)
     one, two = sets(net, 0.5, 2.0)
     every = [*one.values(), *two.values()]
     ways = {
-        "side by side": lambda f: f(one, X).square().mean() + f(two, X).sin().mean(),
-        "chained": lambda f: f(two, f(one, X)).square().mean(),
-        "made of one": lambda f: f({name: 2 * p for name, p in one.items()}, f(one, X)).sum() + f(two, X).sum(),
+        "side by side": lambda f: f(one, x).square().mean() + f(two, x).sin().mean(),
+        "chained": lambda f: f(two, f(one, x)).square().mean(),
+        "made of one": lambda f: f({name: 2 * p for name, p in one.items()}, f(one, x)).sum() + f(two, x).sum(),
     }
     copies = {name: b.clone() for name, b in buffers.items()}
     ours = lambda params, x: apply(params, buffers, x)[0]
@@ -240,8 +244,8 @@ def test_two_sets_of_parameters_run_again_with_their_own():
     for way in ways.values():
         found = torch.autograd.grad(way(ours), every, allow_unused=True)
         expected = torch.autograd.grad(way(theirs), every, allow_unused=True)
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y)
+        for g, h in zip(found, expected, strict=True):
+            torch.testing.assert_close(g, h)
         for name, p in net.named_parameters():
             assert p is own[name][0]
             assert torch.equal(p, own[name][1])
@@ -263,7 +267,7 @@ def test_passes_through_gradients_run_again_with_one_set_and_raise_with_two():
 
     for x, y in zip(second(ours, one), second(theirs, one), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"functional: a backward pass through gradients must find one set"):
+    with pytest.raises(ValueError, match=r"functional: what runs again must find one set"):
         second(ours, one, two)
     assert all(isinstance(p, nn.Parameter) for p in net.parameters())
     assert torch.isfinite(net(X)).all()
@@ -279,12 +283,13 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError
 
 
-def test_a_backward_pass_that_fails_leaves_the_module_with_its_own():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_backward_pass_that_fails_leaves_the_module_with_its_own(device):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
     net[0].register_forward_hook(lambda module, args, y: Fails.apply(y))
     own, params = dict(net.named_parameters()), sets(net, 2.0)[0]
     with pytest.raises(ArithmeticError):
-        fj.functional(net)(params, {}, X)[0].sum().backward()
+        fj.functional(net)(params, {}, X.to(device))[0].sum().backward()
     assert all(p is own[name] for name, p in net.named_parameters())
 
 
