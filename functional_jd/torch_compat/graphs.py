@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import has_torch_function
 
 from functional_jd.torch_compat.private_names import private
 
 _DispatchMode: Any = private("utils._python_dispatch.TorchDispatchMode", "compiled", otherwise=nullcontext)
-_map_only: Any = private("utils._pytree.tree_map_only", "compiled")
 _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compiled")
 
 
@@ -83,13 +83,13 @@ class _ZeroTangents(_DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if hasattr(func, "_schema"):  # control flow wants its containers as they are
-            args, kwargs = _map_only((Tensor, torch.device), self._placed, (args, kwargs))
+            args, kwargs = map_aggregate((args, kwargs), self._placed)
         return func(*args, **kwargs)
 
     def _placed(self, given: Any) -> Any:
         if isinstance(given, torch.device):
             return self.device if given.type == "meta" else given
-        lost = given.device.type == "meta" and given._is_zerotensor()
+        lost = isinstance(given, Tensor) and given.device.type == "meta" and given._is_zerotensor()
         return torch.zeros(given.shape, dtype=given.dtype, device=self.device) if lost else given
 
 
@@ -124,7 +124,9 @@ def draws(graph: fx.GraphModule) -> Iterator[fx.Node]:
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that a call of an operator writes into, each a tensor or a list, or what stands for them."""
     schema: Any = getattr(operator, "_schema", None)
-    for index, argument in enumerate(() if schema is None else schema.arguments):
+    if schema is None:
+        return
+    for index, argument in enumerate(schema.arguments):
         hidden = schema.name in _BATCH_NORMS and argument.name.startswith("running_")
         if hidden or (argument.alias_info is not None and argument.alias_info.is_write):
             yield args[index] if index < len(args) else kwargs.get(argument.name)
