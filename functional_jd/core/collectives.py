@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from functional_jd.torch_compat.torch_internals import collective_ops
+from functional_jd.torch_compat.private_names import private
 
 if torch.distributed.is_available():
     # DTensor imports it late, and defaults of its functions then keep a group for ever: see `distributed.leave`.
     import torch.distributed.nn.functional  # pyright: ignore[reportUnusedImport]
+
+_OPERATORS: Any = private(
+    "ops._c10d_functional", "replicas",
+    "all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor",
+)  # fmt: skip
+"""Collectives as operators, which torch.compile and make_fx trace."""
 
 
 def collective(kind: str, value: Tensor, group: str, size: int) -> Tensor:
@@ -59,7 +65,7 @@ class _Collective(Function):
         if kind == "share":
             return value / replicas
         dtype, value = value.dtype, value.to(_SENT_AS.get(value.dtype, value.dtype)).contiguous()
-        ops, wait = collective_ops, collective_ops.wait_tensor
+        ops, wait = _OPERATORS, _OPERATORS.wait_tensor
         try:
             if kind in _REDUCTIONS:
                 result = ops.all_reduce(value / replicas if kind == "mean" else value, _REDUCTIONS[kind], name)

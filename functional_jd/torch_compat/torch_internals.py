@@ -43,12 +43,6 @@ traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compil
 dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", otherwise=lambda: 1)
 """How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
 
-collective_ops: Any = private(
-    "ops._c10d_functional", "replicas",
-    "all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor",
-)  # fmt: skip
-"""Functional collectives: all-reduce, broadcast, gather and scatter as operators."""
-
 REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 GRAD_FN: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 GRAPH_ATTRIBUTES = (REQUIRES_GRAD, GRAD_FN)
@@ -81,14 +75,6 @@ def constant_while_tracing(f: _Function) -> _Function:
     """`torch.compiler.assume_constant_result`, but for the import of the compiler, which takes as long as torch."""
     f._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return f
-
-
-def sharded_like(shard: Tensor, like: Any) -> Any:
-    """A `DTensor` with the layout of another of its dtype: a tenth of the time of `DTensor.from_local`."""
-    if hasattr(like, "_spec"):
-        return type(like)(shard, like._spec, requires_grad=False)
-    size: Any = {"shape": like.shape, "stride": like.stride()}
-    return type(like).from_local(shard, like.device_mesh, like.placements, run_check=False, **size)
 
 
 def under_functorch() -> bool:

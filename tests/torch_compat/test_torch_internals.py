@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from functional_jd.core.sharding import sharded_as
 from functional_jd.torch_compat import (
     autograd_graph,
     backward,
@@ -294,12 +295,6 @@ def test_a_module_keeps_its_tensors_where_they_are_put():
         internals.module_tensors(object())
 
 
-def test_functional_collectives_are_there():
-    names = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
-    for name in names:
-        assert hasattr(internals.collective_ops, name)
-
-
 def test_importing_and_asking_raises_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -391,30 +386,15 @@ def test_the_engine_of_autograd_calls_back_after_the_pass():
     assert seen == ["gradient", "end"]
 
 
-class WithoutSpec:
-    """A `DTensor` that no longer has its private attribute."""
-
-    from_local = DTensor.from_local
-
-    def __init__(self, like):
-        self.device_mesh, self.placements, self.shape, self.stride = (
-            like.device_mesh,
-            like.placements,
-            like.shape,
-            like.stride,
-        )
-
-
 def test_a_shard_is_closed_with_the_layout_of_another_leaf(tmp_path):
+    """By the private attribute, and without it as a differentiable shard is."""
     dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
         like = distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
-        closed = internals.sharded_like(torch.zeros(3, 2), like)
-        assert isinstance(closed, DTensor)
-        assert (closed.placements, closed.device_mesh, closed.shape) == (like.placements, like.device_mesh, like.shape)
-        assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
-        again = internals.sharded_like(torch.zeros(3, 2), WithoutSpec(like))
-        assert (type(again), again._spec) == (DTensor, closed._spec)
+        for differentiable in (False, True):
+            closed = sharded_as(torch.zeros(3, 2), like, differentiable=differentiable)
+            assert (type(closed), closed._spec) == (DTensor, like._spec)
+            assert torch.equal(closed.full_tensor(), torch.zeros(3, 2))
     finally:
         dist.destroy_process_group()
 
