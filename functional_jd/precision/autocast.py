@@ -137,8 +137,11 @@ def autocast_disabled() -> AbstractContextManager[Any]:
         ...     (x @ x).dtype
         torch.float32
     """
-    enabled = [device for device in _devices() if torch.is_autocast_enabled(device)]
-    return _switched(enabled, enabled=False) if enabled else _NOTHING
+    devices = _devices()
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            return _switched([device for device in devices if torch.is_autocast_enabled(device)], enabled=False)
+    return _NOTHING  # nearly always
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
