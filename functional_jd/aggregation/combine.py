@@ -136,7 +136,8 @@ def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
             return tree_unflatten(structure, sums)
         weights = weights_by_leaf(weights, jacobian)
         if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
-            tree_map(lambda leaf, own: _check_shape(where, leaf, own, m), jacobian, weights)
+            for leaf, own in zip(leaves, leaves_like(structure, weights), strict=True):
+                _check_shape(where, leaf, own, m)
         else:
             _check_entrywise(where, weights, jacobian, m)
         return tree_map(_entrywise, jacobian, weights)
