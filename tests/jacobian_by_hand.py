@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
+from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.engines.evaluate import Options, is_differentiable
 from functional_jd.engines.kinds import kind_of
 from functional_jd.objectives import PerExample
@@ -62,13 +63,16 @@ def case_of(name, kind):
 
 
 def scaled_rows(losses, scale, mode="auto", chunk_size=None):
-    """What `jacobian_fn` unscales: the rows as a backward pass at this scale leaves them; and the losses."""
+    """The rows times the scale at which their backward passes run, without flags; and the losses."""
 
     def rows_and_losses(*args):
         factor = multiplier(scale, "jacobian_fn")
         differentiable = is_differentiable((args, factor))
         options = Options("jacobian_fn", False, factor, differentiable, mode, chunk_size)
-        return kind_of(losses).jacobian(losses, args, options)[:2]
+        jacobian, values, _ = kind_of(losses).jacobian(losses, args, options)
+        rows, heads = split_heads(jacobian)
+        scaled = lambda row: row * (factor.reshape(-1, *[1] * (row.ndim - 1)) if factor.ndim else factor)
+        return with_heads(_pytree.tree_map(scaled, rows), heads), values
 
     return rows_and_losses
 

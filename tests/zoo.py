@@ -26,7 +26,6 @@ class Model(NamedTuple):
     inputs: Tensor
     vmap: bool = True  # torch.vmap(torch.autograd.grad) over rows
     func: bool = True  # torch.func.vjp
-    forward: bool = True  # torch.func.jvp
     single: bool = True  # a batch of one example
     examples: bool = True  # torch.vmap(torch.func.vjp) over examples
     module: nn.Module | None = None  # whose buffers are in use
@@ -261,9 +260,7 @@ def dropout() -> Model:
     Forward mode evaluates once per parameter, and vmap over examples draws in another order than a loop.
     """
     inner = mlp()
-    return inner._replace(
-        predict=lambda params, x: nn.functional.dropout(inner.predict(params, x), 0.5), forward=False, single=False
-    )
+    return inner._replace(predict=lambda params, x: nn.functional.dropout(inner.predict(params, x), 0.5), single=False)
 
 
 def checkpointed() -> Model:
@@ -304,13 +301,13 @@ class NumpyCube(torch.autograd.Function):
 def custom_function() -> Model:
     inner = mlp()
     predict = lambda params, x: Cube.apply(inner.predict(params, x))
-    return inner._replace(predict=predict, func=False, forward=False, examples=False)
+    return inner._replace(predict=predict, func=False, examples=False)
 
 
 def numpy_backward() -> Model:
     inner = mlp()
     predict = lambda params, x: NumpyCube.apply(inner.predict(params, x))
-    return inner._replace(predict=predict, func=False, forward=False, examples=False, vmap=False)
+    return inner._replace(predict=predict, func=False, examples=False, vmap=False)
 
 
 def sparse_embedding() -> Model:
@@ -415,7 +412,7 @@ def volume(x: Tensor) -> Tensor:
 
 
 # torch.func refuses to change running statistics in place.
-RUNNING = {"func": False, "forward": False, "examples": False}
+RUNNING = {"func": False, "examples": False}
 
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp": mlp,
@@ -442,9 +439,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "lstm": lambda: of_module(lambda: nn.LSTM(4, 3, batch_first=True), SEQUENCE),
     "gru": lambda: of_module(lambda: nn.GRU(4, 3, batch_first=True), SEQUENCE),
     "attention": lambda: of_module(lambda: SelfAttention(True), SEQUENCE),
-    "fused_attention": lambda: of_module(lambda: SelfAttention(False), SEQUENCE, forward=False),
-    "encoder": lambda: of_module(lambda: encoder(False), SEQUENCE, forward=False),
-    "encoder_norm_first": lambda: of_module(lambda: encoder(True), SEQUENCE, forward=False),
+    "fused_attention": lambda: of_module(lambda: SelfAttention(False), SEQUENCE),
+    "encoder": lambda: of_module(lambda: encoder(False), SEQUENCE),
+    "encoder_norm_first": lambda: of_module(lambda: encoder(True), SEQUENCE),
     "layer_norm": lambda: of_module(norm(lambda: nn.LayerNorm(4)), CHANNELS),
     "rms_norm": lambda: of_module(norm(lambda: nn.RMSNorm(4)), CHANNELS),
     "group_norm": lambda: of_module(norm(lambda: nn.GroupNorm(2, 4)), CHANNELS),
@@ -461,18 +458,18 @@ MODELS: dict[str, Callable[[], Model]] = {
     "conv_transpose": lambda: of_module(lambda: nn.ConvTranspose2d(2, 2, 2, stride=2), IMAGE),
     "conv_grouped": lambda: of_module(lambda: nn.Conv2d(2, 4, 2, groups=2, dilation=2), IMAGE),
     "embedding": lambda: of_module(lambda: nn.Embedding(6, 3), tokens(6)),
-    "embedding_bag": lambda: of_module(lambda: nn.EmbeddingBag(6, 3), tokens(6), forward=False),
+    "embedding_bag": lambda: of_module(lambda: nn.EmbeddingBag(6, 3), tokens(6)),
     "prelu": lambda: of_module(norm(lambda: nn.PReLU(4)), CHANNELS),
 }
 
 MORE: dict[str, Callable[[], Model]] = {
     "scaled": scaled,
     "packed": packed,
-    "cross_attention": lambda: of_module(lambda: CrossAttention(False), SEQUENCE, forward=False),
-    "attention_apart": lambda: of_module(lambda: CrossAttention(True), SEQUENCE, forward=False),
-    "attention_unpacked": lambda: of_module(lambda: CrossAttention(True, kdim=4, vdim=4), SEQUENCE, forward=False),
-    "attention_biased": lambda: of_module(lambda: CrossAttention(False, add_bias_kv=True), SEQUENCE, forward=False),
-    "decoder": lambda: of_module(decoder, SEQUENCE, forward=False),
+    "cross_attention": lambda: of_module(lambda: CrossAttention(False), SEQUENCE),
+    "attention_apart": lambda: of_module(lambda: CrossAttention(True), SEQUENCE),
+    "attention_unpacked": lambda: of_module(lambda: CrossAttention(True, kdim=4, vdim=4), SEQUENCE),
+    "attention_biased": lambda: of_module(lambda: CrossAttention(False, add_bias_kv=True), SEQUENCE),
+    "decoder": lambda: of_module(decoder, SEQUENCE),
     "prelu_2d": lambda: of_module(conv_norm(lambda: nn.PReLU(4)), IMAGE),
     "prelu_one": lambda: of_module(norm(lambda: nn.PReLU()), CHANNELS),
     "group_norm_2d": lambda: of_module(conv_norm(lambda: nn.GroupNorm(2, 4)), IMAGE),

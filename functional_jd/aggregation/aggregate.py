@@ -115,9 +115,11 @@ def aggregate(
             f"aggregate: expected one loss per row, {m} in all, found {found}. Pass the losses that were returned "
             "with the Jacobian."
         )
-    seen = Observation(losses, rows=jacobian, others=others)
+    view, seen = as_view(aggregator.view), Observation(losses, rows=jacobian, others=others)
     with autocast_disabled():
-        weights, state = weigh(aggregator, as_view(aggregator.view), seen, state, apart=True)
+        received = view.receive(seen)
+        update = partial(weigh, aggregator, where="aggregate")
+        weights, state = where_it_runs(aggregator, view, seen, update, received, state, apart=True)
         return Aggregation(combined("aggregate", jacobian, weights), weights, state)
 
 
@@ -136,30 +138,12 @@ class CannotStartError(ValueError):
 _UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, memory)"
 
 
-def weigh(
-    aggregator: Aggregator,
-    view: View,
-    seen: Observation,
-    state: Tree = None,
-    where: str = "aggregate",
-    *,
-    apart: bool = False,
-) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule with this view; `apart`: each with memory of its own, as for users. The
-    caller switches autocast off.
+def weigh(aggregator: Aggregator, received: Any, state: Tree, where: str) -> tuple[Weights, Tree]:
+    """The weights and the next state of a rule, from what its view receives. The caller switches autocast off.
 
-    A state of another rule, or for another number of objectives, is refused: if `update` raises or drops it, and in a
-    step also if the state does not keep its structure.
+    Raises ValueError for a state of another rule, or for another number of objectives: if `update` raises or drops it,
+    and in a step also if the state does not keep its structure.
     """
-    received = view.receive(seen)
-    if seen.scaling is None:  # else the driver has asked
-        if narrow := narrow_device(seen, received):
-            if view.products == "rows":
-                warn_of_rows(narrow)
-            run = partial(run_on_host, device=narrow, apart=apart)
-            aggregator = aggregator._replace(init=partial(run, aggregator.init), update=partial(run, aggregator.update))
-        elif aggregator.on_host and goes_to_host(aggregator, (received, state)):
-            aggregator = aggregator._replace(update=partial(run_on_host, aggregator.update, apart=apart))
     if state is None:
         found: Any = aggregator.update(received, aggregator.init(received))
         return refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
@@ -185,25 +169,35 @@ def weigh(
     return weights, new
 
 
-def narrow_device(seen: Observation, received: Any = None) -> torch.device | None:
-    """The device of what is observed, if it has no float64: rules run on the host."""
-    some: Any = received if seen.rows is None else seen.rows
+def where_it_runs(
+    aggregator: Aggregator, view: View, seen: Observation, function: Callable[..., Any], *given: Any, apart: bool
+) -> Any:
+    """`function(*given)`, on the host if the rule runs there: then all that is given goes there by one copy, and all
+    that is found comes back by another. `apart`: each result with memory of its own, as users need it.
+
+    Small dense problems of rules that say `on_host` run there, and every rule if the device has no float64.
+    """
+    some: Any = given[0] if seen.rows is None else seen.rows
     some = some if seen.losses is None else seen.losses
     while isinstance(some, (dict, list, tuple)) and some:  # a union is no type to torch.compile
         some = next(iter(cast("dict[Any, Any]", some).values())) if isinstance(some, dict) else some[0]
     known = isinstance(some, Tensor) and (some.is_cpu or has_float64(some.device))
-    return some.device if isinstance(some, Tensor) and not known else None
+    narrow = some.device if isinstance(some, Tensor) and not known else None
+    if narrow is None and not (aggregator.on_host and _goes_to_host(given)):
+        return function(*given)
+    if narrow is not None and view.products == "rows":
+        warn_of_rows(narrow)
+    return run_on_host(function, *given, device=narrow, apart=apart)
 
 
-def goes_to_host(aggregator: Aggregator, given: tuple[Any, ...]) -> bool:
-    """Whether the rule asks to run on the host, and what it is given stands on an accelerator, under no transform."""
+def _goes_to_host(given: tuple[Any, ...]) -> bool:
+    """Whether what a rule is given stands on an accelerator, under no transform."""
     if isinstance(first := given[0], Tensor) and first.is_cpu:  # as nearly always
         return False
     leaves = tree_leaves(given)
     return not (
         leaves[0].is_cpu
         or torch.compiler.is_compiling()
-        or not aggregator.on_host
         or (type(leaves[0]) is not Tensor or leaves[0].is_meta)  # a fake one, which has no values to bring
         or is_capturing(leaves[0])
         or under_functorch()
@@ -233,5 +227,4 @@ def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses:
 
 def initial_state(aggregator: Aggregator, view: View, seen: Observation) -> Tree:
     """The initial state of a rule with this view. The caller switches autocast off."""
-    received, narrow = view.receive(seen), narrow_device(seen)
-    return run_on_host(aggregator.init, received, device=narrow) if narrow else aggregator.init(received)
+    return where_it_runs(aggregator, view, seen, aggregator.init, view.receive(seen), apart=False)

@@ -16,7 +16,6 @@ from functional_jd.core.rows import (
     inner_products,
     joined,
     magnitudes,
-    per_row,
     row_count,
     squared_norms,
     weighted_rows,
@@ -25,7 +24,6 @@ from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Jacobian, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.torch_internals import under_transform
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
@@ -64,54 +62,36 @@ def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
 
 
 def products_of_rows(
-    where: str, rows: Tree, leaves: list[Tensor], structure: Any, needed: str, inverse: Tensor | None = None
+    where: str, leaves: list[Tensor], structure: Any, needed: str
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
     """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
-    of them as at least float32, from one set of matrices. With an inverse `[]` or `[m]`, `combine` and the magnitudes
-    are those of the products with it. The caller of either switches autocast off.
+    of them as at least float32, from one set of matrices. The caller of either switches autocast off.
     """
+    shapes = [leaf.shape for leaf in leaves]
+    matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
     found = {"gramian": inner_products, "magnitudes": magnitudes}.get(needed, squared_norms)
     add = torch.maximum if needed == "magnitudes" else torch.add
-    m = len(leaves[0])
-    matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
-    missing = inverse
-    if inverse is not None and not leaves[0].is_cpu and _are_copies(matrices):  # in one launch for both
-        for matrix, _ in matrices:
-            matrix.mul_(per_row(inverse, matrix) if inverse.ndim else inverse)
-        missing = None
-    products = reduce(add, [found(matrix) for matrix, _ in matrices])
-    products = products if missing is None else products * missing
 
-    def times_inverse(leaf: Tensor) -> Tensor:
-        assert inverse is not None
-        return at_least_float32(leaf) * (per_row(inverse, leaf) if inverse.ndim else inverse)
-
-    def sums(weights: Tensor) -> list[Tensor]:
-        summed: list[Tensor] = []
-        cast: dict[torch.dtype, Tensor] = {}
-        for matrix, _ in matrices:
-            if matrix.dtype not in cast:  # once for all leaves
-                cast[matrix.dtype] = weights.to(matrix.device, matrix.dtype)
-            own = cast[matrix.dtype]
-            matrix = matrix if missing is None else times_inverse(matrix)
-            summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
-        return summed
+    def split(parts: list[Tensor], start: int) -> Tree:
+        pairs = zip(parts, matrices, strict=True)
+        own = [x for part, (_, widths) in pairs for x in ([part] if len(widths) == 1 else part.split(widths, -1))]
+        whole = zip(own, shapes, strict=True)
+        return tree_unflatten(structure, [x.reshape(shape[start:]) if len(shape) != 2 else x for x, shape in whole])
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, rows if inverse is None else tree_map(times_inverse, rows), weights)
-        check_row_weights(where, weights, m)
-        pairs = zip(sums(weights), matrices, strict=True)
-        parts = [part for x, (_, widths) in pairs for part in ([x] if len(widths) == 1 else x.split(widths))]
-        pairs = zip(parts, leaves, strict=True)
-        return tree_unflatten(structure, [x if leaf.ndim == 2 else x.reshape(leaf.shape[1:]) for x, leaf in pairs])
+            return combined(where, split([matrix for matrix, _ in matrices], 0), weights)
+        check_row_weights(where, weights, shapes[0][0])
+        cast: dict[torch.dtype, Tensor] = {}  # once for all leaves
+        summed: list[Tensor] = []
+        for matrix, _ in matrices:
+            if matrix.dtype not in cast:
+                cast[matrix.dtype] = weights.to(matrix.device, matrix.dtype)
+            own = cast[matrix.dtype]
+            summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
+        return split(summed, 1)
 
-    return products, pullback
-
-
-def _are_copies(matrices: list[tuple[Tensor, list[int]]]) -> bool:
-    """Whether matrices are of several leaves each, and may be overwritten."""
-    return not under_transform() and all(len(widths) > 1 and not x.requires_grad for x, widths in matrices)
+    return reduce(add, [found(matrix) for matrix, _ in matrices]), pullback
 
 
 def check_row_weights(where: str, weights: Tensor, m: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View
 from functional_jd.core.heads import rows_of
+from functional_jd.core.tree import tree_leaves
 
 _STRENGTH = ("none", "norms", "gramian", "rows")
 
@@ -54,3 +55,11 @@ def check_groups(tree: Any, groups: Mapping[str, Any]) -> None:
             f"the groups are the top-level keys of the parameters, {', '.join(map(repr, tree))}. Check the spelling, "
             "or take a dict with a key for each group."
         )
+
+
+def leaf_groups(params: Any, groups: Mapping[str, View]) -> list[tuple[str, int, str]]:
+    """The groups of the leaves of parameters, in the order of the leaves, whose keys are sorted: their name, how many
+    leaves they are, and what their rule needs of the rows.
+    """
+    check_groups(params, groups)
+    return [(key, len(tree_leaves(params[key])), groups[key].products) for key in sorted(params)]

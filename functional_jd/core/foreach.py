@@ -1,5 +1,6 @@
 """Many tensors in a few launches of an accelerator: their largest magnitude, their products with a number, copies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,11 +57,11 @@ def _flat(x: Tensor) -> Tensor:
     return (x.mT if x.ndim == 2 and not x.is_contiguous() else x).reshape(-1)
 
 
-def each_magnitude(tensors: list[Tensor]) -> list[Tensor]:
-    """The largest magnitude `[]` of each tensor, NaN if a value is."""
-    if not tensors or under_transform():
-        return [x.abs().amax() for x in tensors]
-    return list(_norms(tensors, torch.inf))
+def each_magnitude(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitude `[]` of each tensor, NaN if a value is, 0 of no values."""
+    some = [x for x in tensors if x.numel()]
+    found = iter([x.abs().amax() for x in some] if under_transform() or not some else _norms(some, torch.inf))
+    return [next(found) if x.numel() else x.new_zeros(()) for x in tensors]
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:

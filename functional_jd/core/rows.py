@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_jd.core.float64 import on_wide_device
-from functional_jd.core.foreach import times
-from functional_jd.core.sharding import shard_of, sharded_as
-from functional_jd.core.tree import check_layouts, tree_flatten, tree_leaves, tree_names, tree_unflatten
+from functional_jd.core.tree import check_layouts, tree_leaves, tree_names
 from functional_jd.core.types import Tree
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -97,55 +95,6 @@ def of_distinct(f: Callable[[Any], Any], weights: Any) -> Any:
     return {key: found[id(own)] for key, own in weights.items()}
 
 
-class InRange(NamedTuple):
-    """Weights that were divided by a loss scale, as a product whose factors are numbers of float32.
-
-    Attributes:
-        weights: at most 1/m, or a dict of them.
-        first: a power of two.
-        second: a power of two. The product of all three are the weights.
-    """
-
-    weights: Tree
-    first: Tensor
-    second: Tensor
-
-
-def in_range(weights: Tree) -> InRange:
-    """Weights float64 `[m]` of any size, or a dict of them, for rows that were multiplied by a loss scale.
-
-    Such weights may lie below float32's range, and such rows near its end. Therefore a power of two brings the largest
-    of the m weights to at most 1/m, and the direction is multiplied by its inverse, in two steps. Powers of two add no
-    rounding. Weights below 2^-100 of the largest may count as 0.
-    """
-    largest = _largest(weights)
-    _, exponent = torch.frexp(largest)
-    half = exponent // 2
-    one = largest.new_ones(())
-    first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
-    return InRange(of_groups(lambda own: own / first / second, weights), first, second)
-
-
-def are_in_range(weights: Tree) -> bool:
-    """Whether weights are at most 1/m as they are, and so far above the end of float32 that none vanishes that counts
-    in `in_range`.
-    """
-    return 2.0**-26 <= float(_largest(weights)) <= 1
-
-
-def _largest(weights: Tree) -> Tensor:
-    """The largest of m weights, or of those of groups, times m."""
-    groups = [weights] if isinstance(weights, Tensor) else list(weights.values())
-    return reduce(torch.maximum, [own.detach().abs().amax() for own in groups]) * len(groups[0])
-
-
-def pulled_in_range(pullback: Callable[[Any], Tree], weights: InRange) -> Tree:
-    """What a linear pullback makes of the weights: a pytree of tensors."""
-    leaves, structure = tree_flatten(pullback(weights.weights))
-    products = times(times(list(map(shard_of, leaves)), weights.first), weights.second)
-    return tree_unflatten(structure, list(map(sharded_as, products, leaves)))
-
-
 def inner_products(matrix: Tensor) -> Tensor:
     """Inner products of rows `[m, n]`: float64 `[m, m]`, computed block by block over the columns.
 
@@ -176,7 +125,22 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
                 widths.append(columns)
                 continue
         groups.append(([matrix], [columns]))
-    return [(group[0] if len(group) == 1 else torch.cat(group, 1), widths) for group, widths in groups]
+    return [(_side_by_side(group), widths) for group, widths in groups]
+
+
+def _side_by_side(matrices: list[Tensor]) -> Tensor:
+    """Matrices as one: a view if they are the columns of one, as rows are that were joined and divided by a scale."""
+    first, width = matrices[0], 0
+    if len(matrices) == 1:
+        return first
+    if first.is_cpu or under_transform() or any(x.requires_grad for x in matrices):
+        return torch.cat(matrices, 1)
+    start, memory, strides = first.storage_offset(), first.untyped_storage().data_ptr(), first.stride()
+    for x in matrices:
+        if x.untyped_storage().data_ptr() != memory or x.stride() != strides or x.storage_offset() != start + width:
+            return torch.cat(matrices, 1)
+        width += x.shape[1]
+    return first.as_strided((len(first), width), strides)
 
 
 def cross_inner_products(left: Tensor, right: Tensor) -> Tensor:

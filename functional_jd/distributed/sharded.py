@@ -33,7 +33,7 @@ def sharded(losses: Callable[..., Any], mesh: Any, reshard: bool = True) -> Shar
     Raises:
         TypeError: `losses` is not callable, or `mesh` is no mesh.
         ValueError: when called, leaves on another mesh or with other placements; `per_example` losses; a transform or
-            torch.compile around the call; `mode="forward"`; a parameter that no function gathers (see `reshard`); on
+            torch.compile around the call; a parameter that no function gathers (see `reshard`); on
             all ranks, other rules, and losses that differ between them in names, numbers, shapes or dtypes, or use
             leaves of equal shapes in another order (off the CPU, where collectives fit: the step is skipped).
 

@@ -2,7 +2,7 @@
 of losses or another engine.
 """
 
-from functional_jd.aggregation.observation import Observation, Pulled
+from functional_jd.aggregation.observation import Observation
 from functional_jd.core.declared import Declared
 from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.evaluate import Options
@@ -25,7 +25,6 @@ __all__ = [
     "Options",
     "Plan",
     "Pullback",
-    "Pulled",
     "features_engine",
     "gramian_engine",
     "jacobian_engine",

@@ -71,8 +71,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))
         with autocast_disabled():
             pairs = zip(first, second, leaves, strict=True)
-            products = reduce(torch.add, [crossed_leaf(a, b, leaf, m, k) for a, b, leaf in pairs])
-        return products if factor is None else products / factor.double() / factor.double()
+            return reduce(torch.add, [crossed_leaf(a, b, leaf, m, k) for a, b, leaf in pairs])
 
     return crossed_rows
 

@@ -41,9 +41,9 @@ class Options(NamedTuple):
     Attributes:
         where: the function that the user called, for errors and warnings.
         has_aux: whether the losses return `(losses, aux)`.
-        scale: float32 `[]` or `[m]`, what the cotangents are multiplied by; or None.
+        scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
         differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
-        mode: how rows are differentiated: `"auto"`, `"vmap"`, `"loop"` or `"forward"`.
+        mode: how rows are differentiated: `"auto"`, `"vmap"` or `"loop"`.
         chunk_size: how many rows at once; None is no limit.
         journal: notes what the losses change in place, where they may have to be evaluated again; or None.
         examples: whether the losses that are evaluated are those of single examples.
@@ -64,7 +64,7 @@ class Options(NamedTuple):
     chunk_size: int | None = None
     journal: StateJournal | None = None
     examples: bool = False
-    products: Literal["gramian", "norms", "factors"] = "gramian"
+    products: Literal["none", "rows", "gramian", "norms", "factors"] = "gramian"
     groups: Sequence[LeafGroup] | None = None
     on_shards: bool = False
     starting: bool = False

@@ -1,10 +1,10 @@
 """The features engine: for multitask losses, inner products of the rows with respect to the features."""
 
-import torch
 from torch import Tensor
 
-from functional_jd.aggregation.observation import Observation, Pulled
-from functional_jd.engines.observed import without_overflow
+from functional_jd.aggregation.observation import Observation
+from functional_jd.core.types import Direction
+from functional_jd.engines.observed import finite_rows
 from functional_jd.engines.plan import Engine, Plan, require
 
 
@@ -35,13 +35,12 @@ def features_engine() -> Engine:
     def observe(plan: Plan) -> Observation:
         assert plan.kind.features is not None
         products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan.options)
-        products, rows = without_overflow(products, plan.scale.scale.ndim)
+        rows = finite_rows(products, plan.scale.scale.ndim)
 
-        def pullback(weights: Tensor) -> Pulled:
-            finite = weights.isfinite().all()
-            direction, passed = pull(torch.where(finite, weights, 0))
+        def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
+            direction, passed = pull(weights)
             # A row that overflowed is to blame for what comes after it.
-            return Pulled(direction, rows & (passed | ~rows.all()), finite)
+            return direction, rows & (passed | ~rows.all())
 
         return Observation(values, products=products, pullback=pullback, carried=carried)
 

@@ -5,21 +5,12 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from functional_jd.aggregation.groups import check_groups
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.heads import direction_with_heads
-from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Gramian, LossFunction
 from functional_jd.engines.choose import gramian_mode
 from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable
 from functional_jd.engines.kinds import found_kind
-from functional_jd.engines.observed import (
-    finite_rows,
-    of_products,
-    pulled_by,
-    settled,
-    weights_for,
-)
+from functional_jd.engines.observed import finite_rows, of_products
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
@@ -150,14 +141,13 @@ def _products_fn(
         differentiable = is_differentiable((args, factor))
         mode = gramian_mode()
         options = Options(where, has_aux, factor, differentiable, mode, products=needed, argnums=argnums)
-        found, values, aux, unchecked, heads = kind.gramian(objectives, args, options)
-        products, _ = settled(found, factor, None)
+        products, values, aux, unchecked = kind.gramian(objectives, args, options)
         finite = finite_rows(products, 0 if factor is None else factor.ndim)
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
-            check_weights(where, weights, len(found))
+            check_weights(where, weights, len(products))
             with autocast_disabled():
-                return direction_with_heads(pulled_by(unchecked, weights_for(weights, factor)), heads), finite
+                return unchecked(weights), finite
 
         return products, (values, aux) if has_aux else values, pullback
 
@@ -179,16 +169,8 @@ def gramian_engine() -> Engine:
     """
 
     def observe(plan: Plan) -> Observation:
-        groups = None
-        if plan.view.groups is not None:
-            params = plan.kind.row_params(plan.losses, plan.args[0])
-            check_groups(params, plan.view.groups)
-            # In the order of the leaves, whose keys are sorted.
-            groups = [(key, len(tree_leaves(params[key])), plan.view.groups[key].products) for key in sorted(params)]
-        products: Any = plan.view.products
-        options = plan.options._replace(mode=gramian_mode(), products=products, groups=groups)
-        found, values, carried, pull, heads = plan.kind.gramian(plan.losses, plan.args, options)
-        return of_products(plan, found, pull, heads, values, carried)
+        options = plan.options._replace(mode=gramian_mode())
+        return of_products(*plan.kind.gramian(plan.losses, plan.args, options))
 
     def check(plan: Plan) -> None:
         require(plan, "gramian", serves=plan.view.inner_products_suffice, rules="inner products of rows")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from functional_jd.aggregation.observation import Observation
@@ -16,7 +17,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.loss_scale import multiplier, unscale
 from functional_jd.precision.scale_state import ScaleState
 
-MODES = ("auto", "vmap", "loop", "forward")
+MODES = ("auto", "vmap", "loop")
 
 
 def jacobian_fn(
@@ -40,11 +41,10 @@ def jacobian_fn(
         has_aux: whether `losses` returns `(losses, aux)`, with aux a pytree of tensors.
         scale: a `ScaleState` or tensor, `[]` or `[m]`: the backward pass of row i runs at that scale, the rows come out
             unscaled, with flags of those that did not overflow.
-        mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"forward"` column by
-            column, which costs less where m is far above the number of parameters (fused attention has no forward mode:
-            enter `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`); `"auto"` chooses by shapes (a loop for few or wide
-            rows on a CPU; groups, so that they fit its cache), and falls back to the loop.
-        chunk_size: rows (or columns) differentiated at once; 1 is the loop.
+        mode: `"vmap"` differentiates rows together; `"loop"` one after the other, without vmap; `"auto"` chooses
+            by shapes (a loop for few or wide rows on a CPU; groups, so that they fit its cache), and falls back to the
+            loop. If m is far above the number of parameters, take `torch.func.jacfwd`.
+        chunk_size: rows differentiated at once; 1 is the loop.
 
     Returns:
         `f(*args) -> (jacobian, losses)`, with `has_aux` `(jacobian, (losses, aux))`. With `scale`, a third value
@@ -59,16 +59,12 @@ def jacobian_fn(
 
     Raises:
         TypeError: losses or parameters that are not floating-point tensors, `losses` not callable.
-        ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; hooks on tensors
-            or modules in `"forward"` mode, which under a transform or torch.compile ignores them, and there
-            `torch.func.jvp` under `torch.no_grad`; a module's own parameters that run again in the backward pass.
-        RuntimeError, NotImplementedError: in `"forward"` mode, losses that call `torch.autograd.grad`, and ops without
-            such derivatives.
+        ValueError: no objectives, an unknown mode, a chunk size below 1, a scale that does not fit m; a module's own
+            parameters that run again in the backward pass.
 
     Laws:
         Equal to a loop of plain autograd in every mode. Composes with vmap, grad, jvp and compile;
-        a derivative of the Jacobian is right, but for `"forward"` mode with layer, batch or instance norms, whose
-        second forward derivative is wrong in torch (pytorch#196700). Where no transform is active and no input
+        a derivative of the Jacobian is right. Where no transform is active and no input
         requires grad, plain autograd does the work and the result is detached. Parameters that only a closure captures
         are not inputs. Where vmap refuses rows that `"auto"` would differentiate together, the loop does, with a
         `SlowPathWarning`.
@@ -99,7 +95,7 @@ def jacobian_fn(
         found = (values, aux) if has_aux else values
         if factor is None:
             return jacobian, found
-        jacobian, finite = unscale(factor, jacobian)
+        jacobian, finite = unscale(torch.ones_like(factor), jacobian)
         return jacobian, found, finite
 
     return jacobian_and_losses
@@ -128,13 +124,18 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
 
 
 def rows_of_plan(plan: Plan, mode: str = "auto", chunk_size: int | None = None) -> FoundJacobian:
-    """The scaled rows, the losses, and `(buffers, aux)`."""
+    """The rows, the losses, and `(buffers, aux)`."""
     options = plan.options._replace(mode=mode, chunk_size=chunk_size)
     return plan.kind.jacobian(plan.losses, plan.args, options)
 
 
 def check_rows(where: str, mode: str, chunk_size: int | None) -> None:
     """Refuse an unknown mode, and what is no number of rows."""
+    if mode == "forward":
+        raise ValueError(
+            f"{where}: mode must be one of {', '.join(MODES)}, found 'forward'. For column by column call "
+            "torch.func.jacfwd."
+        )
     check_option(where, "mode", mode, MODES, "'auto' chooses by shapes.")
     if chunk_size is not None:
         check_integer(where, "chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")

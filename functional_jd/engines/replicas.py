@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.combine import combine
-from functional_jd.aggregation.observation import Observation, Pulled
+from functional_jd.aggregation.observation import Observation
 from functional_jd.core.agreement import description, means_if_alike
 from functional_jd.core.arguments import check_option
-from functional_jd.core.heads import direction_of_rows, split_heads
 from functional_jd.core.rows import of_distinct
 from functional_jd.core.tree import (
     all_finite,
@@ -22,7 +21,7 @@ from functional_jd.core.tree import (
     tree_map,
     tree_unflatten,
 )
-from functional_jd.core.types import Jacobian, Losses, Tree, Weights
+from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import choose_replica_engine
 from functional_jd.engines.group import (
@@ -35,7 +34,7 @@ from functional_jd.engines.group import (
     sum_over_group,
 )
 from functional_jd.engines.jacobian import rows_of_plan
-from functional_jd.engines.observed import unscaled
+from functional_jd.engines.observed import checked
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
 
@@ -183,45 +182,37 @@ def _by_weights(plan: Plan, group: Group) -> Observation:
     _check_rows(plan, mine.losses, group)
     add = sum_over_group if plan.kind.rows_are_examples else mean_over_group
 
-    def pullback(weights: Weights) -> Pulled:
+    def pullback(weights: Weights) -> tuple[Direction, Tensor]:
         own = weights
         if plan.kind.rows_are_examples:
             _, replicas, rank = known_group(group)
             own = of_distinct(lambda each: each.reshape(replicas, -1)[rank], weights)
-        direction, finite, _ = mine.pullback(own)
+        direction, finite = mine.pullback(own)
         finite = all_finite(direction) if finite is None else finite
         direction = add(direction, group)
-        # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-        return Pulled(direction, agree(finite, group), all_finite(weights) & all_finite(direction))
+        return direction, agree(finite, group) & all_finite(direction)
 
     return _pooled(plan, mine, group)._replace(pullback=pullback)
 
 
 def _by_jacobian(plan: Plan, group: Group) -> Observation:
-    mine, mine_finite = _own_rows(plan, group)
-    seen = _pooled(plan, mine, group)
-    rows: Any = _pooled_rows(plan, mine.rows, group)
+    jacobian, values, carried = rows_of_plan(plan)
+    _check_rows(plan, values, group)
+    jacobian, finite = checked(plan, jacobian)
+    seen = _pooled(plan, Observation(values, carried=carried), group)  # first: it tells losses that differ
+    rows: Any = _pooled_rows(plan, jacobian, group)
+    finite = agree(finite, group) if plan.guarded and finite is not None else None
 
-    def pullback(weights: Weights) -> Pulled:
-        direction = combine(rows, weights)
-        finite = all_finite(direction_of_rows(direction, split_heads(rows)[1]))
-        return Pulled(direction, agree(mine_finite, group), finite)
+    def pullback(weights: Weights) -> tuple[Direction, None]:
+        return combine(rows, weights), None
 
-    return seen._replace(rows=rows, pullback=pullback)
+    return seen._replace(rows=rows, pullback=pullback, finite=finite)
 
 
 _OBSERVE: dict[str, Callable[[Plan, Group], Observation]] = {
     "jacobian": _by_jacobian,
     "weighted": _by_weights,
 }
-
-
-def _own_rows(plan: Plan, group: Group) -> tuple[Observation, Tensor]:
-    """The unscaled rows of this replica, and which of them are finite."""
-    jacobian, values, carried = rows_of_plan(plan)
-    _check_rows(plan, values, group)
-    jacobian, finite = unscaled(plan, jacobian)
-    return Observation(values, rows=jacobian, carried=carried), finite
 
 
 def _check_rows(plan: Plan, values: Losses, group: Group) -> None:

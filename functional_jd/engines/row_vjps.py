@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.rows import at_least_float32, joined, per_row
 from functional_jd.engines.choose import choose_rows, stack_at_once
 from functional_jd.engines.evaluate import Options
 from functional_jd.engines.vjp import Vjp
@@ -57,6 +58,39 @@ def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
             lambda: stack_rows(gradients_one_by_one(point, factors), m),
             options,
         )
+
+
+def unscaled_rows(rows: list[Any], scale: Tensor) -> Rows:
+    """Rows divided by the loss scale `[]` or `[m]`, in at least float32. They take the places of the others in the
+    list one by one, so that both are never in memory together.
+    """
+    present = [index for index, row in enumerate(rows) if row is not None]
+    if under_transform() or not present or rows[present[0]].is_cpu or scale.requires_grad:
+        for index in present:
+            row = at_least_float32(rows[index])
+            rows[index] = row / (per_row(scale, row) if scale.ndim else scale)
+        return rows
+    # Elsewhere launches cost more than copies: small rows are joined.
+    shapes = [rows[index].shape for index in present]
+    matrices = joined([at_least_float32(rows[index]) for index in present])
+    numbers = scale[:, None] if scale.ndim else scale
+    parts: list[Tensor] = []
+    for matrix, widths in matrices:
+        copied = len(widths) > 1 and not matrix.requires_grad
+        parts += (matrix.div_(numbers) if copied else matrix / numbers).split(widths, 1)
+    for index, shape, part in zip(present, shapes, parts, strict=True):
+        rows[index] = part.reshape(shape)
+    return rows
+
+
+def blamed(magnitude: Tensor, rows: Rows, own: bool = False) -> Rows:
+    """The rows `[m, *z]`, all NaN if the magnitude of the heads' gradient by this loss is not finite; `own`: these have
+    memory of their own, and may be overwritten.
+    """
+    own = own and not (under_transform() or any(row is not None and row.requires_grad for row in rows))
+    # Zero times what is not finite is NaN.
+    add = Tensor.add_ if own else lambda row, x, alpha: torch.add(row, x.to(row.dtype), alpha=alpha)
+    return [None if row is None else add(row, per_row(magnitude, row), alpha=0) for row in rows]
 
 
 def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], options: Options) -> Result:

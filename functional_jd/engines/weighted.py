@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functional_jd.aggregation.groups import check_groups
-from functional_jd.aggregation.observation import Observation, Pulled
+from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_flag
-from functional_jd.core.rows import of_distinct
 from functional_jd.core.tree import all_finite
 from functional_jd.core.types import Direction, LossFunction
 from functional_jd.engines.evaluate import (
@@ -109,16 +107,10 @@ def weighted_engine() -> Engine:
             check_groups(plan.kind.row_params(plan.losses, plan.args[0]), plan.view.groups)
         values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan.options)
 
-        def pullback(weights: Any) -> Pulled:
+        def pullback(weights: Any) -> tuple[Direction, Tensor | None]:
             if plan.view.groups is None:
                 check_weights(plan.where, weights, objective_count(values))
-            if plan.options.scale is None:
-                direction, _ = pull(weights, last=True)
-                return Pulled(direction, None, None)
-            # Weights that are not finite are the rule's doing, not an overflow: the scale must not back off for them.
-            usable = all_finite(weights)
-            direction, finite = pull(of_distinct(lambda own: torch.where(usable, own, 0), weights), last=True)
-            return Pulled(direction, finite, usable)
+            return pull(weights, last=True)
 
         return Observation(values, pullback=pullback, carried=carried)
 

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import goes_to_host, initial_state, narrow_device, weigh
+from functional_jd.aggregation.aggregate import initial_state, weigh, where_it_runs
 from functional_jd.aggregation.observation import Observation, Products
 from functional_jd.aggregation.views import gramian
-from functional_jd.core.host import run_on_host
+from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
-from functional_jd.engines.observed import settled, weights_for
+from functional_jd.engines.observed import without_overflow
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Carried
 from functional_jd.precision.autocast import autocast_disabled
@@ -45,73 +45,51 @@ class Directed(NamedTuple):
     gramian: Gramian | tuple[()] = ()
 
 
-class Verdict(NamedTuple):
-    """What the flags of rows and losses say.
-
-    Attributes:
-        finite: bool with the scale's shape: which rows did not overflow, and have a finite loss.
-        everywhere: bool `[]`: whether all are.
-        scale: the next loss scale.
-    """
-
-    finite: Tensor
-    everywhere: Tensor
-    scale: ScaleState
-
-
-class Decided(NamedTuple):
-    """What follows from an observation and the rule's state.
+class Weighed(NamedTuple):
+    """What the rule makes of an observation.
 
     Attributes:
         weights: the weight of each row.
         rule_state: the rule's next state.
-        pulled: the weights in the form that the observation's pullback takes.
-        rows_finite: which rows did not overflow, as far as their products tell.
         products: the inner products as the rule received them.
-        verdict: with a scale, what follows for it from the products.
+        finite: which rows did not overflow, as far as it is known before the pullback.
+        verdict: with a scale, and if the flags are known, what follows for it.
     """
 
     weights: Weights
     rule_state: Tree
-    pulled: Any
-    rows_finite: Tensor | None
     products: Products | None
-    verdict: Verdict | None = None
+    finite: Tensor | None
+    verdict: tuple[Tensor, Tensor, ScaleState] | None
 
 
 def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
     """The direction of the rule, from one evaluation of the losses."""
     seen = observed(plan, engine)
     with autocast_disabled():
-        decided = _decided(plan, seen, rule_state)
-        direction, rows_finite, direction_finite = seen.pullback(decided.pulled)
-        rows_finite = decided.rows_finite if rows_finite is None else rows_finite
-        verdict = decided.verdict
-        if direction_finite is None or rows_finite is None:
+        found = _weighed(plan, seen, rule_state)
+        direction, passed = seen.pullback(found.weights)
+        rows_finite = found.finite if passed is None else passed
+        if plan.options.scale is None or rows_finite is None:
             # One backward pass hides a weight that is not finite where the loss is constant, as under `torch.where`.
             may_hide = plan.view.products == "none" and plan.view.losses
-            hidden = _as_losses(decided.weights, seen.losses) if may_hide else ()
-            direction_finite = all_finite((direction, seen.losses, hidden))
-            finite = direction_finite if rows_finite is None else rows_finite & direction_finite
-            verdict = Verdict(finite, finite, plan.scale)
-        elif verdict is None:
-            verdict = _verdict(plan.scale, rows_finite, _finite_losses(seen.losses, plan.scale.scale))
-    finite, everywhere, scale = verdict
-    # If both are the same tensor, `&` would only cost another launch.
-    moved = everywhere if everywhere is direction_finite else everywhere & direction_finite
-    # The flags show that the step was skipped, also where the direction alone is not finite.
-    finite = finite & (direction_finite >= everywhere) if finite.ndim else moved
-    products = decided.products if plan.view.products == "gramian" and plan.view.groups is None else ()
+            hidden = _as_losses(found.weights, seen.losses) if may_hide else ()
+            everywhere = all_finite((direction, seen.losses, hidden))
+            finite = everywhere if rows_finite is None else rows_finite & everywhere
+            moved, scale = finite, plan.scale
+        else:
+            sound = all_finite(direction if passed is None else found.weights)
+            if passed is not None:  # weights that are not finite are the rule's doing, not an overflow
+                rows_finite = passed | ~sound
+            known = found.verdict if passed is None else None
+            finite, moved, scale = known or _verdict(plan.scale, rows_finite, seen.losses)
+            # The flags show that the step was skipped, also if the direction alone is not finite.
+            finite = torch.where(moved, sound, finite) if finite.ndim else moved & sound
+            moved = moved & sound if finite.ndim else finite
+    by_gramian = plan.view.products == "gramian" and plan.view.groups is None
+    products: Any = found.products if by_gramian else ()
     return Directed(
-        direction,
-        decided.weights,
-        decided.rule_state,
-        seen.losses,
-        finite,
-        moved,
-        scale,
-        seen.carried,
-        products,  # pyright: ignore[reportArgumentType]
+        direction, found.weights, found.rule_state, seen.losses, finite, moved, scale, seen.carried, products
     )
 
 
@@ -121,53 +99,47 @@ def _as_losses(weights: Weights, losses: Losses) -> Tree:
     return tree_map(lambda own: own.to(dtype), weights)
 
 
-def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Decided]:
+def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, Weighed]:
     """What the engine observes, and what the rule makes of it."""
     seen = observed(plan, engine)
     with autocast_disabled():
         if rule_state is None and engine.replicate is not None:  # the first rank's counts: keys may differ
             rule_state = engine.replicate(initial_state(plan.rule, plan.view, seen))
-        return seen, _decided(plan, seen, rule_state)
+        return seen, _weighed(plan, seen, rule_state)
 
 
-def _decided(plan: Plan, seen: Observation, rule_state: Tree) -> Decided:
-    """What the rule makes of an observation: of products of rows on the host, if the rule runs there."""
-    if seen.scaling is None:
-        weights, rule_state = weigh(plan.rule, plan.view, seen, rule_state, plan.where, apart=not plan.guarded)
-        return Decided(weights, rule_state, weights, None, seen.products)
-    factor, flags = seen.scaling
+def _weighed(plan: Plan, seen: Observation, rule_state: Tree) -> Weighed:
+    """What the rule makes of an observation, and of its flags, where the rule runs."""
+    by_products, scaled = seen.products is not None, plan.options.scale is not None
 
-    def decide(products: Products, factor: Tensor | None, losses: Losses, rule_state: Tree) -> Decided:
-        products, rows_finite = settled(products, factor, flags)
-        received = seen._replace(products=products, losses=losses)
-        weights, rule_state = weigh(plan.rule, plan.view, received, rule_state, plan.where)
-        return Decided(weights, rule_state, weights_for(weights, factor), rows_finite, products)
+    def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
+        received = given
+        if by_products:
+            if plan.guarded and finite is None:
+                given, finite = without_overflow(given, plan.scale.scale.ndim)
+            received = plan.view.receive(seen._replace(products=given, losses=losses))
+        weights, memory = weigh(plan.rule, received, memory, plan.where)
+        verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
+        return Weighed(weights, memory, given, finite, verdict)
 
-    def on_host(products: Products, factor: Tensor, losses: Losses, rule_state: Tree, scale: ScaleState) -> Decided:
-        found = decide(products, factor, losses, rule_state)
-        assert found.rows_finite is not None
-        verdict = _verdict(scale, found.rows_finite, _finite_losses(losses, scale.scale))
-        return found._replace(verdict=verdict, pulled=weights_for(found.weights, factor, known=True))
-
-    narrow = narrow_device(seen)
-    if not (narrow or goes_to_host(plan.rule, (seen.products, factor, rule_state))):
-        return decide(seen.products, factor, seen.losses, rule_state)
-    if factor is not None and plan.guarded:
-        decided = run_on_host(on_host, seen.products, factor, seen.losses, rule_state, plan.scale, device=narrow)
-        # The next state is written anew, and has memory of its own.
-        scale = tree_map(lambda new, old: new if new is old else new.clone(), decided.verdict.scale, plan.scale)
-        return decided._replace(verdict=decided.verdict._replace(scale=scale))
-    losses = seen.losses if narrow or plan.view.losses or plan.view.products == "none" else ()
+    given = seen.products if by_products else plan.view.receive(seen)
+    inputs = given, seen.finite, seen.losses, rule_state, plan.scale if scaled else ()
     # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
-    return run_on_host(decide, seen.products, factor, losses, rule_state, device=narrow, apart=not plan.guarded)
+    found = where_it_runs(plan.rule, plan.view, seen, weighed_there, *inputs, apart=not plan.guarded)
+    device = plan.scale.scale.device
+    if found.verdict is None or device.type == "cpu" or (has_float64(device) and not plan.rule.on_host):
+        return found
+    finite, moved, scale = found.verdict
+    # What came from the host shares memory, and `torch.save` takes no memory that is shared by dtypes.
+    return found._replace(verdict=(finite, moved, scale._replace(scale=scale.scale.clone())))
 
 
 def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     """The rule's initial state, and the losses that it starts from."""
     seen = observed(plan, engine)
-    if seen.scaling is not None:
-        seen = seen._replace(products=settled(seen.products, *seen.scaling)[0])
     with autocast_disabled():
+        if seen.products is not None and plan.guarded and seen.finite is None:
+            seen = seen._replace(products=without_overflow(seen.products, plan.scale.scale.ndim)[0])
         return initial_state(plan.rule, plan.view, seen), seen.losses
 
 
@@ -195,11 +167,19 @@ def observed(plan: Plan, engine: Engine) -> Observation:
     return seen
 
 
-def _verdict(scale: ScaleState, rows_finite: Tensor, losses_finite: Tensor) -> Verdict:
+def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses) -> tuple[Tensor, Tensor, ScaleState]:
+    """Which objectives are finite, whether all are, and the next loss scale.
+
+    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and its
+    scale stays, as do those of such rows.
+    """
+    losses_finite = told = _finite_losses(losses, scale.scale)
     finite = rows_finite & losses_finite
-    following = update_scale(scale, rows_finite, losses_finite=losses_finite)
-    everywhere = finite.all() if finite.ndim else finite
-    return Verdict(finite, everywhere, following)
+    if finite.ndim:
+        sound = losses_finite.all()
+        told, finite = finite | sound, torch.where(sound, finite, losses_finite)
+    following = update_scale(scale, rows_finite, losses_finite=told)
+    return finite, finite.all() if finite.ndim else finite, following
 
 
 def _finite_losses(values: Losses, scale: Tensor) -> Tensor:

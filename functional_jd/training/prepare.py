@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
+from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.arguments import check_function, refuse
 from functional_jd.core.tree import any_sharded, tree_leaves
@@ -54,7 +55,16 @@ def prepare(
     args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(where, True, factor, is_differentiable((args, factor)), starting=starting, rule=rule)
+    options = Options(
+        where,
+        True,
+        factor,
+        is_differentiable((args, factor)),
+        products=view.products,
+        groups=None if view.groups is None else leaf_groups(own_kind.row_params(losses, params), view.groups),
+        starting=starting,
+        rule=rule,
+    )
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = losses_of_shards(carrying.losses) if sharded else carrying.losses

@@ -12,7 +12,6 @@ import functional_jd as fj
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, start, weigh
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import scalarized, stateless
-from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.core.types import MultitaskJacobian
 
@@ -135,8 +134,8 @@ def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
     assert second.weights.tolist() == [2, 2, 2]
     assert start(counting(), jacobian).item() == 0
     close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
-    seen = Observation(None, rows=jacobian)
-    close(weigh(counting(), no_gradients, seen, first.state), (second.weights, second.state))
+    found = weigh(counting(), no_gradients(jacobian), first.state, "here")
+    close(found, (second.weights, second.state))
 
 
 def test_a_stateless_rule_remembers_nothing_and_hands_back_what_it_was_given():

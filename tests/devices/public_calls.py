@@ -464,7 +464,7 @@ COARSE = {"autocast": torch.float16}
 
 RECORDS = (
     *("AffineWeights", "Aggregation", "Aggregator", "Advice", "Diagnosis", "Engine", "EngineChoice", "ExampleSets"),
-    *("Declared", "Kind", "Observation", "Pullback", "Pulled", "fronts.Population"),
+    *("Declared", "Kind", "Observation", "Pullback", "fronts.Population"),
     *("FoundWeights", "fronts.Front", "Multitask", "MultitaskJacobian", "Optimizer", "plotting.Path", "PerExample"),
     *("Options", "Plan", "Policy", "plotting.Problem", "ScaleState", "Sharded", "StepInfo", "TrainState", "View"),
     *("testing.Counterexample", "testing.Findings", "testing.Layer", "testing.Range"),

@@ -11,7 +11,7 @@ import functional_jd as fj
 
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 PRECISIONS = ["float32", "jd float16", "jd bfloat16", "native float16", "native bfloat16"]
-ENGINES = ["auto", "loop", "forward", "gramian", "weighted"]
+ENGINES = ["auto", "loop", "gramian", "weighted"]
 SLOPES = torch.tensor([1.0, 4.0, 0.25])
 
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)

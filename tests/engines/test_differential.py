@@ -200,7 +200,7 @@ def check_weighted(expected, scale):
 def possible(model, kind, mode):
     if mode == "vmap":
         return model.examples if kind in ("by_example", "by_sets") else model.vmap
-    return model.forward if mode == "forward" else True
+    return True
 
 
 def engines_of(expected, name, kind):

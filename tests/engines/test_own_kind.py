@@ -77,7 +77,7 @@ DIRECTIONS = {"w": BASIS[:, :12].reshape(15, 4, 3), "b": BASIS[:, 12:]}
 
 @pytest.mark.parametrize("scale", [None, (), (3,)])
 @pytest.mark.parametrize(("rule", "engine"), [(jd.mean, "auto"), (jd.upgrad, "jacobian"), (jd.upgrad, "gramian")])
-def test_a_kind_with_rows_of_its_own_multiplies_them_by_the_scale(guide, rule, engine, scale):
+def test_a_kind_with_rows_of_its_own_need_not_look_at_the_scale(guide, rule, engine, scale):
     scaled = {} if scale is None else {"scale": jd.scale_state(shape=scale)}
     blind = guide["Measured"](lambda *args: losses(*args).detach(), DIRECTIONS, h=1e-4)
     names = jd.objective_names(losses(PARAMS, X, Y))

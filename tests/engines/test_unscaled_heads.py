@@ -52,7 +52,7 @@ def test_compiled_heads_have_the_same_gradient_and_each_loss_its_row(sizes, scal
         assert torch.equal(found[0].shared["w"][i], row)
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap", "forward", "compiled"])
+@pytest.mark.parametrize("mode", ["loop", "vmap", "compiled"])
 @pytest.mark.parametrize("scale", [2.0**9, [2.0**3, 2.0**20]], ids=["one", "each"])
 def test_heads_may_have_no_parameters(mode, scale):
     losses = jd.multitask(lambda shared, x: x @ shared, lambda _, z, x: [z.sum(), (z[0] * torch.arange(2)).sum()])

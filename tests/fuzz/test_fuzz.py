@@ -69,7 +69,6 @@ EXCLUDED = {
             "Population",
             "Problem",
             "Pullback",
-            "Pulled",
             "Range",
             "ScaleState",
             "Sharded",

@@ -3,7 +3,6 @@
 Bounds are measured: how far the ordinary loop ends from itself when its parameters are moved by some roundings.
 """
 
-from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from families import Family
 from plain_loops import Problem, functional_losses, keys
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 import functional_jd as fj
@@ -23,7 +21,6 @@ _ROUNDINGS = {
 }
 WEIGHTS = torch.tensor([0.3, 2.0, 1.1], dtype=torch.float64)
 RATE = 0.1
-MOST_COLUMNS, SOME = 512, 6
 
 
 class RefusedError(Exception):
@@ -85,31 +82,11 @@ class Reference:
         return self.spread([rows for rows, _, _ in self.moved])
 
     def check_rows(self, mode: str) -> list[Found]:
-        chosen = self.chosen(mode)
-
-        def losses(params: Any, *args: Any) -> Any:
-            return self.losses({**self.params, **params}, *args)
-
-        given = {name: self.params[name] for name in chosen}, *self.given[1:]
-        with plain_attention(mode):
-            found, (values, buffers) = fj.jacobian_fn(losses, has_aux=True, mode=mode)(*given)
+        found, (values, buffers) = fj.jacobian_fn(self.losses, has_aux=True, mode=mode)(*self.given)
         return [
-            *rows_apart(mode, flat(found), self.columns(self.rows, chosen), self.row_bounds),
+            *rows_apart(mode, flat(found), self.rows, self.row_bounds),
             *self.others(mode, values, buffers),
         ]
-
-    def chosen(self, mode: str) -> list[str]:
-        """The parameters of which there are rows: all, but where each element costs an evaluation, some."""
-        names = sorted(self.params)
-        if mode != "forward" or self.rows.shape[1] <= MOST_COLUMNS:
-            return names
-        small = [name for name in names if self.params[name].numel() <= MOST_COLUMNS / SOME]
-        return small[:: -(-len(small) // SOME)]
-
-    def columns(self, rows: Tensor, names: list[str]) -> Tensor:
-        order = sorted(self.params)
-        parts = dict(zip(order, rows.split([self.params[name].numel() for name in order], 1), strict=True))
-        return torch.cat([parts[name] for name in names], 1)
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -181,11 +158,8 @@ class Reference:
 
     def check_example_rows(self, mode: str) -> list[Found]:
         losses, rows, bounds = self.by_example
-        chosen = self.chosen(mode)
-        some = fj.per_example(lambda params, x: losses.loss({**self.params, **params}, x))
-        with plain_attention(mode):
-            jacobian, _ = fj.jacobian_fn(some, mode=mode)({name: self.params[name] for name in chosen}, self.x)
-        return rows_apart(f"examples {mode}", flat(jacobian), self.columns(rows, chosen), bounds)
+        jacobian, _ = fj.jacobian_fn(losses, mode=mode)(self.params, self.x)
+        return rows_apart(f"examples {mode}", flat(jacobian), rows, bounds)
 
     def check_example_sums(self, differentiable: bool = False) -> list[Found]:
         losses, rows, bounds = self.by_example
@@ -296,11 +270,6 @@ class Reference:
             gramian_apart("bfloat16 gramian", gramian, self.rows, bounds),
             sum_apart("bfloat16 pullback", pullback(WEIGHTS)[0], self.rows, bounds),
         ]
-
-
-def plain_attention(mode: str) -> Any:
-    """torch's fused attention has no derivative in forward mode on a CPU."""
-    return sdpa_kernel(SDPBackend.MATH) if mode == "forward" else nullcontext()
 
 
 def moved(module: Any, seed: int | None, by: float) -> Any:

@@ -33,7 +33,6 @@ WAYS = {
     "gramian_fn": lambda losses, *args: fj.gramian_fn(losses)(*args),
     "train_state": start,
     "per_example": lambda losses, *args: losses(*args),
-    "per_example forward": lambda losses, *args: fj.jacobian_fn(losses, mode="forward")(*args),
     "per_example weighted": lambda losses, *args: fj.weighted_fn(losses)(*args),
 }
 

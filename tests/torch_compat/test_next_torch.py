@@ -140,13 +140,6 @@ def checkpointed_under_a_mode():
     return fj.jacobian_fn(lambda x: f(fj.random.key(0), x))(torch.ones(2))[0].flatten().tolist()
 
 
-def forward_mode():
-    import functional_jd as fj
-
-    losses = torch.no_grad()(lambda p: torch.enable_grad()(torch.sin)(p) + p)
-    return fj.jacobian_fn(losses, mode="forward")(torch.ones(2))[0].flatten().tolist()
-
-
 def module():
     import functional_jd as fj
 
@@ -170,7 +163,6 @@ FEATURES = {
         f"_C._functorch.{name}": drawn_in_vmap
         for name in ("_add_batch_dim", "get_interpreter_stack", "TransformType.Vmap", "CVmapInterpreterPtr")
     },
-    **dict.fromkeys(("autograd.forward_ad._set_fwd_grad_enabled", "_C._functorch.TransformType.Jvp"), forward_mode),
     "_C._functorch.is_functorch_wrapped_tensor": shown_inside_a_transform,
     "_C._functorch._unwrap_batched": compiled,
     "_functorch.pyfunctorch.retrieve_current_functorch_interpreter": compiled,
@@ -209,7 +201,6 @@ REPLACED = {
 TORCH_NEEDS = {
     "autograd.Variable._execution_engine",
     "utils.checkpoint._CheckpointFrame",
-    "autograd.forward_ad._set_fwd_grad_enabled",
     "utils._foreach_utils._get_fused_kernels_supported_devices",
     *(name for name in (*FEATURES, *REPLACED) if name.startswith(("_functorch", "_C._autograd._p"))),
 }
@@ -330,7 +321,7 @@ def test_what_takes_the_place_of_a_name_gives_the_same_numbers(found, name):
 
 
 def test_every_private_name_is_taken_away():
-    shared = ("torch_internals", "vmap_levels", "autograd_graph", "backward", "recomputation", "forward_mode")
+    shared = ("torch_internals", "vmap_levels", "autograd_graph", "backward", "recomputation")
     files = [ROOT / "functional_jd" / "torch_compat" / f"{name}.py" for name in (*shared, "held_tensors")]
     extra = {"Node._input_metadata", "overrides.has_torch_function in nn.functional.dropout"}
     tested, shared = {*FEATURES, *REPLACED, *BREAK_A_STEP}, _private_names(files)

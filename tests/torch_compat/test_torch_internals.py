@@ -23,7 +23,6 @@ from functional_jd.core.sharding import sharded_as
 from functional_jd.torch_compat import (
     autograd_graph,
     backward,
-    forward_mode,
     held_tensors,
     private_names,
     recomputation,
@@ -301,7 +300,7 @@ def test_importing_and_asking_raises_no_warning():
         internals.under_transform()
 
 
-@pytest.mark.parametrize("file", [internals, recomputation, backward, autograd_graph, forward_mode])
+@pytest.mark.parametrize("file", [internals, recomputation, backward, autograd_graph])
 def test_every_private_name_is_listed(file):
     """The strings that say what is missing name all private attributes that the file reads."""
     nodes = list(ast.walk(ast.parse(Path(file.__file__).read_text())))

@@ -62,9 +62,9 @@ def gramian(losses: ExampleSets, args: Args, options: Options) -> FoundGramian:
 
     def pullback(weights: Tensor) -> Direction:
         pieces = weights.split(list(counts.values()))
-        return _added([pull(piece) for (_, _, _, pull, _), piece in zip(found.values(), pieces, strict=True)])
+        return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
 
-    return products, *_joined(losses, found, options), pullback, ()
+    return products, *_joined(losses, found, options), pullback
 
 
 def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:

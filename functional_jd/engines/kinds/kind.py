@@ -36,13 +36,13 @@ class Kind(NamedTuple):
     Only the rows are needed: `gramian` and `weighted`, which engines call, make of them what else is not given.
 
     Attributes:
-        jacobian: `jacobian(losses, args, options)` returns the Jacobian of the scaled losses, the losses, and
-            aux: detached unless it is to be differentiable.
+        jacobian: `jacobian(losses, args, options)` returns the Jacobian, the losses, and aux: detached unless it is to
+            be differentiable. Its backward passes run at `options.scale`, by which the rows are divided afterwards.
         layered: what `gramian` returns, `layered(losses, args, options)`, without rows where that costs less.
             May raise where it cannot do without.
         in_one_pass: what `weighted` returns, `in_one_pass(losses, args, options)`, in one backward pass.
         features: `features(losses, args, options)` returns the Gramian of the rows by feature, the losses, aux, and
-            `pullback(weights) -> (direction, finite)`, all unscaled; None where there are no features.
+            `pullback(weights) -> (direction, finite)`; None where there are no features.
         row_params: `row_params(losses, params)`: the parameters that have rows.
         expected_m: `expected_m(losses, batch, others)`: the number m as far as shapes tell it, else an estimate; so
             many leaves have no rows.
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
     several_sets: bool = False
 
     def gramian(self, losses: Any, args: Args, options: Options) -> FoundGramian:
-        """What `options.products` says of the scaled rows, layer by layer; from all rows where it cannot be so."""
+        """What `options.products` says of the rows, layer by layer; from all rows if that cannot be."""
 
         def by_rows() -> FoundGramian:
             return gramian_from_rows(self.jacobian(losses, args, options._replace(mode="auto")), options)
@@ -97,7 +97,7 @@ class Kind(NamedTuple):
         )
 
     def weighted(self, losses: Any, args: Args, options: Options) -> FoundWeighted:
-        """The losses, aux, and the pullback of weights, unscaled: `pullback(weights, last=True)` returns the direction
+        """The losses, aux, and the pullback of weights: `pullback(weights, last=True)` returns the direction
         of all parameters, and what is finite; None without a scale.
         """
         if self.in_one_pass is None:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian as gramian_of
+from functional_jd.core.foreach import each_magnitude, times
 from functional_jd.core.heads import nan_unless_finite
-from functional_jd.core.rows import as_matrix, at_least_float32, per_row
+from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
 from functional_jd.core.tree import (
     CONTAINERS,
     Structure,
@@ -19,10 +20,9 @@ from functional_jd.core.tree import (
     own_containers,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
-from functional_jd.core.types import Direction, MultitaskJacobian, Params, Tree
+from functional_jd.core.types import Direction, Losses, MultitaskJacobian, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import (
     Options,
@@ -30,12 +30,10 @@ from functional_jd.engines.evaluate import (
     dense_rows,
     element_count,
     evaluate_losses,
-    objective_count,
     row_scales,
 )
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
-from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.results import (
     Args,
@@ -47,8 +45,16 @@ from functional_jd.engines.kinds.results import (
     PulledHeads,
     PulledRows,
 )
-from functional_jd.engines.row_vjps import Rows, by_mode, gradients_one_by_one, jacobian_rows, stack_rows, vjp_rows
-from functional_jd.engines.unscaled_heads import assigns_overflows, blamed, unscaled_rows, unscaled_sum
+from functional_jd.engines.row_vjps import (
+    Rows,
+    blamed,
+    by_mode,
+    gradients_one_by_one,
+    jacobian_rows,
+    stack_rows,
+    unscaled_rows,
+    vjp_rows,
+)
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import Multitask
@@ -82,19 +88,19 @@ class _Point(NamedTuple):
 
 def jacobian(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
     """Rows of the trunk, by one pass through the heads and m through the trunk."""
-    if options.mode == "forward":
-        return _forward(losses, args, options)
-    point = _evaluate(losses, args, options)
-    below, above, (shared_leaves, shared_structure), (heads_leaves, heads_structure) = point
+    rows, structure, heads, values, aux = _scaled_rows(losses, args, options)
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
+    return MultitaskJacobian(tree_unflatten(structure, rows), heads), values, aux
+
+
+def _scaled_rows(losses: Multitask, args: Args, options: Options) -> tuple[Rows, Structure, Tree, Losses, Any]:
+    """The scaled rows of the trunk and its structure, the heads' gradient, the losses, and aux."""
+    below, above, (shared, structure), (own, own_structure) = point = _evaluate(losses, args, options)
     factors, sums, feature_rows = _parted(point, options)
-    trunk_rows = vjp_rows(below, feature_rows, options)
-    own, rows = dense_gradients(sums, heads_leaves), dense_rows(trunk_rows, shared_leaves, len(factors))
-    gradient = [g.to(x.dtype) for g, x in zip(own, heads_leaves, strict=True)]
-    found = MultitaskJacobian(
-        tree_unflatten(shared_structure, rows),
-        tree_unflatten(heads_structure, gradient),
-    )
-    return found, *above.extra
+    rows = dense_rows(vjp_rows(below, feature_rows, options), shared, len(factors))
+    pairs = zip(dense_gradients(sums, own), own, strict=True)
+    heads = [g.to(x.dtype) if options.scale is None else at_least_float32(g) for g, x in pairs]
+    return list(rows), structure, tree_unflatten(own_structure, heads), *above.extra
 
 
 def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
@@ -131,41 +137,41 @@ def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
     # The rows of the features are those of tasks whose trunk returns its parameters as they are.
     inner = point.outputs if options.differentiable else detach_tree(point.outputs)
     tasks = Multitask(lambda x, *_: x, top)
-    found = jacobian(tasks, ({"shared": inner, "heads": heads}, *batch), options._replace(mode="auto"))
-    (between, gradient), values, aux = found
+    given = ({"shared": inner, "heads": heads}, *batch)
+    between, _, gradient, values, aux = _scaled_rows(tasks, given, options._replace(mode="auto"))
     for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
         tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
         carried = _buffers_of(extra) if isinstance(extra, FeaturesAndBuffers) else []
         _refuse_other_ways(tensors, [*differentiated, *carried], inside, options)
     rows = vjp_rows(point, between, options)
-    products, pullback = gramian_of_uses(recording, rows, leaves, len(between[0]), options)
-    own = gradient if options.scale is None else tree_map(at_least_float32, gradient)
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
+    products, pullback = gramian_of_uses(recording, rows, leaves, len(cast(Tensor, between[0])), options)
     if options.products != "factors":
         products = nan_unless_finite(products, (gradient,))
-    return products, values, aux, shaped(pullback, structure), (own,)
+    pull = shaped(pullback, structure)
+    return products, values, aux, lambda weights: {"shared": pull(weights), "heads": gradient}
 
 
 def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
     """Rows with respect to the features, and one pass through the trunk for their weighted sum."""
     point = _evaluate(losses, args, options)
     scales, sums, rows = _parted(point, options)
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
     reached = [at_least_float32(row) for row in rows if row is not None]
     if any(row.is_complex() for row in reached):
         raise ValueError(
             f"{options.where}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
             "engine='jacobian'."
         )
-    inverse = scales.double().reciprocal()
-    zero = inverse.new_zeros(len(scales), len(scales))
-    products = gramian_of(reached) * inverse[:, None] * inverse if reached else zero
+    products = gramian_of(reached) if reached else torch.zeros_like(scales.diag(), dtype=torch.float64)
     own = [at_least_float32(g) for g in dense_gradients(sums, point.own[0])]
     heads, heads_finite = tree_unflatten(point.own[1], own), all_finite(own)
 
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
         common = common_scale(weights, scales, options)
-        factors = weights.double() * common.double() * inverse
-        summed = iter(combine(reached, factors))
-        cotangent = [None if row is None else next(summed).to(row.dtype) for row in rows]
+        summed = iter(combine(reached, weights.double() * common.double()))
+        pairs = zip(rows, point.trunk.outputs, strict=True)
+        cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
         trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared)
         return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
 
@@ -239,24 +245,6 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
             )
 
 
-def _forward(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
-    losses.split(args[0])
-
-    def features(*given: Any) -> Tree:
-        found = losses.features(*given)
-        if isinstance(found, FeaturesAndBuffers):
-            return found._replace(buffers=tree_map(torch.Tensor.detach, found.buffers))
-        return found
-
-    rows, values, aux = plain.jacobian(Multitask(features, losses.heads), args, options)
-    (own, structure), (shared, shared_structure) = tree_flatten(rows["heads"]), tree_flatten(rows["shared"])
-    factors = row_scales(options.scale, objective_count(values), shared[0], options.where)
-    with autocast_disabled():
-        sums, trunk = _heads_and_features([*own, *shared], len(own), factors, options)
-    gradient = [cast(Tensor, g).to(x.dtype) for g, x in zip(sums, own, strict=True)]
-    return MultitaskJacobian(tree_unflatten(shared_structure, trunk), tree_unflatten(structure, gradient)), values, aux
-
-
 def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
     above, n_heads = point.heads, len(point.own[0])
@@ -264,31 +252,68 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
 
     def together() -> Parted:
         rows = jacobian_rows(above, factors, options._replace(mode="vmap"))
-        return _heads_and_features(rows, n_heads, factors, options)
+        heads, features = rows[:n_heads], rows[n_heads:]
+        heads = heads if options.scale is None else unscaled_rows(heads, options.scale)
+        present = [as_matrix(row) for row in heads if row is not None]
+        if each and present and any(row is not None for row in features):
+            largest = torch.stack(list(map(magnitudes, present))).amax(0)
+            finite = largest < torch.inf
+            heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
+            features = blamed(largest, features)
+        return [None if row is None else at_least_float32(row).sum(0) for row in heads], features
 
     def one_by_one() -> Parted:
-        sums: Rows = [None] * n_heads
         mine: list[Rows] = []
         features: list[Rows] = []
-        largest = None
         for gradient in gradients_one_by_one(above, factors):
             mine.append(gradient[:n_heads])
             features.append(gradient[n_heads:])
+        largest = None
         if options.scale is not None:
-            mine, largest = unscaled_rows(mine, features, factors, options)
-        for row in mine:
-            for index, own in enumerate(row):
-                if own is not None:
-                    own = at_least_float32(own)
-                    sums[index] = own if (others := sums[index]) is None else others + own
+            blames = each and any(z is not None for row in features for z in row)
+            mine, largest = _without_scale(mine, factors, blames if each else None)
+        sums: Rows = [None] * n_heads
+        for own in mine:
+            for index, g in enumerate(own):
+                if g is not None:
+                    g = g if g.dtype.itemsize >= 4 else g.float()
+                    sums[index] = g if (others := sums[index]) is None else others + g
         rows = stack_rows(features, len(factors))
         return sums, rows if largest is None else blamed(largest, rows, own=True)
 
+    each = options.scale is not None and options.scale.ndim > 0
     mode = choose_heads(above, point.own[0], len(factors), options)
     with autocast_disabled():
         if mode == "apart":
             return factors, *_heads_apart(above, n_heads, factors, options)
         return factors, *by_mode(mode, together, one_by_one, options)
+
+
+def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) -> tuple[list[Rows], Tensor | None]:
+    """The gradients of the heads, loss by loss, divided by their scales `[m]`; all by one if `blames` is None. If it is
+    true, zeros for a loss whose gradient is not finite, which could not be told apart in the sum, and the magnitudes.
+    """
+    found = [at_least_float32(g) for row in gradients for g in row if g is not None]
+    if not found:
+        return gradients, None
+    largest = None
+    if blames is None:
+        parts: Sequence[Tensor] = times(found, inverse_of(factors[0], found[0].dtype))
+    else:  # in as few launches for many losses as for one
+        sizes = [sum(g.numel() for g in row if g is not None) for row in gradients]
+        joined = torch.cat([g.reshape(-1) for g in found])
+        alike = len(set(sizes)) == 1
+        joined = joined.view(len(sizes), -1) if alike else joined
+
+        def by_element(numbers: Tensor) -> Tensor:
+            return numbers[:, None] if alike else torch.cat(list(map(Tensor.expand, numbers.unbind(), sizes)))
+
+        if blames:
+            largest = magnitudes(joined) if alike else torch.stack(each_magnitude(joined.detach().split(sizes)))
+            joined = torch.where(by_element(largest < torch.inf), joined, 0)
+        parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
+    rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
+    return [[None if g is None else next(rest) for g in row] for row in gradients], largest
 
 
 def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) -> Parted:
@@ -301,26 +326,8 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) ->
         above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
         for own in range(len(cotangent))
     ]
-    heads = [None if g is None else at_least_float32(g) for g in sums]
-    if options.scale is not None:
-        heads = [None if g is None else g * inverse_of(factors[0], g.dtype) for g in heads]
+    heads = sums if options.scale is None else unscaled_rows(sums, options.scale)
     return heads, stack_rows(gradients, len(factors))
-
-
-def _heads_and_features(rows: Rows, n_heads: int, factors: Tensor, options: Options) -> Parted:
-    """The heads' gradient, rows summed and unscaled; and the rows `[m, *z]` of the features.
-
-    With one scale per objective, a row that overflowed in the heads is left out of the sum, in which it could not be
-    told apart, and goes on as NaN: the trunk's row then says which scale must back off.
-    """
-    heads, features = rows[:n_heads], rows[n_heads:]
-    present = [row for row in heads if row is not None]
-    if assigns_overflows(options) and present and any(row is not None for row in features):
-        finite = torch.stack([as_matrix(row.isfinite()).all(1) for row in present]).all(0)
-        heads = [None if row is None else torch.where(per_row(finite, row), row, 0) for row in heads]
-        features = blamed(torch.where(finite, 0.0, torch.nan), features)
-    scales = None if options.scale is None else factors
-    return [None if row is None else unscaled_sum(row, scales, options) for row in heads], features
 
 
 def _differentiable(features: Tree) -> list[Tensor]:

@@ -32,7 +32,7 @@ from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
-from functional_jd.engines.row_vjps import by_mode
+from functional_jd.engines.row_vjps import by_mode, unscaled_rows
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import PerExample, stacked
@@ -47,8 +47,6 @@ from functional_jd.torch_compat.watching import StateJournal
 def jacobian(losses: PerExample, args: Args, options: Options) -> FoundJacobian:
     """One row per example: m small backward passes at the price of one."""
     options = options._replace(examples=True)
-    if options.mode == "forward":
-        return plain.jacobian(losses, args, options)
     params, *batch = args
     leaves, structure = floating_leaves(params, options.where)
     m = losses.count(tuple(batch))
@@ -77,6 +75,8 @@ def jacobian(losses: PerExample, args: Args, options: Options) -> FoundJacobian:
     found = by_mode(options.mode, together, one_by_one, options)
     # Parameters that only a closure captures may require grad.
     rows, values, aux = found if options.differentiable else detach_tree(found)
+    del found
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
     return tree_unflatten(structure, rows), values, aux
 
 
@@ -104,8 +104,9 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     check_example_losses(outputs, (m,))
     scales = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
     rows = rows_of_examples(outputs[0], scales, recording, points)
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
     products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, m, options)
-    return products, *detach_tree(extra), shaped(pullback, structure), ()
+    return products, *detach_tree(extra), shaped(pullback, structure)
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
@@ -132,8 +133,9 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
         gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
+    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
     products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, m, options)
-    return products, *extra, shaped(pullback, structure), ()
+    return products, *extra, shaped(pullback, structure)
 
 
 def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:

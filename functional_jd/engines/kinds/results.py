@@ -12,11 +12,11 @@ Args: TypeAlias = tuple[Any, ...]
 """What the losses are called with: the parameters and the batch."""
 
 FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
-"""The Jacobian of the scaled losses, the losses, and aux."""
+"""The Jacobian without the scale, in at least float32 if there is one, the losses, and aux."""
 
-FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction], Heads]
-"""The Gramian of the scaled rows, or what `options.products` says; losses, aux, the pullback of scaled rows, for the
-parameters that have rows, and the heads' gradient. `of_products` makes an observation of it."""
+FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction]]
+"""The Gramian, or what `options.products` says; losses, aux, and the pullback of weights to a direction, all without
+the scale."""
 
 FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
 """The Gramian of the rows by feature, the losses, aux, and `pullback(weights) -> (direction, finite)`, all unscaled."""

@@ -94,9 +94,8 @@ def _opened(inner: Kind, losses: Sharded, args: Args, options: Options) -> tuple
             f"{options.where}: expected no transform around a function of sharded parameters, found one of torch.func "
             "or torch.compile. Call it outside."
         )
-    if options.mode == "forward" or (losses.mesh is None and options.mode == "vmap"):
-        modes = "'auto', 'vmap' or 'loop'" if losses.mesh is not None else "'auto' or 'loop'"
-        raise ValueError(f"{options.where}: sharded parameters need mode {modes}, found {options.mode!r}. Use 'auto'.")
+    if losses.mesh is None and options.mode == "vmap":
+        raise ValueError(f"{options.where}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
     argnums = options.argnums
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
