@@ -133,7 +133,7 @@ def _side_by_side(matrices: list[Tensor]) -> Tensor:
     first, width = matrices[0], 0
     if len(matrices) == 1:
         return first
-    if first.is_cpu or under_transform() or any(x.requires_grad for x in matrices):
+    if first.is_cpu or under_transform() or any(x.requires_grad or type(x) is not Tensor for x in matrices):
         return torch.cat(matrices, 1)
     start, memory, strides = first.storage_offset(), first.untyped_storage().data_ptr(), first.stride()
     for x in matrices:

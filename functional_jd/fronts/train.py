@@ -180,7 +180,9 @@ def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     try:
         return next(remaining), remaining
     except StopIteration:
-        raise ValueError("fronts.train: batches must not be empty. Of losses of params alone: [()].") from None
+        raise ValueError(
+            "fronts.train: batches must have an item, found none. Pass [()] for losses of params alone."
+        ) from None
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from functional_jd.torch_compat.torch_internals import is_wrapped
 
@@ -49,20 +50,21 @@ def noting_calls() -> Generator[list[Call]]:
         LOOKING.reset(token)
 
 
-class Traced:
-    """The parts of modules that were called in losses that torch.compile traces, with their attributes before."""
+TRACED: list[list[tuple[nn.Module, dict[str, Any]]]] = []
+"""The parts of modules that losses called, with their attributes before, while torch.compile traces them."""
 
-    parts: list[tuple[nn.Module, dict[str, Any]]] | None = None
+READS_MODULES = TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile traces a look at the attributes of a module."""
 
 
 def run_traced(losses: Callable[..., Any], *args: Any) -> Any:
     """What losses return while torch.compile traces them. A transform does not let values out: attributes of modules
     that hold some have afterwards what they had before.
     """
-    around, parts = Traced.parts, []
-    Traced.parts = parts
+    parts: list[tuple[nn.Module, dict[str, Any]]] = []
+    TRACED.append(parts)
     result = losses(*args)
-    Traced.parts = around
+    TRACED.pop()
     while parts:
         part, before = parts.pop()
         for name, x in list(part.__dict__.items()):

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
-from functional_jd.objectives.calls import LOOKING, Call, Traced
+from functional_jd.objectives.calls import LOOKING, READS_MODULES, TRACED, Call
 from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
 from functional_jd.torch_compat.module_parts import ModuleParts
 from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
@@ -119,8 +119,8 @@ class _Applied:
         tensors = given | {name: x.detach().clone() for name, x in own.items()}
         inside = {place.path: tensors[place.key] for place in parts.places}
         if torch.compiler.is_compiling():
-            if Traced.parts is not None:
-                Traced.parts.extend([(part, dict(part.__dict__)) for part, _ in parts.contents])
+            if TRACED and READS_MODULES:
+                TRACED[-1].extend([(part, dict(part.__dict__)) for part, _ in parts.contents])
             with UnchangedParameters(given):
                 output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
         else:

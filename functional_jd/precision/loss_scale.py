@@ -285,7 +285,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         others = leaves_like(structure, old)
     except ValueError as error:
         raise ValueError(
-            f"select: new and old must have the same structure. {error} "
+            f"select: new and old must have the same structure, found two. {error} "
             "If a state is None before the first step, initialise it first."
         ) from error
     for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):

@@ -251,7 +251,7 @@ def _warn_of_outputs(where: str, values: Losses) -> None:
 def _checked_names(where: str, values: Losses, constant: Any) -> list[str]:
     names = objective_names(values)
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
-    if unknown := [x for x in given if x not in names]:
+    if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
         raise ValueError(
             f"{where}: constant must hold names of losses, {_few(names)}, found {described(unknown[0])}. "
             "objective_names(losses) returns them."

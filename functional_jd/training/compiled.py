@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from functional_jd.core.arguments import check_function, described
+from functional_jd.core.arguments import check_flag, check_function, described
 from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
@@ -94,6 +94,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
             f"compiled: backend must be 'inductor', 'eager', 'cudagraphs' or a function, found {described(backend)}. "
             "A function takes the graph and the list of its inputs."
         )
+    check_flag("compiled", "donate", donate)
     if chosen is Captured:
         refuse_without_cuda()
     elif donate:

@@ -265,8 +265,8 @@ TRAINING = {
         ("step",),
     ),
     "compiled": Call(
-        lambda f, backend, state, x: jd.compiled(f, backend=backend)(state, x),
-        lambda: {"f": partial(jd.step, **method()), "backend": "eager", "state": state(), "x": x()},
+        lambda f, backend, donate, state, x: jd.compiled(f, backend=backend, donate=donate)(state, x),
+        lambda: {"f": partial(jd.step, **method()), "backend": "eager", "donate": False, "state": state(), "x": x()},
         {"x": EVERYTHING, "backend": CALLABLE},
         kinds({"f", "backend"}),
         ("compiled", "step"),

@@ -99,7 +99,10 @@ def _is_ours(error: Exception, names: tuple[str, ...]) -> bool:
     """Whether an error names the function, what was found, and the cure."""
     starts = "|".join(re.escape(name) for name in names)
     form = rf"({starts})\b[^\n]*?:? .*(found|takes|asks) .*[.:;,] .*\S"
-    return isinstance(error, TypeError | ValueError) and re.match(form, str(error), re.DOTALL) is not None
+    if isinstance(error, TypeError | ValueError) and re.match(form, str(error), re.DOTALL):
+        return True
+    # An error of Python or torch whose note names the function, and what to pass.
+    return any(re.match(rf"({starts})\b.*[.:;,] .*\S", note, re.DOTALL) for note in getattr(error, "__notes__", ()))
 
 
 def _frames(error: BaseException) -> list[str]:
