@@ -109,7 +109,7 @@ def choose_engine(
     own = max(1, positions // m) if examples else positions
     if m * n >= MANY_ELEMENTS and n > _LAYERS * own**2:
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
-    by_task = _BY_TASK if all(leaf.device.type in ("cpu", "meta") for leaf in leaves) else _BY_TASK_ON_DEVICE
+    by_task = _BY_TASK if not leaves or leaves[0].device.type in ("cpu", "meta") else _BY_TASK_ON_DEVICE
     few = m * n < _BY_EXAMPLE * own if examples else n < max(_RECORDED_FROM, by_task * positions)
     if few:
         return EngineChoice("jacobian", f"parameters are few {_BESIDE}: forming all gradients costs less than {_INNER}")

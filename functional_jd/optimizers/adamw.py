@@ -137,7 +137,7 @@ def adamw(
         if exact and fused and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = leaves, directions, first, second
             new = _fused(columns, state.steps, moving, rate, (b1, b2, weight_decay, eps))
-            params, first, second = (tree_unflatten(structure, list(column)) for column in new)
+            params, first, second = [tree_unflatten(structure, list(column)) for column in new]
             return params, AdamwState(state.steps + (1 if moving is None else moving), first, second)
         steps = state.steps + 1
         # In float64, since 1 - 0.999 loses four digits; on scalars this costs nothing.
@@ -179,10 +179,12 @@ def _fused(
         lr, count = rate, len(places)
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group = [[column[place] for place in places] for column in columns]
+        group = columns if len(groups) == 1 else [[column[place] for place in places] for column in columns]
         numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
         kernel: Any = fused_adamw_op if in_graph else _moved
         new = kernel(*group, steps, moving, *numbers, *settings)
+        if len(groups) == 1:
+            return new[:count], new[count : 2 * count], new[2 * count :]
         moved.update(zip(places, zip(new[:count], new[count : 2 * count], new[2 * count :], strict=True), strict=True))
     return zip(*[moved[place] for place in range(len(moved))], strict=True)
 

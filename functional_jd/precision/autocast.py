@@ -137,7 +137,7 @@ def autocast_disabled() -> AbstractContextManager[Any]:
         ...     (x @ x).dtype
         torch.float32
     """
-    devices = _devices()
+    devices = _devices() if torch.compiler.is_compiling() else _found_devices()
     for device in devices:
         if torch.is_autocast_enabled(device):
             return _switched([device for device in devices if torch.is_autocast_enabled(device)], enabled=False)
@@ -162,7 +162,7 @@ def without_cache() -> AbstractContextManager[Any]:
 
     The parameters that an engine differentiates are new tensors in each call: what is kept of them serves nobody.
     """
-    if torch.compiler.is_compiling() or not any(map(torch.is_autocast_enabled, _devices())):
+    if torch.compiler.is_compiling() or not any(map(torch.is_autocast_enabled, _found_devices())):
         return _NOTHING
     return autocast_as_now()()
 
