@@ -131,7 +131,7 @@ def rows_of_plan(plan: Plan, mode: str = "auto", chunk_size: int | None = None) 
 
 def check_rows(where: str, mode: str, chunk_size: int | None) -> None:
     """Refuse an unknown mode, and what is no number of rows."""
-    if mode == "forward":
+    if isinstance(mode, str) and mode == "forward":
         raise ValueError(
             f"{where}: mode must be one of {', '.join(MODES)}, found 'forward'. For column by column call "
             "torch.func.jacfwd."

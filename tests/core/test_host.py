@@ -9,7 +9,7 @@ from simulated import simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as jd
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh, where_it_runs
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View
 from functional_jd.core.host import is_capturing, run_on_host
@@ -46,7 +46,8 @@ def equal(found, expected):
 def updated(rule, received, state, device):
     """Weights and state of a rule from what it receives, which is not counted."""
     device.reset()
-    return weigh(rule, View(lambda _: received, rule.view.products), Observation(None), state)
+    rule_there = lambda received, state: weigh(rule, received, state, "aggregate")
+    return where_it_runs(rule, rule.view, Observation(None), rule_there, received, state, apart=False)
 
 
 def test_tensors_of_all_kinds_go_in_one_copy_and_come_back_in_one():
