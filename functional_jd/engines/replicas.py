@@ -201,7 +201,8 @@ def _by_jacobian(plan: Plan, group: Group) -> Observation:
     jacobian, finite = checked(plan, jacobian)
     seen = _pooled(plan, Observation(values, carried=carried), group)  # first: it tells losses that differ
     rows: Any = _pooled_rows(plan, jacobian, group)
-    finite = agree(finite, group) if plan.guarded and finite is not None else None
+    if finite is not None and not plan.options.starting:  # where training starts, scales may still differ
+        finite = agree(finite, group) if plan.guarded else None
 
     def pullback(weights: Weights) -> tuple[Direction, None]:
         return combine(rows, weights), None
