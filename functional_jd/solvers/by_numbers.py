@@ -53,7 +53,9 @@ def solve_by_numbers(
                     block[i] = _spread(_solve_factored(factor, [float(i == j) for j in active]), active, m)
                 blocks.append(block)
     s = torch.tensor(multipliers, dtype=offset.dtype, device=offset.device).view(offset.shape)
-    return s, torch.tensor(blocks, dtype=offset.dtype, device=offset.device).view(*offset.shape, m) if inverses else s[:0]
+    return s, torch.tensor(blocks, dtype=offset.dtype, device=offset.device).view(*offset.shape, m) if inverses else s[
+        :0
+    ]
 
 
 def _spread(values: list[float], active: list[int], m: int) -> list[float]:

@@ -44,9 +44,7 @@ def solve_in_one_launch(matrix: Tensor, offset: Tensor, allowed: Tensor, inverse
     # Steps that enter all rows, leave half of them, and enter the active ones again, some times over.
     numbers = m, k, 8 * m + 64, TOLERANCE, least_pivot(m)
     with torch.cuda.device(offset.device) if offset.is_cuda else nullcontext():
-        _search[(b * k,)](
-            *inputs, s, inverse, *numbers, size, inverses, num_warps=4 if size <= 32 else 8
-        )
+        _search[(b * k,)](*inputs, s, inverse, *numbers, size, inverses, num_warps=4 if size <= 32 else 8)
     return s, inverse
 
 

@@ -199,6 +199,8 @@ REPLACED = {
 """By name, a feature that is as good without it."""
 
 TORCH_NEEDS = {
+    "_C._functorch.get_unwrapped",
+    "_C._functorch.is_batchedtensor",
     "autograd.Variable._execution_engine",
     "utils.checkpoint._CheckpointFrame",
     "utils._foreach_utils._get_fused_kernels_supported_devices",
