@@ -120,8 +120,8 @@ if triton is not None:
 
     @triton.jit
     def _refined(A, T, q, s, active, free, d, least, tolerance):
-        """Multipliers after two chord steps by the inverse in the tableau; 1 if signs are wrong by the matrix; 1 if they
-        are wrong by more than the distance of a row that counts as dependent.
+        """Multipliers after two chord steps by the inverse in the tableau; whether signs are wrong by the matrix, and
+        whether by more than the distance of a row that counts as dependent: 0 or 1.
         """
         for _ in tl.static_range(2):
             residual = tl.where(active == 1, q + tl.sum(A * s[None, :], axis=1), 0.0)

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 import functional_jd as jd
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh, where_it_runs
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View
 from functional_jd.core.host import is_capturing, run_on_host
 
 ROWS = {"constant": 3, "cosmos": 3, "epo": 3, "pbi": 3}  # of the rules that are built for a number of them
