@@ -172,7 +172,7 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ),
         ({"preferences": torch.ones(0, 2)}, ValueError, "preferences must be 1, one for each solution, found 0"),
         ({"preferences": torch.ones(2, 3)}, ValueError, "tchebycheff: weights must be one per row, found 3 and 2 rows"),
-        ({"batches": []}, ValueError, "fronts.train: batches must not be empty"),
+        ({"batches": []}, ValueError, "fronts.train: batches must have an item, found none"),
         ({"chunk_size": 0}, ValueError, "fronts.train: chunk_size must be an integer of at least 1"),
         ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
         ({"compile": 1}, TypeError, "fronts.train: compile must be True or False, found 1"),
