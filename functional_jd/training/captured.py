@@ -144,6 +144,11 @@ class Captured:
         """Copy the inputs in, replay, and return fresh tensors; donated ones keep their static memory."""
         with self.lock, torch.no_grad():
             targets, sources = [], []
+            for own, given in zip(self.static[self.arguments :], tensors[self.arguments :], strict=True):
+                if own.data_ptr() != given.data_ptr():
+                    raise ValueError(
+                        "compiled: tensors of closures must keep their memory, found one that moved. Pass it instead."
+                    )
             for own, mine, given in zip(self.static, self.newest, tensors, strict=False):
                 if given is not mine:
                     targets.append(own)
@@ -160,6 +165,8 @@ class Captured:
                 copy_each([found[k] for k in fresh], [self.results[k] for k in fresh])
             for result, given in self.donated.items():
                 tensors[given].__class__ = Donated
+                if (mine := self.newest[given]) is not None:  # its memory holds the new result, whoever passed it
+                    mine.__class__ = Donated
                 self.newest[given] = found[result]
         return found
 

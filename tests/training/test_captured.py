@@ -122,3 +122,25 @@ def test_steps_go_on_from_the_newest_state(without_a_gpu, donate):
         else:
             assert before.params["w"].isfinite().all()
     assert len(take.graphs) == 2
+
+
+def test_a_state_whose_memory_another_training_takes_raises(without_a_gpu):
+    """Two trainings by one function: the memory of the first state holds the second one."""
+    take = jd.compiled(lambda state, x: (state + x, x.sum()), backend="cudagraphs", donate=True)
+    first, _ = take(torch.zeros(2), torch.ones(2))
+    assert first.tolist() == [1.0, 1.0]
+    second, _ = take(torch.full((2,), 5.0), torch.ones(2))
+    assert second.tolist() == [6.0, 6.0]
+    with pytest.raises(RuntimeError, match="has donated"):
+        first.sum()
+
+
+def test_a_tensor_of_a_closure_that_moves_raises(without_a_gpu):
+    held = torch.ones(2)
+    take = jd.compiled(lambda x: x * held, backend="cudagraphs")
+    assert take(torch.ones(2)).tolist() == [1.0, 1.0]
+    held.mul_(3)
+    assert take(torch.ones(2)).tolist() == [3.0, 3.0]
+    held.data = torch.full((2,), 7.0)
+    with pytest.raises(ValueError, match="tensors of closures must keep their memory"):
+        take(torch.ones(2))
