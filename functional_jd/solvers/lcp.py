@@ -1,13 +1,14 @@
 """The linear complementarity problem of a positive semi-definite matrix, many right-hand sides at once."""
 
+import os
 import warnings
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from functional_jd.solvers.by_numbers import solve_by_numbers
 from functional_jd.solvers.by_products import guessed_multipliers, solve_by_products
-from functional_jd.solvers.one_launch import can_be_launched, solve_in_one_launch
 from functional_jd.solvers.pivoting import TOLERANCE, solve_by_pivots
 from functional_jd.solvers.search import Solver, matvec, may_be_differentiated, opaque, solve
 from functional_jd.torch_compat.slow_path import SlowPathWarning, user_level
@@ -20,6 +21,7 @@ _EXCHANGES = 10
 # From so many entries in all factors on, operations on tensors cost less than those on numbers, guessing the active set
 # costs less than the exchanges that it saves, and products cost less than factors.
 _TENSORS_FROM, _GUESSED_FROM, _PRODUCTS_FROM = 600, 12_000, 400_000
+_MOST_ROWS_OF_A_LAUNCH = 64
 # From so many entries in all tableaus on, these take about a second.
 _SLOW_FROM = 500_000
 _SLOW = (
@@ -83,6 +85,8 @@ def _search(
     inputs = matrix.reshape(-1, m, m), offset.reshape(-1, k, m), allowed.reshape(-1, k, m)
     found, size = None, offset.numel() * m
     if fixed and can_be_launched(offset):
+        from functional_jd.solvers.one_launch import solve_in_one_launch  # imports Triton
+
         found = solve_in_one_launch(*inputs, inverses)
     elif not fixed and size < min(_TENSORS_FROM, _PRODUCTS_FROM):
         found = solve_by_numbers(*inputs, inverses)
@@ -91,6 +95,12 @@ def _search(
         found = _with_nan(*inputs[:2], found[0]), found[1]
     s, inverse = found
     return s.view(offset.shape), inverse.view(*offset.shape, m) if inverses else inverse
+
+
+def can_be_launched(offset: Tensor) -> bool:
+    """Whether Triton is there, for so few rows on such a device."""
+    runs = offset.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return runs and offset.shape[-1] <= _MOST_ROWS_OF_A_LAUNCH and find_spec("triton") is not None
 
 
 _opaque_solution = opaque(

@@ -1,20 +1,21 @@
 """The search in one launch against the host's, run by Triton's interpreter: `make test-kernels`. It needs no GPU."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 from bounds import check_within, cone_bound, eps
 
 import functional_jd as fj
-from functional_jd.solvers import lcp, one_launch
+from functional_jd.solvers import lcp
 from functional_jd.solvers.dual_cone import cosines
-from functional_jd.solvers.lcp import linear_complementarity
-from functional_jd.solvers.one_launch import can_be_launched, solve_in_one_launch
+from functional_jd.solvers.lcp import can_be_launched, linear_complementarity
 
-pytestmark = pytest.mark.skipif(
-    one_launch.triton is None or os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and its interpreter"
-)
+if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton and its interpreter", allow_module_level=True)
+
+from functional_jd.solvers.one_launch import solve_in_one_launch
 
 # Of the slack of signs, in units of `1 + sum(s)`.
 SLACK = 2 * 1e-13
@@ -98,7 +99,7 @@ def test_which_problems_are_launched(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not can_be_launched(torch.zeros(1, 64))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(one_launch, "triton", None)
+    monkeypatch.setattr(lcp, "find_spec", lambda _: None)
     assert not can_be_launched(torch.zeros(1, 64))
 
 
