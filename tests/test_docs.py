@@ -8,6 +8,7 @@ from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+from conftest import not_for_torch_2_11
 from rule_table import RULES
 
 import functional_jd
@@ -111,3 +112,10 @@ def test_help_shows_the_call_and_the_first_line_at_once():
     lines = pydoc.render_doc(PUBLIC["functional_jd.upgrad"], renderer=pydoc.plaintext).splitlines()
     assert lines[2].startswith("upgrad(preference: ")
     assert lines[3].strip().startswith("Project every row")
+
+
+def test_what_is_skipped_on_torch_2_11_are_tests():
+    names = {name for name, _ in not_for_torch_2_11()}
+    sources = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    assert names
+    assert names <= set(re.findall(r"def (test_\w+)\(", sources))
