@@ -1,4 +1,13 @@
-"""The demo: three tasks in three units on one trunk, in float16, under several rules. `python -m functional_jd`."""
+"""The demo: three tasks in three units on one trunk, under several rules. Run it: `python -m functional_jd`.
+
+Two handwritten digits overlap in one small image. One convolutional trunk serves three tasks: name the left digit, name
+the right digit, and redraw the image. Their losses are in different units: that of the left digit is multiplied by
+0.001, that of the image by 1e-9. Training is in mixed precision, with one loss scale per task. Every rule starts from
+the same parameters and uses the same batches.
+
+Under mean, the trunk learns what the right digit needs, whose loss has the largest unit, and little for the others.
+Under config the units do not matter: every task has the same cosine with the direction.
+"""
 
 import inspect
 import math
@@ -6,9 +15,11 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +27,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, linear, mse_loss, pad
 
 import functional_jd as jd
+from functional_jd.core.record_display import as_text
 from functional_jd.random import key, normal, permutation, split, uniform
 
 TRAIN_IMAGES, TEST_IMAGES = 2048, 1000
@@ -34,37 +46,26 @@ class Tasks(NamedTuple):
 
 UNITS = Tasks(1e-3, 1.0, 1e-9)  # 1e-9: in float16 these gradients underflow to zero unless they are scaled
 
-DESCRIPTION = f"""\
-Two handwritten digits overlap in one small image. One convolutional trunk serves three tasks: classify the left digit,
-classify the right digit, and reconstruct the image. Their losses are in different units: that of the left digit is
-multiplied by {UNITS.left:g}, that of the reconstruction by {UNITS.reconstruction:g}. Training is in mixed precision,
-with one loss scale per task. Every rule starts from the same parameters and uses the same batches.
+NAMES = ("left digit", "right digit", "reconstruction")
 
-Under mean, the trunk learns what the right digit needs, whose loss has the largest unit, and little for the others.
-Under config the units do not matter: every task has the same cosine with the direction.
-
-The demo shows a table with one column per rule: test accuracies and errors, skipped steps, and loss scales."""
-
-
-class Score(NamedTuple):
-    """Test results: accuracies, cross entropies in nats, root mean square error in grey levels."""
-
-    accuracy: list[float]
-    entropy: list[float]
-    error: float
+RESULTS = {
+    "test accuracy, left digit": "{:.1%}",
+    "test accuracy, right digit": "{:.1%}",
+    "test cross entropy, left digit (nats)": "{:.3f}",
+    "test cross entropy, right digit (nats)": "{:.3f}",
+    f"test reconstruction, rms error (of {GREY_LEVELS} grey levels)": "{:.2f}",
+}
+"""The test results, and how they are written."""
 
 
 class Report(NamedTuple):
-    """The results of training under one rule, for the table and the figure."""
+    """Training under one rule: the test results after every epoch, the steps, those skipped, the last loss scales."""
 
-    scores: list[Score]  # after every epoch
+    results: list[list[float]]
     steps: int
     skipped: int
     scales: list[float]
 
-
-Images: TypeAlias = tuple[Tensor, Tensor]
-"""Images of two digits `[n, 1, 8, 12]` from 0 to 1, and the digits `[n, 2]`."""
 
 # On the meta device, as the module only defines the shapes: all values are drawn from keys.
 TRUNK = nn.Sequential(
@@ -109,14 +110,14 @@ def initial_params(key: Tensor) -> dict[str, Any]:
     return {"shared": shared, "heads": heads}
 
 
-def two_digits(key: Tensor, digits: Tensor, labels: Tensor, n: int) -> Images:
-    """Create images of two random digits, which overlap in four of their eight columns."""
+def two_digits(key: Tensor, digits: Tensor, labels: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Create images `[n, 1, 8, 12]` of two digits, which overlap in four columns, and the digits `[n, 2]`."""
     left, right = ((uniform(side_key, (n,)) * len(digits)).long() for side_key in split(key))
     x = torch.maximum(pad(digits[left], (0, 4)), pad(digits[right], (4, 0)))
     return x[:, None], torch.stack([labels[left], labels[right]], dim=1)
 
 
-def train_and_test_images(key: Tensor) -> tuple[Images, Images]:
+def train_and_test_images(key: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Create a training and a test set from disjoint sets of handwritten digits."""
     from sklearn.datasets import load_digits
 
@@ -131,7 +132,7 @@ def train_and_test_images(key: Tensor) -> tuple[Images, Images]:
 
 def train(rule: str, settings: Namespace) -> Report:
     """Train under one rule. The same settings give the same results."""
-    image_key, param_key, order_key = split(key(settings.seed, device=settings.device), 3)
+    image_key, param_key, order_key = split(settings.seed.to(settings.device), 3)
     (x, y), test = train_and_test_images(image_key)
     losses = EXACT
     if settings.dtype != "float32":
@@ -142,53 +143,43 @@ def train(rule: str, settings: Namespace) -> Report:
     first_batch = x[: settings.batch_size], y[: settings.batch_size]
     state = jd.train_state(initial_params(param_key), *first_batch, scale=scale, **method)
 
-    finite: list[Tensor] = []
-    scores: list[Score] = []
+    infos: list[jd.StepInfo] = []
+    results: list[list[float]] = []
     for epoch_key in split(order_key, settings.epochs):
-        for rows in permutation(epoch_key, len(x)).split(settings.batch_size):
-            state, info = jd.step(state, x[rows], y[rows], **method)
-            finite.append(info.finite.all())
-        scores.append(score(state.params, test))
-    return Report(scores, len(finite), int((~torch.stack(finite)).sum()), state.scale.scale.tolist())
+        batches = ((x[rows], y[rows]) for rows in permutation(epoch_key, len(x)).split(settings.batch_size))
+        state = jd.fit(partial(jd.step, **method), state, batches, on_step=infos.append)
+        results.append(tested(state.params, test))
+    skipped = sum(not info.finite.all() for info in infos)
+    return Report(results, len(infos), skipped, state.scale.scale.tolist())
 
 
 @torch.no_grad()
-def score(params: dict[str, Any], test: Images) -> Score:
-    """Evaluate the parameters on a set of images, in float32."""
+def tested(params: dict[str, Any], test: tuple[Tensor, Tensor]) -> list[float]:
+    """Evaluate the parameters on a set of images, in float32: the numbers of `RESULTS`."""
     losses = Tasks(*(loss.item() / unit for loss, unit in zip(EXACT(params, *test), UNITS, strict=True)))
     left, right, _ = predictions(params["heads"], features(params["shared"], *test))
     hits = torch.stack([left.argmax(1), right.argmax(1)], dim=1) == test[1]
-    error = GREY_LEVELS * math.sqrt(losses.reconstruction)
-    return Score(hits.double().mean(0).tolist(), [losses.left, losses.right], error)
+    return [*hits.double().mean(0).tolist(), losses.left, losses.right, GREY_LEVELS * math.sqrt(losses.reconstruction)]
 
 
 def table(reports: dict[str, Report]) -> str:
-    """Return the results as a text table, one column per rule."""
-    rows: dict[str, Callable[[Score, Report], str]] = {
-        "test accuracy, left digit": lambda last, _: f"{last.accuracy[0]:.1%}",
-        "test accuracy, right digit": lambda last, _: f"{last.accuracy[1]:.1%}",
-        "test cross entropy, left digit (nats)": lambda last, _: f"{last.entropy[0]:.3f}",
-        "test cross entropy, right digit (nats)": lambda last, _: f"{last.entropy[1]:.3f}",
-        f"test reconstruction, rms error (of {GREY_LEVELS} grey levels)": lambda last, _: f"{last.error:.2f}",
-        "skipped steps": lambda _, report: f"{report.skipped} of {report.steps}",
-        "final scale, left digit": lambda _, report: f"2^{math.log2(report.scales[0]):.0f}",
-        "final scale, right digit": lambda _, report: f"2^{math.log2(report.scales[1]):.0f}",
-        "final scale, reconstruction": lambda _, report: f"2^{math.log2(report.scales[2]):.0f}",
-    }
-    cells = {label: [show(report.scores[-1], report) for report in reports.values()] for label, show in rows.items()}
-    width = max(len(cell) for column in (reports, *cells.values()) for cell in column) + 2
-    lines = [
-        label.ljust(max(map(len, rows))) + "".join(cell.rjust(width) for cell in row)
-        for label, row in ({"": list(reports)} | cells).items()
+    """Return the results as a text table, one column per rule, and what they show."""
+    labels = ["after training", *RESULTS, "skipped steps", *(f"final scale, {name}" for name in NAMES)]
+    columns = [
+        [
+            rule,
+            *map(str.format, RESULTS.values(), report.results[-1]),
+            f"{report.skipped} of {report.steps}",
+            *(f"2^{math.log2(scale):.0f}" for scale in report.scales),
+        ]
+        for rule, report in reports.items()
     ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    headers, *rows = [list(row) for row in zip(labels, *columns, strict=True)]
+    seen = ", ".join(f"{report.results[-1][0]:.1%} under {rule}" for rule, report in reports.items())
+    return f"""{as_text(("", headers, rows))}
 
-
-def conclusion(reports: dict[str, Report]) -> str:
-    """Say what the table shows, and why steps were skipped."""
-    seen = ", ".join(f"{report.scores[-1].accuracy[0]:.1%} under {rule}" for rule, report in reports.items())
-    return f"""The left digit, whose loss is multiplied by {UNITS.left:g}, is named right in {seen}.
-Skipped steps find the loss scales: where a gradient overflows in float16, the step is skipped and that scale halved."""
+The left digit, whose loss is multiplied by {UNITS.left:g}, is named right in {seen}.
+Skipped steps find the loss scales: if a gradient overflows in float16, the step is skipped and that scale halved."""
 
 
 def draw(reports: dict[str, Report], file: Path) -> None:
@@ -196,14 +187,13 @@ def draw(reports: dict[str, Report], file: Path) -> None:
     from matplotlib.figure import Figure
 
     axes: Any = (figure := Figure(figsize=(10, 3.2), layout="constrained")).subplots(1, 3)
-    for rule, report in reports.items():
-        curves = [(*(100 * accuracy for accuracy in score.accuracy), score.error) for score in report.scores]
-        for ax, values in zip(axes, zip(*curves, strict=True), strict=True):
+    accuracy = 100, "test accuracy (%)", 100
+    kinds = accuracy, accuracy, (1, f"rms test error (of {GREY_LEVELS} grey levels)", None)
+    for k, ax, name, unit, (factor, label, top) in zip((0, 1, 4), axes, NAMES, UNITS, kinds, strict=True):
+        for rule, report in reports.items():
+            values = [factor * results[k] for results in report.results]
             ax.plot(range(1, len(values) + 1), values, marker=".", label=rule)
-    labels = ("test accuracy (%)", "test accuracy (%)", f"rms test error (of {GREY_LEVELS} grey levels)")
-    for ax, task, unit, label in zip(axes, ("left digit", "right digit", "reconstruction"), UNITS, labels, strict=True):
-        top = 100 if "%" in label else None
-        ax.set(title=f"{task}: loss times {unit:g}", xlabel="epoch", ylabel=label, ylim=(0, top))
+        ax.set(title=f"{name}: loss times {unit:g}", xlabel="epoch", ylabel=label, ylim=(0, top))
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
@@ -211,14 +201,14 @@ def draw(reports: dict[str, Report], file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
-def builds_without_arguments(build: Any) -> bool:
+def builds_rule(build: Any) -> bool:
     """Return whether this function builds a rule without arguments, for one batch per step."""
     if not inspect.isfunction(build) or (signature := inspect.signature(build)).return_annotation is not jd.Aggregator:
         return False
     return all(p.default is not p.empty for p in signature.parameters.values()) and build().view.batches == 1
 
 
-RULES = {name: getattr(jd, name) for name in jd.__all__ if builds_without_arguments(getattr(jd, name))}
+RULES = {name: getattr(jd, name) for name in jd.__all__ if builds_rule(getattr(jd, name))}
 
 
 class Parser(ArgumentParser):
@@ -233,33 +223,12 @@ def flag(expected: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return the parser of a flag: what `read` returns, or an error that tells what was expected."""
 
     def parse(text: str) -> Any:
-        try:
-            return read(text)
-        except (ValueError, RuntimeError, AssertionError, TypeError, NotImplementedError):
-            raise ArgumentTypeError(f"expected {expected}, found {text!r}") from None
+        with suppress(ValueError, RuntimeError, AssertionError, TypeError, NotImplementedError):
+            if (value := read(text)) is not None:
+                return value
+        raise ArgumentTypeError(f"expected {expected}, found {text!r}")
 
     return parse
-
-
-def rule_names(text: str) -> list[str]:
-    """Read names of rules, separated by commas."""
-    names = [name.strip() for name in text.split(",")]
-    if not set(names) <= RULES.keys():
-        raise ValueError
-    return names
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """Read the seed of a key."""
-    key(int(text))
-    return int(text)
 
 
 def usable_device(text: str) -> torch.device:
@@ -268,29 +237,27 @@ def usable_device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def writable_file(text: str) -> Path:
+def writable_file(text: str) -> Path | None:
     """Read the path of a writable image file."""
     file = Path(text)
-    target = file if file.exists() else file.parent
-    if file.suffix not in {".png", ".pdf", ".svg", ".jpg"} or file.is_dir() or not os.access(target, os.W_OK):
-        raise ValueError
-    return file
+    is_picture = file.suffix in {".png", ".pdf", ".svg", ".jpg"} and not file.is_dir()
+    return file if is_picture and os.access(file if file.exists() else file.parent, os.W_OK) else None
 
 
 def settings_from(arguments: Sequence[str] | None) -> Namespace:
     """Parse the command line."""
-    parser = Parser("python -m functional_jd", None, DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser("python -m functional_jd", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rule", type=flag(f"some of {', '.join(RULES)}", rule_names), action="extend", metavar="NAME[,NAME]",
-        help=f"one or more rules; may be repeated (default: mean,config). One of {', '.join(RULES)}")  # fmt: skip
+    add("--rule", choices=RULES, nargs="+", action="extend", metavar="NAME",
+        help=f"one or more rules (default: mean config). Some of {', '.join(RULES)}")  # fmt: skip
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16",
         help="the dtype of autocast; float32 is full precision (default: %(default)s)")  # fmt: skip
-    count = flag("a whole number of at least 1", positive)
+    count = flag("a whole number of at least 1", lambda text: max(int(text), 0) or None)
     add("--epochs", type=count, default=6, help="passes through the training images (default: %(default)s)")
     add("--batch-size", type=count, default=64, help="images per step (default: %(default)s)")
-    device = flag("an available device with float64", usable_device)
-    add("--device", type=device, default="cpu", help="the device (default: %(default)s)")
-    add("--seed", type=flag("a whole number of at most 64 bits", seed), default=0,
+    add("--device", type=flag("an available device with float64", usable_device), default="cpu",
+        help="the device (default: %(default)s)")  # fmt: skip
+    add("--seed", type=flag("a whole number of at most 64 bits", lambda text: key(int(text))), default="0",
         help="the seed of images, parameters and batches (default: %(default)s)")  # fmt: skip
     add("--plot", type=flag("a writable file ending in .png, .pdf, .svg or .jpg", writable_file), metavar="FILE",
         help="save the learning curves to FILE (default: no figure)")  # fmt: skip
@@ -306,13 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every rule, and print the results; returns the exit code."""
     settings = settings_from(arguments)
     print(f"training under {' and '.join(settings.rule)}: {settings.epochs} epochs each", flush=True)
-    try:
-        reports = {rule: train(rule, settings) for rule in settings.rule}
-    except KeyboardInterrupt:
-        print("interrupted: nothing to show", file=sys.stderr)
-        return 130
+    reports = {rule: train(rule, settings) for rule in settings.rule}
     print(table(reports))
-    print(f"\n{conclusion(reports)}")
     if settings.plot is not None:
         draw(reports, settings.plot)
         print(f"learning curves: {settings.plot}")
