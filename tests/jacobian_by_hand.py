@@ -9,8 +9,9 @@ from torch.utils import _pytree
 from zoo import BATCH, MODELS, by_example, plain, tasks
 
 from functional_jd.core.heads import split_heads, with_heads
-from functional_jd.engines.evaluate import Options, is_differentiable
+from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.plan import Plan
 from functional_jd.objectives import PerExample
 from functional_jd.precision.loss_scale import multiplier
 
@@ -68,8 +69,8 @@ def scaled_rows(losses, scale, mode="auto", chunk_size=None):
     def rows_and_losses(*args):
         factor = multiplier(scale, "jacobian_fn")
         differentiable = is_differentiable((args, factor))
-        options = Options("jacobian_fn", False, factor, differentiable, mode, chunk_size)
-        jacobian, values, _ = kind_of(losses).jacobian(losses, args, options)
+        plan = Plan("jacobian_fn", False, factor, differentiable, mode, chunk_size)
+        jacobian, values, _ = kind_of(losses).jacobian(losses, args, plan)
         rows, heads = split_heads(jacobian)
         scaled = lambda row: row * (factor.reshape(-1, *[1] * (row.ndim - 1)) if factor.ndim else factor)
         return with_heads(_pytree.tree_map(scaled, rows), heads), values

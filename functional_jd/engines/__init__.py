@@ -5,7 +5,6 @@ of losses or another engine.
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.declared import Declared
 from functional_jd.engines.choose import EngineChoice
-from functional_jd.engines.evaluate import Options
 from functional_jd.engines.features import features_engine
 from functional_jd.engines.gramian_engine import gramian_engine
 from functional_jd.engines.jacobian import jacobian_engine
@@ -22,7 +21,6 @@ __all__ = [
     "EngineChoice",
     "Kind",
     "Observation",
-    "Options",
     "Plan",
     "Pullback",
     "features_engine",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
-from functional_jd.engines.evaluate import Options
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Sizes, Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.recomputation import in_checkpoint
@@ -158,7 +158,7 @@ _DEVICE = _Room(few=1, between=1 << 23, written=1 << 27, smallest=4, convolution
 _STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
 
 
-def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
+def choose_rows(point: Vjp, m: int, plan: Plan) -> tuple[str, int | None]:
     """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
 
     vmap saves the fixed price of every operation. It costs cache and memory. Rows whose activations are large (images)
@@ -166,11 +166,11 @@ def choose_rows(point: Vjp, m: int, options: Options) -> tuple[str, int | None]:
     activations, writing the rows is the work, and as many go together as `written` lets. On a CPU few rows go one by
     one. Under a transform rows go together. Free memory has no say: other processes would change the bits of a result.
     """
-    mode, chunk_size = options.mode, options.chunk_size
+    mode, chunk_size = plan.mode, plan.chunk_size
     if mode != "auto":
         return mode, chunk_size
     room = _DEVICE if point.sizes or not all(x.is_cpu for x in point.inputs) else _CPU
-    if options.on_shards:
+    if plan.on_shards:
         # Together, the gathered leaves and the reduced rows travel once for all rows. The sizes of shards differ from
         # rank to rank, which must all do the same: they have no say.
         return "loop" if m <= room.few else "auto", chunk_size
@@ -206,7 +206,7 @@ def _sizes_of(point: Vjp) -> Sizes:
     return Sizes(largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions)
 
 
-def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, options: Options) -> str:
+def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, plan: Plan) -> str:
     """How the rows of `multitask` heads are differentiated.
 
     One scalar per task: the loop walks each head once, where vmap walks every head for every row. Compiled, `"apart"`
@@ -214,13 +214,13 @@ def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, options: Options) ->
     an MLP of 52,000 parameters. A scale for each objective needs to know which row of the heads overflowed, and one
     pass would add up the rows of heads in half precision in half precision.
     """
-    if options.mode == "auto" and len(point.outputs) > 1:
+    if plan.mode == "auto" and len(point.outputs) > 1:
         if point.inputs or not under_transform():
             return "loop"
-        summable = (options.scale is None or not options.scale.ndim) and all(x.dtype.itemsize >= 4 for x in own)
+        summable = (plan.scale is None or not plan.scale.ndim) and all(x.dtype.itemsize >= 4 for x in own)
         if torch.compiler.is_compiling() and summable and len(point.outputs) == m:
             return "apart"
-    return choose_rows(point, m, options)[0]
+    return choose_rows(point, m, plan)[0]
 
 
 def gramian_mode() -> str:

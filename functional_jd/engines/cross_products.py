@@ -11,10 +11,11 @@ from functional_jd.core.arguments import check_function
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, is_differentiable, objective_count
+from functional_jd.engines.evaluate import is_differentiable, objective_count
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.kinds import kind_of
+from functional_jd.engines.plan import Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
@@ -66,8 +67,8 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
 
     def crossed_rows(params: Params, batch_a: tuple[Any, ...], batch_b: tuple[Any, ...]) -> Tensor:
         differentiable = is_differentiable((params, batch_a, batch_b, factor))
-        options = Options(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
-        (first, m), (second, k) = (_parts_of(losses, params, batch, options) for batch in (batch_a, batch_b))
+        plan = Plan(_WHERE, False, factor, differentiable, gramian_mode(), products="factors")
+        (first, m), (second, k) = (_parts_of(losses, params, batch, plan) for batch in (batch_a, batch_b))
         leaves = tree_leaves(kind_of(losses).row_params(losses, params))
         with autocast_disabled():
             pairs = zip(first, second, leaves, strict=True)
@@ -76,7 +77,7 @@ def cross_gramian_fn(losses: LossFunction, *, scale: ScaleState | Tensor | None 
     return crossed_rows
 
 
-def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], options: Options) -> tuple[Parts, int]:
+def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], plan: Plan) -> tuple[Parts, int]:
     """What the rows on a batch are made of, and their number."""
     if not isinstance(batch, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -85,5 +86,5 @@ def _parts_of(losses: LossFunction, params: Params, batch: tuple[Any, ...], opti
         )
     if any_sharded(tree_leaves(params)):
         raise ValueError(f"{_WHERE}: expected no sharded parameters. Use jacobian_fn and cross_gramian.")
-    parts, values, *_ = kind_of(losses).gramian(losses, (params, *batch), options)
+    parts, values, *_ = kind_of(losses).gramian(losses, (params, *batch), plan)
     return cast(Parts, parts), objective_count(values)

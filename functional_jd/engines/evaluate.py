@@ -1,7 +1,7 @@
 """Evaluate losses: what the engines check and convert before they differentiate."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from functional_jd.core.declared import Declared
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Tree
+from functional_jd.engines.plan import Plan
 from functional_jd.objectives.calls import run_traced
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import StateJournal, WatchingMode, watched
+from functional_jd.torch_compat.watching import WatchingMode, watched
 
 
 def is_differentiable(values: Any) -> bool:
@@ -31,65 +32,24 @@ def is_differentiable(values: Any) -> bool:
     return False
 
 
-LeafGroup: TypeAlias = tuple[str, int, str]
-"""A group of leaves that follow one another: its name, how many they are, and what is needed of their products."""
-
-
-class Options(NamedTuple):
-    """How to differentiate: what the caller of an engine asked for.
-
-    Attributes:
-        where: the function that the user called, for errors and warnings.
-        has_aux: whether the losses return `(losses, aux)`.
-        scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
-        differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
-        mode: how rows are differentiated: `"auto"`, `"vmap"` or `"loop"`.
-        chunk_size: how many rows at once; None is no limit.
-        journal: notes what the losses change in place, where they may have to be evaluated again; or None.
-        examples: whether the losses that are evaluated are those of single examples.
-        products: what is needed of the inner products of rows: the `"gramian"`, the squared `"norms"`, or the
-            `"factors"` that they are made of.
-        groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
-        on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
-        starting: whether training starts: several ranks compare what they are about to do.
-        rule: the rule that is to weigh the losses, which ranks with shards must have alike; None if there is none.
-        argnums: the argument that is differentiated, or several; other than 0 for plain losses only.
-    """
-
-    where: str
-    has_aux: bool
-    scale: Tensor | None
-    differentiable: bool
-    mode: str = "auto"
-    chunk_size: int | None = None
-    journal: StateJournal | None = None
-    examples: bool = False
-    products: Literal["none", "rows", "gramian", "norms", "factors"] = "gramian"
-    groups: Sequence[LeafGroup] | None = None
-    on_shards: bool = False
-    starting: bool = False
-    rule: Any = None
-    argnums: int | Sequence[int] = 0
-
-
 def evaluate_losses(
-    losses: LossFunction, args: tuple[Any, ...], options: Options, recorder: WatchingMode | None = None
+    losses: LossFunction, args: tuple[Any, ...], plan: Plan, recorder: WatchingMode | None = None
 ) -> tuple[list[Tensor], Any]:
     """The losses in at least float32, so that cotangents do not overflow; beside them `(losses, aux)` as returned.
 
     Losses that add to the dicts of their batch what they have computed do not find it there when they are evaluated
     again: it was computed with other parameters.
     """
-    where, has_aux = options.where, options.has_aux
+    where, has_aux = plan.where, plan.has_aux
     if torch.compiler.is_exporting():
         refuse_export(where)
     if not CONTAINERS.isdisjoint(map(type, args[1:])):
         args = (*args[:1], *map(own_containers, args[1:]))
     # In eager mode, losses of examples watch the loss of one example themselves.
     declared = isinstance(cast(Any, losses), Declared)
-    examples = options.examples and (torch.compiler.is_compiling() or not declared)
+    examples = plan.examples and (torch.compiler.is_compiling() or not declared)
     with without_cache():
-        run = watched(losses, options.journal, where, examples=examples, inner=recorder)
+        run = watched(losses, plan.journal, where, examples=examples, inner=recorder)
         result = run_traced(run, *args) if torch.compiler.is_compiling() else run(*args)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
@@ -97,7 +57,7 @@ def evaluate_losses(
             "Return (losses, aux), or leave has_aux out."
         )
     values, aux = result if has_aux else (result, ())
-    if options.examples:
+    if plan.examples:
         check_example_aux(where, aux)
     leaves = tree_leaves(values)
     for part in values.values() if type(values) is dict else values if type(values) is list else (values,):

@@ -34,8 +34,8 @@ def features_engine() -> Engine:
 
     def observe(plan: Plan) -> Observation:
         assert plan.kind.features is not None
-        products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan.options)
-        rows = finite_rows(products, plan.scale.scale.ndim)
+        products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan)
+        rows = finite_rows(products, plan.scale_state.scale.ndim)
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
             direction, passed = pull(weights)

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.types import Direction, Gramian, LossFunction
 from functional_jd.engines.choose import gramian_mode
-from functional_jd.engines.evaluate import Options, check_losses, check_weights, is_differentiable
+from functional_jd.engines.evaluate import check_losses, check_weights, is_differentiable
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.observed import finite_rows, of_products
 from functional_jd.engines.plan import Engine, Plan, require
@@ -140,8 +140,8 @@ def _products_fn(
         objectives, kind = found_kind(losses, argnums, args, where)
         differentiable = is_differentiable((args, factor))
         mode = gramian_mode()
-        options = Options(where, has_aux, factor, differentiable, mode, products=needed, argnums=argnums)
-        products, values, aux, unchecked = kind.gramian(objectives, args, options)
+        plan = Plan(where, has_aux, factor, differentiable, mode, products=needed, argnums=argnums)
+        products, values, aux, unchecked = kind.gramian(objectives, args, plan)
         finite = finite_rows(products, 0 if factor is None else factor.ndim)
 
         def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
@@ -169,8 +169,8 @@ def gramian_engine() -> Engine:
     """
 
     def observe(plan: Plan) -> Observation:
-        options = plan.options._replace(mode=gramian_mode())
-        return of_products(*plan.kind.gramian(plan.losses, plan.args, options))
+        plan = plan._replace(mode=gramian_mode())
+        return of_products(*plan.kind.gramian(plan.losses, plan.args, plan))
 
     def check(plan: Plan) -> None:
         require(plan, "gramian", serves=plan.view.inner_products_suffice, rules="inner products of rows")

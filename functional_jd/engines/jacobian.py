@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_integer, check_option
 from functional_jd.core.types import LossFunction
-from functional_jd.engines.evaluate import Options, check_losses, is_differentiable
+from functional_jd.engines.evaluate import check_losses, is_differentiable
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.kinds.results import FoundJacobian
 from functional_jd.engines.observed import of_rows
@@ -90,8 +90,8 @@ def jacobian_fn(
         objectives, kind = found_kind(losses, argnums, args, "jacobian_fn")
         differentiable = is_differentiable((args, factor))
         how = _rows_at_once(mode, chunk_size)
-        options = Options("jacobian_fn", has_aux, factor, differentiable, *how, argnums=argnums)
-        jacobian, values, aux = kind.jacobian(objectives, args, options)
+        plan = Plan("jacobian_fn", has_aux, factor, differentiable, *how, argnums=argnums)
+        jacobian, values, aux = kind.jacobian(objectives, args, plan)
         found = (values, aux) if has_aux else values
         if factor is None:
             return jacobian, found
@@ -125,8 +125,8 @@ def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine
 
 def rows_of_plan(plan: Plan, mode: str = "auto", chunk_size: int | None = None) -> FoundJacobian:
     """The rows, the losses, and `(buffers, aux)`."""
-    options = plan.options._replace(mode=mode, chunk_size=chunk_size)
-    return plan.kind.jacobian(plan.losses, plan.args, options)
+    plan = plan._replace(mode=mode, chunk_size=chunk_size)
+    return plan.kind.jacobian(plan.losses, plan.args, plan)
 
 
 def check_rows(where: str, mode: str, chunk_size: int | None) -> None:

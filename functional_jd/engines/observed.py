@@ -20,7 +20,7 @@ from functional_jd.precision.loss_scale import nan_rows_unless, unscale
 def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
     """The observation of rows of which some may not be finite: of their inner products if the rule needs no more."""
     view, exact = plan.view, True
-    if plan.options.scale is not None:
+    if plan.scale is not None:
         leaves = tree_leaves(jacobian)
         if view.products == "none" and view.groups is None and not any_sharded(leaves):
             return _of_magnitudes(plan, jacobian, values, carried)
@@ -28,7 +28,7 @@ def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Obs
         # is skipped for rows or for squares that overflow.
         exact = all(leaf.dtype != torch.float64 for leaf in leaves)
     if view.inner_products_suffice and exact:
-        return of_products(*gramian_from_rows((jacobian, values, carried), plan.options))
+        return of_products(*gramian_from_rows((jacobian, values, carried), plan))
     return _of_whole_rows(plan, jacobian, values, carried)
 
 
@@ -41,7 +41,7 @@ def _of_magnitudes(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any)
     """The observation for rules that need no gradients: the largest magnitudes tell what overflowed."""
     rows, heads = split_heads(jacobian)
     found, pull = products_of_rows(plan.where, *tree_flatten(rows), "magnitudes")
-    dims = plan.scale.scale.ndim
+    dims = plan.scale_state.scale.ndim
     finite = finite_rows(found if dims else nan_unless_finite(found, heads), dims)
 
     def pullback(weights: Any) -> tuple[Direction, None]:
@@ -66,9 +66,9 @@ def checked(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor | None]:
     If they are not, a step is skipped, and its rule receives zeros. If no step looks at the flags, weights have to show
     it: the rule receives NaN.
     """
-    if not plan.guarded and plan.options.scale is None:
+    if not plan.guarded and plan.scale is None:
         return jacobian, None
-    rows, finite = unscale(torch.ones_like(plan.scale.scale), jacobian)
+    rows, finite = unscale(torch.ones_like(plan.scale_state.scale), jacobian)
     return rows if plan.guarded else nan_rows_unless(finite, rows), finite
 
 

@@ -1,46 +1,72 @@
-"""What a step is to do, each question answered once; and what an engine is."""
+"""What is to be differentiated and how, each question answered once; and what an engine is."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from functional_jd.aggregation.aggregate import Aggregator
+from torch import Tensor
+
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.types import Tree
-from functional_jd.engines.evaluate import Options
-from functional_jd.engines.kinds.kind import Kind
-from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.watching import StateJournal
+
+LeafGroup: TypeAlias = tuple[str, int, str]
+"""A group of leaves that follow one another: its name, how many they are, and what is needed of their products."""
 
 
 class Plan(NamedTuple):
-    """Losses at a point, and the rule.
+    """What the caller of an engine wants: how to differentiate and, in a step, the losses at a point and the rule.
 
     Attributes:
         where: the function that the user called, for errors and warnings.
+        has_aux: whether the losses return `(losses, aux)`; in a step they return `(losses, (buffers, aux))`.
+        scale: float32 `[]` or `[m]`, what cotangents are multiplied by, and gradients divided by; or None.
+        differentiable: whether the result may be differentiated: a transform is active, or an input requires grad.
+        mode: how rows are differentiated: `"auto"`, `"vmap"` or `"loop"`.
+        chunk_size: how many rows at once; None is no limit.
+        journal: notes what the losses change in place, where they may have to be evaluated again; or None.
+        examples: whether the losses that are evaluated are those of single examples.
+        products: what is needed of the inner products of rows: the `"gramian"`, the squared `"norms"`, or the
+            `"factors"` that they are made of.
+        groups: the groups of leaves whose products are needed one by one; None for those of all leaves.
+        on_shards: whether these are the rows of shards, which all ranks must differentiate in the same way.
+        argnums: the argument that is differentiated, or several; other than 0 for plain losses only.
+        rule: the rule that weighs the losses; None if there is none.
+        optimizer: where training starts, the optimizer, which all ranks must have alike.
+        starting: whether training starts: several ranks compare what they are about to do.
+
+    Of a step only:
         losses: `losses(*args) -> (losses, (buffers, aux))`.
         args: the parameters, and what follows them.
-        kind: how engines differentiate these losses.
-        rule: the rule.
-        view: what the rule receives.
-        scale: the loss scale.
-        options: how to differentiate; its scale is None where nothing is scaled.
+        kind: the `Kind`: how engines differentiate these losses.
+        view: the `View`: what the rule receives.
+        scale_state: the `ScaleState`; without scaling `no_scale()`, and then `scale` is None.
         guarded: whether a step is skipped for what is not finite, so that the rule need not see it.
         next_buffers: the buffers of the next step, from those that the losses returned.
-        optimizer: where training starts, the optimizer, which all ranks must have alike.
     """
 
     where: str
-    losses: Callable[..., Any]
-    args: tuple[Any, ...]
-    kind: Kind
-    rule: Aggregator
-    view: View
-    scale: ScaleState
-    options: Options
-    guarded: bool
-    next_buffers: Callable[[Tree], Tree]
+    has_aux: bool
+    scale: Tensor | None
+    differentiable: bool
+    mode: str = "auto"
+    chunk_size: int | None = None
+    journal: StateJournal | None = None
+    examples: bool = False
+    products: Literal["none", "rows", "gramian", "norms", "factors"] = "gramian"
+    groups: Sequence[LeafGroup] | None = None
+    on_shards: bool = False
+    argnums: int | Sequence[int] = 0
+    rule: Any = None
     optimizer: Any = None
+    starting: bool = False
+    losses: Callable[..., Any] = lambda *_: ()
+    args: tuple[Any, ...] = ()
+    kind: Any = None
+    view: Any = None
+    scale_state: Any = None
+    guarded: bool = True
+    next_buffers: Callable[[Tree], Tree] = lambda found: found
 
 
 @displayed_as(outline)

@@ -149,7 +149,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
     check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
     def observe(plan: Plan) -> Observation:
-        chosen = choose_replica_engine(plan.view, plan.scale.scale).engine if engine == "auto" else engine
+        chosen = choose_replica_engine(plan.view, plan.scale_state.scale).engine if engine == "auto" else engine
         return _OBSERVE[chosen](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
@@ -170,10 +170,10 @@ def _check(engine: str, plan: Plan) -> None:
             f"{where}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
             "name. Return the mean over each set of examples."
         )
-    if engine == "weighted" and (view.products != "none" or plan.scale.scale.ndim):
+    if engine == "weighted" and (view.products != "none" or plan.scale_state.scale.ndim):
         raise ValueError(
             f"{where}: replicated('weighted') serves rules that need no gradients, with one scale, found one that "
-            f"needs {view.needs} and a scale {list(plan.scale.scale.shape)}. Use replicated()."
+            f"needs {view.needs} and a scale {list(plan.scale_state.scale.shape)}. Use replicated()."
         )
 
 
@@ -201,7 +201,7 @@ def _by_jacobian(plan: Plan, group: Group) -> Observation:
     jacobian, finite = checked(plan, jacobian)
     seen = _pooled(plan, Observation(values, carried=carried), group)  # first: it tells losses that differ
     rows: Any = _pooled_rows(plan, jacobian, group)
-    if finite is not None and not plan.options.starting:  # where training starts, scales may still differ
+    if finite is not None and not plan.starting:  # where training starts, scales may still differ
         finite = agree(finite, group) if plan.guarded else None
 
     def pullback(weights: Weights) -> tuple[Direction, None]:
@@ -221,7 +221,7 @@ def _check_rows(plan: Plan, values: Losses, group: Group) -> None:
     asking does not wait for a device.
     """
     examples = plan.kind.rows_are_examples and all(leaf.device.type == "cpu" for leaf in tree_leaves(values))
-    if examples or plan.options.starting:
+    if examples or plan.starting:
         method = {"rule": plan.rule} | ({} if plan.optimizer is None else {"optimizer": plan.optimizer})
         check_alike(plan.where, values, group, "losses", method)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_jd.core.rows import at_least_float32, joined, per_row
 from functional_jd.engines.choose import choose_rows, stack_at_once
-from functional_jd.engines.evaluate import Options
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.repaired_ops import rows_repaired
@@ -27,7 +27,7 @@ _COTANGENTS = 1 << 16
 LOOP = "differentiates one row after the other, which takes m backward passes"
 
 
-def vjp_rows(point: Vjp, cotangents: Rows, options: Options) -> Rows:
+def vjp_rows(point: Vjp, cotangents: Rows, plan: Plan) -> Rows:
     """The vector-Jacobian products of m cotangents, stacked."""
     m = next((len(c) for c in cotangents if c is not None), 0)
     if m == 0:
@@ -38,25 +38,25 @@ def vjp_rows(point: Vjp, cotangents: Rows, options: Options) -> Rows:
         return stack_rows((point.pullback(list(cotangent)) for cotangent in by_row), m)
 
     with autocast_disabled():
-        mode, chunk_size = choose_rows(point, m, options)
+        mode, chunk_size = choose_rows(point, m, plan)
         return by_mode(
             mode,
             lambda: _together(point, lambda group: [c if c is None else c[group] for c in cotangents], m, chunk_size),
             one_by_one,
-            options,
+            plan,
         )
 
 
-def jacobian_rows(point: Vjp, factors: Tensor, options: Options) -> Rows:
+def jacobian_rows(point: Vjp, factors: Tensor, plan: Plan) -> Rows:
     """The rows of the Jacobian: the gradient of every element of the outputs, multiplied by its factor `[m]`."""
     m = len(factors)
     with autocast_disabled():
-        mode, chunk_size = choose_rows(point, m, options)
+        mode, chunk_size = choose_rows(point, m, plan)
         return by_mode(
             mode,
             lambda: _together(point, lambda group: _cotangents(point, factors, group), m, chunk_size),
             lambda: stack_rows(gradients_one_by_one(point, factors), m),
-            options,
+            plan,
         )
 
 
@@ -93,13 +93,13 @@ def blamed(magnitude: Tensor, rows: Rows, own: bool = False) -> Rows:
     return [None if row is None else add(row, per_row(magnitude, row), alpha=0) for row in rows]
 
 
-def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], options: Options) -> Result:
+def by_mode(mode: str, vmapped: Callable[[], Result], looped: Callable[[], Result], plan: Plan) -> Result:
     """Run one of two forms of the same: `"auto"` takes the vmapped one and, where vmap refuses it, the loop."""
     if mode == "loop":
         return looped()
     if mode == "vmap" or torch.compiler.is_compiling():
         return vmapped()
-    return attempt(vmapped, looped, where=options.where, instead=LOOP, journal=options.journal)
+    return attempt(vmapped, looped, where=plan.where, instead=LOOP, journal=plan.journal)
 
 
 def gradients_one_by_one(point: Vjp, factors: Tensor) -> Iterator[list[Tensor | None]]:

@@ -10,13 +10,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.arguments import check_flag
 from functional_jd.core.tree import all_finite
 from functional_jd.core.types import Direction, LossFunction
-from functional_jd.engines.evaluate import (
-    Options,
-    check_losses,
-    check_weights,
-    is_differentiable,
-    objective_count,
-)
+from functional_jd.engines.evaluate import check_losses, check_weights, is_differentiable, objective_count
 from functional_jd.engines.kinds import found_kind
 from functional_jd.engines.plan import Engine, Plan, require
 from functional_jd.precision.loss_scale import multiplier, zeros_unless
@@ -72,8 +66,8 @@ def weighted_fn(
 
     def losses_and_pullback(*args: Any) -> tuple[Any, Any]:
         objectives, kind = found_kind(losses, 0, args, "weighted_fn")
-        options = Options("weighted_fn", has_aux, factor, is_differentiable((args, factor)))
-        values, aux, unchecked = kind.weighted(objectives, args, options)
+        plan = Plan("weighted_fn", has_aux, factor, is_differentiable((args, factor)))
+        values, aux, unchecked = kind.weighted(objectives, args, plan)
 
         def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
             check_flag("weighted_fn", "last", last)
@@ -105,7 +99,7 @@ def weighted_engine() -> Engine:
     def observe(plan: Plan) -> Observation:
         if plan.view.groups is not None:
             check_groups(plan.kind.row_params(plan.losses, plan.args[0]), plan.view.groups)
-        values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan.options)
+        values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
 
         def pullback(weights: Any) -> tuple[Direction, Tensor | None]:
             if plan.view.groups is None:

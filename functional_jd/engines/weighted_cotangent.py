@@ -9,22 +9,21 @@ from torch import Tensor
 from functional_jd.core.float64 import widest
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import Options, check_weights, dense_gradients, row_scales
+from functional_jd.engines.evaluate import check_weights, dense_gradients, row_scales
+from functional_jd.engines.plan import Plan
 from functional_jd.precision.loss_scale import divided, multiplier
 
 # A power of two whose inverse is a normal float32.
 _CEILING = 2.0**126
 
 
-def weighted_cotangent(
-    outputs: list[Tensor], weights: Tensor, options: Options
-) -> tuple[list[Tensor | None], Tensor | None]:
+def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tuple[list[Tensor | None], Tensor | None]:
     """The scaled weights, by output, and the scale `[]` that they have in common; None without a scale."""
     sizes = [y.numel() for y in outputs]
     m, common = sum(sizes), None
-    check_weights(options.where, weights, m)
-    if options.scale is not None:
-        common = common_scale(weights, row_scales(options.scale, m, outputs[0], options.where), options)
+    check_weights(plan.where, weights, m)
+    if plan.scale is not None:
+        common = common_scale(weights, row_scales(plan.scale, m, outputs[0], plan.where), plan)
         weights = weights.to(widest(common.device)) * common
     if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
         weights = weights.to(outputs[0].dtype)
@@ -44,17 +43,17 @@ def unscaled_direction(
     return divided(common, tree_unflatten(structure, dense))
 
 
-def flags(options: Options, *finite: Tensor | None) -> Tensor | None:
+def flags(plan: Plan, *finite: Tensor | None) -> Tensor | None:
     """One flag for all objectives, in the scale's shape; None without a scale."""
     found = [own for own in finite if own is not None]
-    return reduce(torch.logical_and, found).expand(options.scale.shape) if options.scale is not None and found else None
+    return reduce(torch.logical_and, found).expand(plan.scale.shape) if plan.scale is not None and found else None
 
 
-def common_scale(weights: Tensor, scales: Tensor, options: Options) -> Tensor:
+def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
     """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
     `|weights_i| S <= scale_i` for all i. A power of two divides exactly, and so has no derivative.
     """
-    if options.scale is None or not options.scale.ndim:
+    if plan.scale is None or not plan.scale.ndim:
         return scales[0]
     wide = widest(scales.device)
     largest = (scales.detach().to(wide) / weights.detach().to(wide).abs()).amin().clamp(max=_CEILING)

@@ -16,7 +16,7 @@ from functional_jd.core.arguments import described
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
-from functional_jd.engines.evaluate import Options, evaluate_losses
+from functional_jd.engines.evaluate import evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import is_key
@@ -156,11 +156,11 @@ def _evaluated(plan: Plan, journal: StateJournal) -> Generator[_Look]:
     kind, draws = plan.kind, random_state()
     leaves, structure = tree_flatten(plan.args[0])
     params = tree_unflatten(structure, [x.detach().requires_grad_() for x in leaves])
-    options = Options(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
+    plain = Plan(plan.where, True, None, differentiable=False, journal=journal, examples=kind.rows_are_examples)
     try:
         with torch.enable_grad(), noting_calls() as calls:
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), plan.where)
-            _, (values, (buffers, _)) = evaluate_losses(sample, args, options)
+            _, (values, (buffers, _)) = evaluate_losses(sample, args, plain)
         moved = {name: x for call in calls for name, x in call.moved().items()}
         given = [(name, innermost(x)) for call in calls for name, x in call.params.items()]
         yield _Look(values, buffers, params, tree_names(params), moved, given)
@@ -288,7 +288,7 @@ def _warn_of_unlearned(where: str, unlearned: list[str], what: str) -> None:
 
 def _warn_of_float16(plan: Plan, values: Losses) -> None:
     """Warn of gradients that pass through float16 without a scale."""
-    if not is_scaled(plan.scale) and passes_float16(nodes_from(_nodes(tree_leaves(values)))):
+    if not is_scaled(plan.scale_state) and passes_float16(nodes_from(_nodes(tree_leaves(values)))):
         _warn(
             f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
             "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."

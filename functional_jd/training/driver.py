@@ -70,19 +70,19 @@ def directed(plan: Plan, engine: Engine, rule_state: Tree) -> Directed:
         found = _weighed(plan, seen, rule_state)
         direction, passed = seen.pullback(found.weights)
         rows_finite = found.finite if passed is None else passed
-        if plan.options.scale is None or rows_finite is None:
+        if plan.scale is None or rows_finite is None:
             # One backward pass hides a weight that is not finite where the loss is constant, as under `torch.where`.
             may_hide = plan.view.products == "none" and plan.view.losses
             hidden = _as_losses(found.weights, seen.losses) if may_hide else ()
             everywhere = all_finite((direction, seen.losses, hidden))
             finite = everywhere if rows_finite is None else rows_finite & everywhere
-            moved, scale = finite, plan.scale
+            moved, scale = finite, plan.scale_state
         else:
             sound = all_finite(direction if passed is None else found.weights)
             if passed is not None:  # weights that are not finite are the rule's doing, not an overflow
                 rows_finite = passed | ~sound
             known = found.verdict if passed is None else None
-            finite, moved, scale = known or _verdict(plan.scale, rows_finite, seen.losses)
+            finite, moved, scale = known or _verdict(plan.scale_state, rows_finite, seen.losses)
             # The flags show that the step was skipped, also if the direction alone is not finite.
             finite = torch.where(moved, sound, finite) if finite.ndim else moved & sound
             moved = moved & sound if finite.ndim else finite
@@ -110,23 +110,23 @@ def weighed(plan: Plan, engine: Engine, rule_state: Tree) -> tuple[Observation, 
 
 def _weighed(plan: Plan, seen: Observation, rule_state: Tree) -> Weighed:
     """What the rule makes of an observation, and of its flags, where the rule runs."""
-    by_products, scaled = seen.products is not None, plan.options.scale is not None
+    by_products, scaled = seen.products is not None, plan.scale is not None
 
     def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
         received = given
         if by_products:
             if plan.guarded and finite is None:
-                given, finite = without_overflow(given, plan.scale.scale.ndim)
+                given, finite = without_overflow(given, plan.scale_state.scale.ndim)
             received = plan.view.receive(seen._replace(products=given, losses=losses))
         weights, memory = weigh(plan.rule, received, memory, plan.where)
         verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
         return Weighed(weights, memory, given, finite, verdict)
 
     given = seen.products if by_products else plan.view.receive(seen)
-    inputs = given, seen.finite, seen.losses, rule_state, plan.scale if scaled else ()
+    inputs = given, seen.finite, seen.losses, rule_state, plan.scale_state if scaled else ()
     # A step writes the state anew; weights and state of `weights_fn` go to the user as they are.
     found = where_it_runs(plan.rule, plan.view, seen, weighed_there, *inputs, apart=not plan.guarded)
-    device = plan.scale.scale.device
+    device = plan.scale_state.scale.device
     if found.verdict is None or device.type == "cpu" or (has_float64(device) and not plan.rule.on_host):
         return found
     finite, moved, scale = found.verdict
@@ -139,7 +139,7 @@ def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     seen = observed(plan, engine)
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
-            seen = seen._replace(products=without_overflow(seen.products, plan.scale.scale.ndim)[0])
+            seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])
         return initial_state(plan.rule, plan.view, seen), seen.losses
 
 

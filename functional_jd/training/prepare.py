@@ -13,7 +13,7 @@ from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
-from functional_jd.engines.evaluate import Options, is_differentiable
+from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
@@ -21,7 +21,6 @@ from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
 from functional_jd.torch_compat.control_flow import refuse_control_flow
-from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.training.state import TrainState, check_state
 
 
@@ -45,31 +44,34 @@ def prepare(
     Raises:
         ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
-    if torch.compiler.is_exporting():
-        refuse_export(where)
     if torch.compiler.is_compiling():
         refuse_control_flow(where)
     own_kind, view = kind_of(losses), as_view(rule.view)
     place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
     carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
-    args = (params, *carrying.args)
     scale = no_scale() if scale is None else scale
     factor = multiplier(scale, where) if is_scaled(scale) else None
-    options = Options(
-        where,
-        True,
-        factor,
-        is_differentiable((args, factor)),
-        products=view.products,
-        groups=None if view.groups is None else leaf_groups(own_kind.row_params(losses, params), view.groups),
-        starting=starting,
-        rule=rule,
-    )
     leaves = tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = losses_of_shards(carrying.losses) if sharded else carrying.losses
-    kind = own_kind if whole is carrying.losses else kind_of(whole)
-    plan = Plan(where, whole, args, kind, rule, view, scale, options, guarded, carrying.next_buffers, optimizer)
+    plan = Plan(
+        where,
+        True,
+        factor,
+        is_differentiable((params, carrying.args, factor)),
+        products=view.products,
+        groups=None if view.groups is None else leaf_groups(own_kind.row_params(losses, params), view.groups),
+        rule=rule,
+        optimizer=optimizer,
+        starting=starting,
+        losses=whole,
+        args=(params, *carrying.args),
+        kind=own_kind if whole is carrying.losses else kind_of(whole),
+        view=view,
+        scale_state=scale,
+        guarded=guarded,
+        next_buffers=carrying.next_buffers,
+    )
     if isinstance(engine, str) and engine == "auto":
         return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
     found = ENGINES.get(engine) if isinstance(engine, str) else engine

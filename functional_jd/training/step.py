@@ -100,7 +100,7 @@ def step(
         engine=engine,
     )
     token, used = None, state
-    if plan.options.differentiable:
+    if plan.differentiable:
         token, plan, used = _opened(plan, state)
     if optimizer.search is not None:
         optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
@@ -135,9 +135,9 @@ def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, e
 
 def _opened(plan: Plan, state: TrainState) -> tuple[Tensor | None, Plan, TrainState]:
     """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
-    inputs = plan.args, plan.options.scale, state.optimizer, state.aggregator
+    inputs = plan.args, plan.scale, state.optimizer, state.aggregator
     token, (args, factor, moments, rule_state) = opened(inputs)
-    plan = plan._replace(args=args, options=plan.options._replace(scale=factor))
+    plan = plan._replace(args=args, scale=factor)
     return token, plan, state._replace(params=args[0], optimizer=moments, aggregator=rule_state)
 
 
@@ -147,7 +147,7 @@ def _finished(
     """Take the step, or skip it: what remains when the direction is known."""
     direction, weights, rule_state, values, finite, moved, scale, (own, aux), gramian = found
     buffers = plan.next_buffers(own)
-    plain = token is None and not (plan.options.differentiable and under_functional_transform())
+    plain = token is None and not (plan.differentiable and under_functional_transform())
     guarded_update = optimizer.guarded_update if plain else None
     update = optimizer.update if guarded_update is None else partial(guarded_update, moved)
     # One after the other, and the direction gone: each is as large as the parameters.

@@ -466,7 +466,7 @@ RECORDS = (
     *("AffineWeights", "Aggregation", "Aggregator", "Advice", "Diagnosis", "Engine", "EngineChoice", "ExampleSets"),
     *("Declared", "Kind", "Observation", "Pullback", "fronts.Population"),
     *("FoundWeights", "fronts.Front", "Multitask", "MultitaskJacobian", "Optimizer", "plotting.Path", "PerExample"),
-    *("Options", "Plan", "Policy", "plotting.Problem", "ScaleState", "Sharded", "StepInfo", "TrainState", "View"),
+    *("Plan", "Policy", "plotting.Problem", "ScaleState", "Sharded", "StepInfo", "TrainState", "View"),
     *("testing.Counterexample", "testing.Findings", "testing.Layer", "testing.Range"),
 )
 WITHOUT = {

@@ -13,9 +13,9 @@ from zoo import numbers
 
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
-from functional_jd.engines.evaluate import Options
 from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
 from functional_jd.objectives import multitask
@@ -30,7 +30,7 @@ SHAPES = {  # inputs of x @ a @ b: the widest gradient between them, the largest
 
 
 def options(mode, chunk_size):
-    return Options("here", False, None, False, mode, chunk_size)
+    return Plan("here", False, None, False, mode, chunk_size)
 
 
 def point(name, kind=torch.float32, differentiable=False):

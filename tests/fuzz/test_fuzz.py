@@ -62,7 +62,6 @@ EXCLUDED = {
             "Observation",
             "Optimizer",
             "Path",
-            "Options",
             "Plan",
             "PerExample",
             "Policy",

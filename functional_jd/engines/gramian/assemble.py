@@ -10,10 +10,10 @@ from torch import Tensor
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.evaluate import LeafGroup, Options
 from functional_jd.engines.gramian.factors import Factors, weighted_parts
 from functional_jd.engines.gramian.products import products_of_leaves
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
+from functional_jd.engines.plan import LeafGroup, Plan
 from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
@@ -29,16 +29,16 @@ class RowsNeededError(Exception):
     """The Gramian cannot be found layer by layer: the rows are needed."""
 
 
-def recorded(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[Vjp, Recording]:
+def recorded(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Recording]:
     """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
     outputs of the recorded layers and, behind them, the points; and what was recorded.
     """
-    point, recording = recorded_vjp(f, leaves, options)
+    point, recording = recorded_vjp(f, leaves, plan)
     extra, sources = point.extra
     return point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
 
 
-def recorded_vjp(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[Vjp, Recording]:
+def recorded_vjp(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Recording]:
     """The same, where each row may have inputs of its own: the `extra` of the product is `(extra, sources)`."""
     recording = new_recording()
     inside: list[list[Any]] = []  # as in torch.func, the tensors inside a transform leave it by a list
@@ -46,11 +46,11 @@ def recorded_vjp(f: Recorded, leaves: list[Tensor], options: Options) -> tuple[V
 
     def inner(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         points, constants = inputs[:n], inputs[n:]
-        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=options.differentiable))
+        outputs, extra = f(points, LayerRecorder(points, constants, recording, traced=plan.differentiable))
         inside[:] = [outputs, [*recording.ends, *points]]
         return outputs, (extra, recording.sources)
 
-    how: Any = {"differentiable": options.differentiable, "where": options.where, "ends": recording.ends}
+    how: Any = {"differentiable": plan.differentiable, "where": plan.where, "ends": recording.ends}
     point = vjp(inner, [*leaves, *leaves], **how)
     outputs, inputs = inside
     if under_transform():
@@ -93,22 +93,22 @@ def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, point
 
 
 def gramian_of_uses(
-    recording: Recording, rows: Rows, leaves: list[Tensor], m: int, options: Options
+    recording: Recording, rows: Rows, leaves: list[Tensor], m: int, plan: Plan
 ) -> tuple[Any, Callable[[Any], list[Tensor]]]:
-    """The Gramian of all leaves, or what `options.products` says, and their pullback: from the rows by end and, behind
+    """The Gramian of all leaves, or what `plan.products` says, and their pullback: from the rows by end and, behind
     them, by leaf.
     """
-    leaves = _like_directions(leaves, options)
+    leaves = _like_directions(leaves, plan)
     n = len(recording.ends)
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[n:]]
     with autocast_disabled():
         for leaf, part in parts_of(recording, rows[:n]):
             by_leaf[leaf].append(part)
-        if options.products == "factors":
+        if plan.products == "factors":
             return by_leaf, partial(weighted_parts, by_leaf, leaves, m)
-        if options.groups is None:
-            return _products(by_leaf, leaves, m, options.products)
-        return _products_by_group(by_leaf, leaves, m, options.groups)
+        if plan.groups is None:
+            return _products(by_leaf, leaves, m, plan.products)
+        return _products_by_group(by_leaf, leaves, m, plan.groups)
 
 
 def _products(
@@ -134,9 +134,9 @@ def _products_by_group(
     return products, lambda weights: [x for key, pull in pulls.items() for x in pull(weights[key])]
 
 
-def _like_directions(leaves: list[Tensor], options: Options) -> list[Tensor]:
+def _like_directions(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
     """Tensors with the shapes and dtypes of the direction, without memory: what was unscaled is at least float32."""
-    if options.scale is None:
+    if plan.scale is None:
         return leaves
     return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
 

@@ -55,17 +55,17 @@ def _pixels(x: Tensor, groups: int = 1) -> Tensor:
     return _channels_first(x.transpose(1, 2).flatten(2), groups)
 
 
-def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, options: Given) -> Tensor:
+def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, plan: Given) -> Tensor:
     """What the kernel sees at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
     dims = len(kernel)
-    stride, dilation = (_each(options.get(name, 1), dims) for name in ("stride", "dilation"))
-    padding = _padding(options.get("padding", 0), kernel, dilation)
+    stride, dilation = (_each(plan.get(name, 1), dims) for name in ("stride", "dilation"))
+    padding = _padding(plan.get("padding", 0), kernel, dilation)
     x = F.pad(x, padding) if any(padding) else x
     for d in range(dims):
         windows = x.unfold(3 + d, (kernel[d] - 1) * dilation[d] + 1, stride[d])
         x = windows[..., :: dilation[d]].narrow(3 + d, 0, positions[d])
     x = x.movedim((2, *range(x.ndim - dims, x.ndim)), tuple(range(1, dims + 2)))
-    return _channels_first(x.flatten(1, dims + 1).flatten(2), options.get("groups", 1))
+    return _channels_first(x.flatten(1, dims + 1).flatten(2), plan.get("groups", 1))
 
 
 def _channels_first(x: Tensor, groups: int) -> Tensor:
@@ -97,10 +97,10 @@ def _is_real(given: Given) -> bool:
 def _conv(dims: int, *, transposed: bool = False) -> Layer:
     """A convolution: the transposed one exchanges the input and the gradient of the output."""
 
-    def weight(x: Tensor, gradient: Tensor, options: Given) -> Factors:
+    def weight(x: Tensor, gradient: Tensor, plan: Given) -> Factors:
         small, large = (x, gradient) if transposed else (gradient, x)
-        right = _patches(large, options["shape"][2:], small.shape[3:], options)
-        return Factors(_pixels(small, options.get("groups", 1)), right)
+        right = _patches(large, plan["shape"][2:], small.shape[3:], plan)
+        return Factors(_pixels(small, plan.get("groups", 1)), right)
 
     def fits(given: Given) -> bool:
         return _is_real(given) and given["input"].ndim in (dims + 1, dims + 2)
@@ -111,10 +111,10 @@ def _conv(dims: int, *, transposed: bool = False) -> Layer:
     return Layer(tuple(names), {"weight": weight, "bias": bias}, fits, dims + 1)
 
 
-def _lookup(x: Tensor, gradient: Tensor, options: Given) -> Factors:
-    padding, right = options.get("padding_idx"), _columns(gradient)
+def _lookup(x: Tensor, gradient: Tensor, plan: Given) -> Factors:
+    padding, right = plan.get("padding_idx"), _columns(gradient)
     if padding is not None:
-        right = torch.where((x == padding % options["shape"][0])[:, :, None, None], 0, right)
+        right = torch.where((x == padding % plan["shape"][0])[:, :, None, None], 0, right)
     return Factors(x.long(), right)
 
 

@@ -46,19 +46,19 @@ class LayerUse(NamedTuple):
         leaf: the index of the parameter.
         end: the index of the layer among those recorded.
         form: how its factors or rows are formed.
-        options: the arguments of the layer that are not tensors, and the shape of its weight.
+        plan: the arguments of the layer that are not tensors, and the shape of its weight.
         transposed: whether the layer received the transpose of the parameter.
     """
 
     leaf: int
     end: int
     form: Form
-    options: dict[str, Any]
+    plan: dict[str, Any]
     transposed: bool
 
     def part(self, source: Tensor, gradient: Tensor) -> Factors | Tensor:
         """What the use adds to the parameter's rows."""
-        made = self.form(source, gradient, self.options)
+        made = self.form(source, gradient, self.plan)
         return Factors(made.right, made.left) if self.transposed and isinstance(made, Factors) else made
 
 
@@ -213,10 +213,10 @@ class LayerRecorder(WatchingMode):
         if output.requires_grad:  # else torch.no_grad inside the losses
             recording = self.recording
             for name, known in uses.items():
-                options = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
-                options["shape"] = known.constant.shape
+                plan = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+                plan["shape"] = known.constant.shape
                 end = len(recording.ends)
-                recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], options, known.transposed))
+                recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], plan, known.transposed))
             recording.ends.append(output if self.traced else get_gradient_edge(output))
             flat = flat.clone() if self.traced else flat.detach()
             recording.sources.append(flat.unflatten(0, (self.m, -1)) if self.m else flat)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params
-from functional_jd.engines.evaluate import Options, check_weights, row_scales
+from functional_jd.engines.evaluate import check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
 from functional_jd.engines.gramian.products import products_of_leaves
@@ -19,6 +19,7 @@ from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
 from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
+from functional_jd.engines.plan import Plan
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
 from functional_jd.precision.autocast import autocast_disabled
@@ -28,31 +29,31 @@ _ByName: TypeAlias = dict[str, Any]
 _Joined: TypeAlias = tuple[Losses, Carried]
 
 
-def jacobian(losses: ExampleSets, args: Args, options: Options) -> FoundJacobian:
+def jacobian(losses: ExampleSets, args: Args, plan: Plan) -> FoundJacobian:
     """The rows of each set, one set after the other."""
-    given = _by_set(losses, args, options)
+    given = _by_set(losses, args, plan)
     found = {name: PER_EXAMPLE.jacobian(losses.parts[name], own, one) for name, (own, one) in given.items()}
     rows = [jacobian for jacobian, _, _ in found.values()]
     with autocast_disabled():
         joined = tree_map(lambda *leaves: torch.cat(leaves), rows[0], *rows[1:])
-    return joined, *_joined(losses, found, options)
+    return joined, *_joined(losses, found, plan)
 
 
-def gramian(losses: ExampleSets, args: Args, options: Options) -> FoundGramian:
+def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
     """The blocks of each set, and those of all pairs of sets, layer by layer."""
-    if options.products == "factors" or options.groups is not None:
+    if plan.products == "factors" or plan.groups is not None:
         raise RowsNeededError("sets of examples have factors of different forms")
-    given = _by_set(losses, args, options._replace(products="factors"))
+    given = _by_set(losses, args, plan._replace(products="factors"))
     found = {name: examples_gramian(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = losses.counts(args[1:])
     parts: dict[str, Any] = {name: result[0] for name, result in found.items()}
-    leaves, _ = floating_leaves(args[0], options.where)
+    leaves, _ = floating_leaves(args[0], plan.where)
 
     def across(a: str, b: str) -> Tensor:
         pairs = zip(parts[a], parts[b], leaves, strict=True)
         return reduce(torch.add, [crossed_leaf(*pair, counts[a], counts[b]) for pair in pairs])
 
-    norms_only = options.products == "norms"
+    norms_only = plan.products == "norms"
     with autocast_disabled():
         own = {name: products_of_leaves(parts[name], leaves, m, norms_only=norms_only)[0] for name, m in counts.items()}
         if norms_only:
@@ -64,7 +65,7 @@ def gramian(losses: ExampleSets, args: Args, options: Options) -> FoundGramian:
         pieces = weights.split(list(counts.values()))
         return _added([pull(piece) for (*_, pull), piece in zip(found.values(), pieces, strict=True)])
 
-    return products, *_joined(losses, found, options), pullback
+    return products, *_joined(losses, found, plan), pullback
 
 
 def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:
@@ -78,14 +79,14 @@ def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) ->
     return torch.cat([torch.cat([block(a, b) for b in own], dim=1) for a in own])
 
 
-def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted:
+def weighted(losses: ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass through each set."""
-    given = _by_set(losses, args, options)
+    given = _by_set(losses, args, plan)
     found = {name: examples_weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = list(losses.counts(args[1:]).values())
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        check_weights(options.where, weights, sum(counts))
+        check_weights(plan.where, weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
         results = [pull.rows(piece, last=last) for (*_, pull), piece in pieces]
         direction, flags = _added([found[0] for found in results]), [own for _, own in results if own is not None]
@@ -93,26 +94,24 @@ def weighted(losses: ExampleSets, args: Args, options: Options) -> FoundWeighted
             return direction, None
         return direction, torch.cat(flags) if flags[0].ndim else reduce(torch.logical_and, flags)
 
-    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, options), Pullback(rows)
+    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, plan), Pullback(rows)
 
 
-def _by_set(losses: ExampleSets, args: Args, options: Options) -> dict[str, tuple[Args, Options]]:
-    """The arguments of each set, and the options with its scales, in the order of the rows."""
+def _by_set(losses: ExampleSets, args: Args, plan: Plan) -> dict[str, tuple[Args, Plan]]:
+    """The arguments of each set, and the plan with its scales, in the order of the rows."""
     params, *batch = args
-    counts, scale = losses.counts(tuple(batch)), options.scale
+    counts, scale = losses.counts(tuple(batch)), plan.scale
     scales = [scale] * len(counts)
     if scale is not None and scale.ndim:
-        leaves, _ = floating_leaves(params, options.where)
-        scales = list(row_scales(scale, sum(counts.values()), leaves[0], options.where).split(list(counts.values())))
+        leaves, _ = floating_leaves(params, plan.where)
+        scales = list(row_scales(scale, sum(counts.values()), leaves[0], plan.where).split(list(counts.values())))
     own = losses.batches(tuple(batch))
-    return {
-        name: ((params, *own[name]), options._replace(scale=mine)) for name, mine in zip(counts, scales, strict=True)
-    }
+    return {name: ((params, *own[name]), plan._replace(scale=mine)) for name, mine in zip(counts, scales, strict=True)}
 
 
-def _joined(losses: ExampleSets, found: Mapping[str, Sequence[Any]], options: Options) -> tuple[Losses, Any]:
+def _joined(losses: ExampleSets, found: Mapping[str, Sequence[Any]], plan: Plan) -> tuple[Losses, Any]:
     """The losses and aux of all sets, from `(..., losses, aux)` of each."""
-    if not options.has_aux:
+    if not plan.has_aux:
         return {name: result[1] for name, result in found.items()}, ()
     values, aux = losses.join({name: (result[1], result[2]) for name, result in found.items()})
     return values, aux

@@ -14,8 +14,9 @@ from functional_jd.core.heads import direction_with_heads, nan_unless_finite, sp
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Tree
-from functional_jd.engines.evaluate import Options, check_weights, objective_count
+from functional_jd.engines.evaluate import check_weights, objective_count
 from functional_jd.engines.kinds.results import FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
+from functional_jd.engines.plan import Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale
 
@@ -23,32 +24,32 @@ Pull = Callable[[Any], Direction]
 """From weights to a direction."""
 
 
-def gramian_from_rows(found: FoundJacobian, options: Options) -> FoundGramian:
-    """What `options.products` says of rows, of each group if there are groups."""
+def gramian_from_rows(found: FoundJacobian, plan: Plan) -> FoundGramian:
+    """What `plan.products` says of rows, of each group if there are groups."""
     jacobian, values, aux = found
     rows, heads = split_heads(jacobian)
-    if options.products == "factors":
+    if plan.products == "factors":
         return [[leaf] for leaf in tree_leaves(rows)], values, aux, partial(combine, rows)
-    products, pull = products_and_pullback(options.where, rows, options.products, options.groups)
+    products, pull = products_and_pullback(plan.where, rows, plan.products, plan.groups)
     if not heads:
         return products, values, aux, pull
     # With a scale for each row, the rows tell by themselves what overflowed in the heads.
-    if options.scale is None or not options.scale.ndim:
+    if plan.scale is None or not plan.scale.ndim:
         products = nan_unless_finite(products, heads)
     return products, values, aux, lambda weights: direction_with_heads(pull(weights), heads)
 
 
-def weighted_from_rows(found: FoundJacobian, options: Options) -> FoundWeighted:
+def weighted_from_rows(found: FoundJacobian, plan: Plan) -> FoundWeighted:
     """The pullback of weights of rows."""
     jacobian, values, aux = found
     flags = None
-    if options.scale is not None:
-        jacobian, finite = unscale(torch.ones_like(options.scale), jacobian)
+    if plan.scale is not None:
+        jacobian, finite = unscale(torch.ones_like(plan.scale), jacobian)
         flags = finite.all().expand(finite.shape)
     rows, heads = tree_map(at_least_float32, split_heads(jacobian))
 
     def pullback(weights: Tensor, *, last: bool = False) -> PulledRows:  # noqa: ARG001
-        check_weights(options.where, weights, objective_count(values))
+        check_weights(plan.where, weights, objective_count(values))
         return combine(rows, weights), flags
 
     return values, aux, Pullback(pullback, (lambda: (heads, flags)) if heads else None)

@@ -24,14 +24,7 @@ from functional_jd.core.tree import (
 )
 from functional_jd.core.types import Direction, Losses, MultitaskJacobian, Params, Tree
 from functional_jd.engines.choose import choose_heads
-from functional_jd.engines.evaluate import (
-    Options,
-    dense_gradients,
-    dense_rows,
-    element_count,
-    evaluate_losses,
-    row_scales,
-)
+from functional_jd.engines.evaluate import dense_gradients, dense_rows, element_count, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder
 from functional_jd.engines.kinds.kind import Kind
@@ -45,6 +38,7 @@ from functional_jd.engines.kinds.results import (
     PulledHeads,
     PulledRows,
 )
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import (
     Rows,
     blamed,
@@ -86,81 +80,81 @@ class _Point(NamedTuple):
     own: tuple[list[Tensor], Structure]
 
 
-def jacobian(losses: Multitask, args: Args, options: Options) -> FoundJacobian:
+def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
     """Rows of the trunk, by one pass through the heads and m through the trunk."""
-    rows, structure, heads, values, aux = _scaled_rows(losses, args, options)
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
+    rows, structure, heads, values, aux = _scaled_rows(losses, args, plan)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
     return MultitaskJacobian(tree_unflatten(structure, rows), heads), values, aux
 
 
-def _scaled_rows(losses: Multitask, args: Args, options: Options) -> tuple[Rows, Structure, Tree, Losses, Any]:
+def _scaled_rows(losses: Multitask, args: Args, plan: Plan) -> tuple[Rows, Structure, Tree, Losses, Any]:
     """The scaled rows of the trunk and its structure, the heads' gradient, the losses, and aux."""
-    below, above, (shared, structure), (own, own_structure) = point = _evaluate(losses, args, options)
-    factors, sums, feature_rows = _parted(point, options)
-    rows = dense_rows(vjp_rows(below, feature_rows, options), shared, len(factors))
+    below, above, (shared, structure), (own, own_structure) = point = _evaluate(losses, args, plan)
+    factors, sums, feature_rows = _parted(point, plan)
+    rows = dense_rows(vjp_rows(below, feature_rows, plan), shared, len(factors))
     pairs = zip(dense_gradients(sums, own), own, strict=True)
-    heads = [g.to(x.dtype) if options.scale is None else at_least_float32(g) for g, x in pairs]
+    heads = [g.to(x.dtype) if plan.scale is None else at_least_float32(g) for g, x in pairs]
     return list(rows), structure, tree_unflatten(own_structure, heads), *above.extra
 
 
-def gramian(losses: Multitask, args: Args, options: Options) -> FoundGramian:
+def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
     """The Gramian of the trunk, layer by layer; the heads' gradient beside it."""
     params, *batch = args
     if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
         batch = [*map(own_containers, batch)]
     shared, heads = losses.split(params)
-    leaves, structure = floating_leaves(shared, f"{options.where} (shared)")
+    leaves, structure = floating_leaves(shared, f"{plan.where} (shared)")
 
     inside: list[Tensor] = []
 
     def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
         inside[:] = [*points, *recorder.constants]
-        run = watched(losses.features, options.journal, options.where, inner=recorder)
+        run = watched(losses.features, plan.journal, plan.where, inner=recorder)
         with without_cache():
             params = tree_unflatten(structure, points)
             features = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
         return _differentiable(features), features
 
-    point, recording = recorded(trunk, leaves, options)
+    point, recording = recorded(trunk, leaves, plan)
     if any(x.is_complex() for x in _differentiable(point.extra)):
         raise RowsNeededError("features are complex numbers")
 
-    extra = point.extra if options.differentiable else detach_tree(point.extra)
+    extra = point.extra if plan.differentiable else detach_tree(point.extra)
     evaluated: list[tuple[Any, list[Tensor]]] = []
 
     def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
         found = losses.heads(heads, _with_differentiable(extra, differentiated), *batch)
         if not under_transform():
-            evaluated[:] = [(found[0] if options.has_aux else found, differentiated)]
+            evaluated[:] = [(found[0] if plan.has_aux else found, differentiated)]
         return found
 
     # The rows of the features are those of tasks whose trunk returns its parameters as they are.
-    inner = point.outputs if options.differentiable else detach_tree(point.outputs)
+    inner = point.outputs if plan.differentiable else detach_tree(point.outputs)
     tasks = Multitask(lambda x, *_: x, top)
     given = ({"shared": inner, "heads": heads}, *batch)
-    between, _, gradient, values, aux = _scaled_rows(tasks, given, options._replace(mode="auto"))
+    between, _, gradient, values, aux = _scaled_rows(tasks, given, plan._replace(mode="auto"))
     for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
         tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
         carried = _buffers_of(extra) if isinstance(extra, FeaturesAndBuffers) else []
-        _refuse_other_ways(tensors, [*differentiated, *carried], inside, options)
-    rows = vjp_rows(point, between, options)
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
-    products, pullback = gramian_of_uses(recording, rows, leaves, len(cast(Tensor, between[0])), options)
-    if options.products != "factors":
+        _refuse_other_ways(tensors, [*differentiated, *carried], inside, plan)
+    rows = vjp_rows(point, between, plan)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
+    products, pullback = gramian_of_uses(recording, rows, leaves, len(cast(Tensor, between[0])), plan)
+    if plan.products != "factors":
         products = nan_unless_finite(products, (gradient,))
     pull = shaped(pullback, structure)
     return products, values, aux, lambda weights: {"shared": pull(weights), "heads": gradient}
 
 
-def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
+def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
     """Rows with respect to the features, and one pass through the trunk for their weighted sum."""
-    point = _evaluate(losses, args, options)
-    scales, sums, rows = _parted(point, options)
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
+    point = _evaluate(losses, args, plan)
+    scales, sums, rows = _parted(point, plan)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
     reached = [at_least_float32(row) for row in rows if row is not None]
     if any(row.is_complex() for row in reached):
         raise ValueError(
-            f"{options.where}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
+            f"{plan.where}: features must be real, found complex ones. Return torch.view_as_real(features), or use "
             "engine='jacobian'."
         )
     products = gramian_of(reached) if reached else torch.zeros_like(scales.diag(), dtype=torch.float64)
@@ -168,7 +162,7 @@ def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
     heads, heads_finite = tree_unflatten(point.own[1], own), all_finite(own)
 
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
-        common = common_scale(weights, scales, options)
+        common = common_scale(weights, scales, plan)
         summed = iter(combine(reached, weights.double() * common.double()))
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
@@ -178,60 +172,60 @@ def features(losses: Multitask, args: Args, options: Options) -> FoundFeatures:
     return products, *point.heads.extra, pullback
 
 
-def weighted(losses: Multitask, args: Args, options: Options) -> FoundWeighted:
+def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass for the trunk, one for the heads."""
-    point = _evaluate(losses, args, options)
+    point = _evaluate(losses, args, plan)
     outputs, n = point.heads.outputs, len(point.own[0])
 
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
     def heads() -> PulledHeads:
-        ones, common = weighted_cotangent(outputs, outputs[0].new_ones(element_count(outputs)), options)
+        ones, common = weighted_cotangent(outputs, outputs[0].new_ones(element_count(outputs)), plan)
         own, finite = unscaled_direction(common, point.heads.pullback(ones, slice(n)), *point.own)
         return (own,), finite
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        cotangent, common = weighted_cotangent(outputs, weights, options)
+        cotangent, common = weighted_cotangent(outputs, weights, plan)
         features = point.heads.pullback(cotangent, slice(n, None), last=last)
         trunk, finite = unscaled_direction(common, point.trunk.pullback(features, last=last), *point.shared)
-        return trunk, flags(options, finite)
+        return trunk, flags(plan, finite)
 
     return *point.heads.extra, Pullback(rows, heads)
 
 
-def _evaluate(losses: Multitask, args: Args, options: Options) -> _Point:
+def _evaluate(losses: Multitask, args: Args, plan: Plan) -> _Point:
     """Evaluate the losses of a trunk and its heads once, with a vector-Jacobian product of each."""
     params, *batch = args
     if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
         batch = [*map(own_containers, batch)]
     shared_params, heads_params = losses.split(params)
-    shared, shared_structure = floating_leaves(shared_params, f"{options.where} (shared)")
+    shared, shared_structure = floating_leaves(shared_params, f"{plan.where} (shared)")
     # Heads may be losses only, without a parameter of their own.
-    own, own_structure = floating_leaves(heads_params, f"{options.where} (heads)", some=False)
+    own, own_structure = floating_leaves(heads_params, f"{plan.where} (heads)", some=False)
 
     def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         params = tree_unflatten(shared_structure, inputs)
         with without_cache():
-            run = watched(losses.features, options.journal, options.where)
+            run = watched(losses.features, plan.journal, plan.where)
             found = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
         return _differentiable(found), found
 
-    below = vjp(trunk, shared, differentiable=options.differentiable, where=options.where)
+    below = vjp(trunk, shared, differentiable=plan.differentiable, where=plan.where)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         filled = _with_differentiable(below.extra, inputs[len(own) :])
         mine = tree_unflatten(own_structure, inputs[: len(own)])
-        outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), options)
+        outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), plan)
         if below.inputs:  # a graph of plain autograd
             carried = _buffers_of(below.extra) if isinstance(below.extra, FeaturesAndBuffers) else []
-            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], below.inputs, options)
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], below.inputs, plan)
         return outputs, extra
 
-    looped = options.mode in ("auto", "loop")
-    above = vjp(top, own + below.outputs, differentiable=options.differentiable, scalars=looped, where=options.where)
+    looped = plan.mode in ("auto", "loop")
+    above = vjp(top, own + below.outputs, differentiable=plan.differentiable, scalars=looped, where=plan.where)
     return _Point(below, above, (shared, shared_structure), (own, own_structure))
 
 
-def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor], options: Options) -> None:
+def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor], plan: Plan) -> None:
     """The gradient of the trunk goes through the features. What the trunk leaves elsewhere would have none."""
     leaves = [x for x in values if x.requires_grad]
     trunk_leaves = {id(x) for x in trunk if x.is_leaf}
@@ -239,21 +233,21 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
     for node in graph_nodes(leaves, features):
         if node in trunk_nodes or id(getattr(node, "variable", None)) in trunk_leaves:
             raise ValueError(
-                f"{options.where}: the losses of multitask heads must depend on the trunk by its features only, found "
+                f"{plan.where}: the losses of multitask heads must depend on the trunk by its features only, found "
                 "a loss that reaches it in another way. Return from features(...) all that the heads use, a loss that "
                 "a module keeps as an attribute too, or write a plain function."
             )
 
 
-def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
+def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
     above, n_heads = point.heads, len(point.own[0])
-    factors = row_scales(options.scale, element_count(above.outputs), above.outputs[0], options.where)
+    factors = row_scales(plan.scale, element_count(above.outputs), above.outputs[0], plan.where)
 
     def together() -> Parted:
-        rows = jacobian_rows(above, factors, options._replace(mode="vmap"))
+        rows = jacobian_rows(above, factors, plan._replace(mode="vmap"))
         heads, features = rows[:n_heads], rows[n_heads:]
-        heads = heads if options.scale is None else unscaled_rows(heads, options.scale)
+        heads = heads if plan.scale is None else unscaled_rows(heads, plan.scale)
         present = [as_matrix(row) for row in heads if row is not None]
         if each and present and any(row is not None for row in features):
             largest = torch.stack(list(map(magnitudes, present))).amax(0)
@@ -269,7 +263,7 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
             mine.append(gradient[:n_heads])
             features.append(gradient[n_heads:])
         largest = None
-        if options.scale is not None:
+        if plan.scale is not None:
             blames = each and any(z is not None for row in features for z in row)
             mine, largest = _without_scale(mine, factors, blames if each else None)
         sums: Rows = [None] * n_heads
@@ -281,12 +275,12 @@ def _parted(point: _Point, options: Options) -> tuple[Tensor, Rows, Rows]:
         rows = stack_rows(features, len(factors))
         return sums, rows if largest is None else blamed(largest, rows, own=True)
 
-    each = options.scale is not None and options.scale.ndim > 0
-    mode = choose_heads(above, point.own[0], len(factors), options)
+    each = plan.scale is not None and plan.scale.ndim > 0
+    mode = choose_heads(above, point.own[0], len(factors), plan)
     with autocast_disabled():
         if mode == "apart":
-            return factors, *_heads_apart(above, n_heads, factors, options)
-        return factors, *by_mode(mode, together, one_by_one, options)
+            return factors, *_heads_apart(above, n_heads, factors, plan)
+        return factors, *by_mode(mode, together, one_by_one, plan)
 
 
 def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) -> tuple[list[Rows], Tensor | None]:
@@ -316,7 +310,7 @@ def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) 
     return [[None if g is None else next(rest) for g in row] for row in gradients], largest
 
 
-def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) -> Parted:
+def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, plan: Plan) -> Parted:
     """The heads' gradient by one pass, and the features' rows by one pass from each loss, which is one number."""
     cotangent: list[Tensor] = [
         f.reshape(y.shape).to(y.dtype) for f, y in zip(factors.unbind(), above.outputs, strict=True)
@@ -326,7 +320,7 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, options: Options) ->
         above.pullback([c if other == own else None for other, c in enumerate(cotangent)], slice(n_heads, None))
         for own in range(len(cotangent))
     ]
-    heads = sums if options.scale is None else unscaled_rows(sums, options.scale)
+    heads = sums if plan.scale is None else unscaled_rows(sums, plan.scale)
     return heads, stack_rows(gradients, len(factors))
 
 

@@ -20,18 +20,13 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Params, Tree
-from functional_jd.engines.evaluate import (
-    Options,
-    check_example_losses,
-    dense_gradients,
-    evaluate_losses,
-    row_scales,
-)
+from functional_jd.engines.evaluate import check_example_losses, dense_gradients, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples, shaped
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
 from functional_jd.engines.kinds import plain
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import by_mode, unscaled_rows
 from functional_jd.engines.vjp import Vjp, vjp
 from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent
@@ -44,50 +39,50 @@ from functional_jd.torch_compat.torch_internals import as_batch, transform_level
 from functional_jd.torch_compat.watching import StateJournal
 
 
-def jacobian(losses: PerExample, args: Args, options: Options) -> FoundJacobian:
+def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     """One row per example: m small backward passes at the price of one."""
-    options = options._replace(examples=True)
+    plan = plan._replace(examples=True)
     params, *batch = args
-    leaves, structure = floating_leaves(params, options.where)
+    leaves, structure = floating_leaves(params, plan.where)
     m = losses.count(tuple(batch))
-    factors = row_scales(options.scale, m, leaves[0], options.where)
+    factors = row_scales(plan.scale, m, leaves[0], plan.where)
     if not torch.compiler.is_compiling():  # which never evaluates twice
-        options = options._replace(journal=StateJournal())
+        plan = plan._replace(journal=StateJournal())
 
     def one(inputs: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], Any, Any]:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
             loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
-            return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), options)
+            return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), plan)
 
-        point = vjp(f, inputs, differentiable=options.differentiable, example=True, where=options.where)
+        point = vjp(f, inputs, differentiable=plan.differentiable, example=True, where=plan.where)
         check_example_losses(point.outputs, ())
         gradient = point.pullback([factor.to(point.outputs[0].dtype)])
         return dense_gradients(gradient, inputs), *point.extra
 
     def together() -> tuple[list[Tensor], Any, Any]:
         dims = (None, 0, *losses.dims(tuple(batch)))
-        return torch.vmap(one, dims, randomness="different", chunk_size=options.chunk_size)(leaves, factors, *batch)
+        return torch.vmap(one, dims, randomness="different", chunk_size=plan.chunk_size)(leaves, factors, *batch)
 
     def one_by_one() -> tuple[list[Tensor], Any, Any]:
         results = [one(leaves, factors[i], *example) for i, example in enumerate(losses.examples(tuple(batch)))]
         return stacked(results)
 
-    found = by_mode(options.mode, together, one_by_one, options)
+    found = by_mode(plan.mode, together, one_by_one, plan)
     # Parameters that only a closure captures may require grad.
-    rows, values, aux = found if options.differentiable else detach_tree(found)
+    rows, values, aux = found if plan.differentiable else detach_tree(found)
     del found
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
     return tree_unflatten(structure, rows), values, aux
 
 
-def gramian(losses: PerExample, args: Args, options: Options) -> FoundGramian:
+def gramian(losses: PerExample, args: Args, plan: Plan) -> FoundGramian:
     """The Gramian of all examples, layer by layer."""
-    way = _gramian_traced if options.differentiable else _gramian_eager
-    return way(losses, args[0], args[1:], options._replace(examples=True))
+    way = _gramian_traced if plan.differentiable else _gramian_eager
+    return way(losses, args[0], args[1:], plan._replace(examples=True))
 
 
-def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
-    leaves, structure = floating_leaves(params, options.where)
+def _gramian_eager(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
+    leaves, structure = floating_leaves(params, plan.where)
     m, dims = losses.count(batch), losses.dims(batch)
     recording = new_recording()
     constants = [x.detach().requires_grad_() for x in leaves]
@@ -97,29 +92,29 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, options: Optio
     def one(*example: Any) -> tuple[list[Tensor], Any]:
         copies = list(map(as_batch, points, repeat(transform_level()[0])))
         recorder = LayerRecorder(copies, constants, recording, m=m)
-        return evaluate_losses(losses.loss, (tree_unflatten(structure, copies), *example), options, recorder)
+        return evaluate_losses(losses.loss, (tree_unflatten(structure, copies), *example), plan, recorder)
 
     with torch.enable_grad():
         outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
     check_example_losses(outputs, (m,))
-    scales = row_scales(options.scale, m, outputs[0], options.where).to(outputs[0].dtype)
+    scales = row_scales(plan.scale, m, outputs[0], plan.where).to(outputs[0].dtype)
     rows = rows_of_examples(outputs[0], scales, recording, points)
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
-    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, m, options)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
+    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, m, plan)
     return products, *detach_tree(extra), shaped(pullback, structure)
 
 
-def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Options) -> FoundGramian:
-    leaves, structure = floating_leaves(params, options.where)
+def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
+    leaves, structure = floating_leaves(params, plan.where)
     m = losses.count(batch)
     found: list[Recording] = []
     reached: list[bool] = []
 
     def one(leaves: list[Tensor], factor: Tensor, *example: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), options, recorder)
+            return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), plan, recorder)
 
-        point, recording = recorded_vjp(f, leaves, options)
+        point, recording = recorded_vjp(f, leaves, plan)
         check_example_losses(point.outputs, ())
         extra, sources = point.extra
         gradients = point.pullback([factor.to(point.outputs[0].dtype)])
@@ -127,29 +122,29 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, options: Opti
         return [g for g in gradients if g is not None], sources, extra
 
     dims = (None, 0, *losses.dims(batch))
-    factors = row_scales(options.scale, m, leaves[0], options.where)
+    factors = row_scales(plan.scale, m, leaves[0], plan.where)
     # Attention by plain products: torch has no batching rule for the derivative of its fused kernels.
     with sdpa_kernel(SDPBackend.MATH):
         gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
-    rows = rows if options.scale is None else unscaled_rows(rows, options.scale)
-    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, m, options)
+    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
+    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, m, plan)
     return products, *extra, shaped(pullback, structure)
 
 
-def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
+def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass through the graph of the batch, not m small ones."""
-    options = options._replace(examples=True)
+    plan = plan._replace(examples=True)
     params, *batch = args
-    leaves, structure = floating_leaves(params, options.where)
+    leaves, structure = floating_leaves(params, plan.where)
     compiling = torch.compiler.is_compiling()
 
     def evaluated(losses: Any) -> Vjp:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-            return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), options)
+            return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), plan)
 
-        return vjp(f, leaves, differentiable=options.differentiable, where=options.where)
+        return vjp(f, leaves, differentiable=plan.differentiable, where=plan.where)
 
     around = nullcontext if compiling else autocast_as_now()
     before = None if compiling else random_state()
@@ -159,12 +154,12 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
     check_example_losses(point.outputs, (m,))
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        cotangent, common = weighted_cotangent(point.outputs, weights, options)
+        cotangent, common = weighted_cotangent(point.outputs, weights, plan)
         batched = partial(point.pullback, cotangent, last=last)
 
         def again() -> list[Tensor | None]:
             # What recomputes in the backward pass, as checkpoints do, is then no longer inside vmap.
-            _refuse_other_draws(before, after, options.where)
+            _refuse_other_draws(before, after, plan.where)
             journal, now = StateJournal(), random_state()
             with around(), journal.watch():
                 gradient = evaluated(partial(_one_by_one, losses)).pullback(cotangent, last=last)
@@ -173,9 +168,9 @@ def weighted(losses: PerExample, args: Args, options: Options) -> FoundWeighted:
             return gradient
 
         instead = "evaluates the losses again, example by example, and differentiates that"
-        gradient = batched() if compiling else attempt(batched, again, where=options.where, instead=instead)
+        gradient = batched() if compiling else attempt(batched, again, where=plan.where, instead=instead)
         direction, finite = unscaled_direction(common, gradient, leaves, structure)
-        return direction, flags(options, finite)
+        return direction, flags(plan, finite)
 
     return *point.extra, Pullback(rows)
 

@@ -15,7 +15,7 @@ FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
 """The Jacobian without the scale, in at least float32 if there is one, the losses, and aux."""
 
 FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction]]
-"""The Gramian, or what `options.products` says; losses, aux, and the pullback of weights to a direction, all without
+"""The Gramian, or what `plan.products` says; losses, aux, and the pullback of weights to a direction, all without
 the scale."""
 
 FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]

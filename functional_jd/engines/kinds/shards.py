@@ -11,10 +11,11 @@ from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_mesh
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
 from functional_jd.core.types import Tree
-from functional_jd.engines.evaluate import Options, select_arguments
+from functional_jd.engines.evaluate import select_arguments
 from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.kinds.results import Args, FoundJacobian, FoundWeighted, Pullback, PulledHeads, PulledRows
+from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.gathering import Gathers
 from functional_jd.objectives.over_shards import Sharded, no_sharded_form
@@ -42,36 +43,36 @@ def _form(inner: Kind, losses: Sharded, where: str) -> Callable[..., Any]:
     return inner.over_shards
 
 
-def _jacobian(inner: Kind, losses: Sharded, args: Args, options: Options) -> FoundJacobian:
+def _jacobian(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundJacobian:
     """The rows of the shards."""
-    chosen, _ = select_arguments(options.argnums, args, options.where)
-    if options.argnums != 0 and inner is not PLAIN:
+    chosen, _ = select_arguments(plan.argnums, args, plan.where)
+    if plan.argnums != 0 and inner is not PLAIN:
         raise ValueError(
-            f"{options.where}: expected argnums=0, for sharded parameters of losses with a structure, found "
-            f"{options.argnums}. Pass a plain function."
+            f"{plan.where}: expected argnums=0, for sharded parameters of losses with a structure, found "
+            f"{plan.argnums}. Pass a plain function."
         )
-    asked = options.mode
-    opened, args, options, gathers = _opened(inner, losses, args, options)
+    asked = plan.mode
+    opened, args, plan, gathers = _opened(inner, losses, args, plan)
     if losses.mesh is None and asked == "auto":
         warnings.warn(
-            f"{options.where}: differentiates one row after the other, which takes m backward passes, because the "
+            f"{plan.where}: differentiates one row after the other, which takes m backward passes, because the "
             "losses compute with DTensors themselves.",
             SlowPathWarning,
             stacklevel=user_level(),
         )
-    found, values, aux = inner.jacobian(opened, args, options)
+    found, values, aux = inner.jacobian(opened, args, plan)
     gathers.announce("has all rows", tree_leaves(values)[0].device)
     rows, heads = split_heads(found)
     own = tree_sharded_as(heads, (chosen["heads"],) if heads else ())
     return with_heads(tree_sharded_as(rows, inner.row_params(losses.losses, chosen), 1), own), values, aux
 
 
-def _weighted(inner: Kind, losses: Sharded, args: Args, options: Options) -> FoundWeighted:
+def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass on the shards."""
     params = args[0]
-    leaves, _ = floating_leaves(params, options.where)
-    opened, args, options, _ = _opened(inner, losses, args, options)
-    values, aux, pull = inner.weighted(opened, args, options)
+    leaves, _ = floating_leaves(params, plan.where)
+    opened, args, plan, _ = _opened(inner, losses, args, plan)
+    values, aux, pull = inner.weighted(opened, args, plan)
 
     def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
         direction, finite = pull.rows(weights, last=last)
@@ -85,28 +86,28 @@ def _weighted(inner: Kind, losses: Sharded, args: Args, options: Options) -> Fou
     return values, aux, Pullback(rows, heads if pull.heads else None, lambda finite: agreed(finite, leaves))
 
 
-def _opened(inner: Kind, losses: Sharded, args: Args, options: Options) -> tuple[Any, Args, Options, Gathers]:
+def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Gathers]:
     """The losses as a function of shards, the arguments with shards in them, how to differentiate, and what notes the
     names of what is gathered.
     """
     if under_transform():
         raise ValueError(
-            f"{options.where}: expected no transform around a function of sharded parameters, found one of torch.func "
+            f"{plan.where}: expected no transform around a function of sharded parameters, found one of torch.func "
             "or torch.compile. Call it outside."
         )
-    if losses.mesh is None and options.mode == "vmap":
-        raise ValueError(f"{options.where}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
-    argnums = options.argnums
+    if losses.mesh is None and plan.mode == "vmap":
+        raise ValueError(f"{plan.where}: sharded parameters need mode 'auto' or 'loop', found 'vmap'. Use 'auto'.")
+    argnums = plan.argnums
     at = [position % len(args) for position in ([argnums] if isinstance(argnums, int) else argnums)]
     for position in at:
-        floating_leaves(args[position], options.where)
-    starting, reshard = options.starting and losses.mesh is not None, losses.reshard and not options.differentiable
-    gathers = Gathers(options.where, losses.mesh, starting, options.rule, reshard)
+        floating_leaves(args[position], plan.where)
+    starting, reshard = plan.starting and losses.mesh is not None, losses.reshard and not plan.differentiable
+    gathers = Gathers(plan.where, losses.mesh, starting, plan.rule, reshard)
     likes = [args[position] for position in at]
-    found = losses.of_shards(_form(inner, losses, options.where), likes, gathers, has_aux=options.has_aux, at=at)
+    found = losses.of_shards(_form(inner, losses, plan.where), likes, gathers, has_aux=plan.has_aux, at=at)
     opened = tuple(shards_of(arg) if k in at else arg for k, arg in enumerate(args))
-    alone = options.mode == "auto" and losses.mesh is None
-    return found, opened, options._replace(mode="loop" if alone else options.mode, on_shards=True), gathers
+    alone = plan.mode == "auto" and losses.mesh is None
+    return found, opened, plan._replace(mode="loop" if alone else plan.mode, on_shards=True), gathers
 
 
 def _carrying(inner: Kind, losses: Sharded, batch: Args, extras: Extras) -> CarryingLosses:
