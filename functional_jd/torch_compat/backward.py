@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.slow_path import cure_of
 
 # What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor.
 _run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)
@@ -27,11 +28,16 @@ def gradients(
     Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
     subclass of tensors is to see the call. What runs again is watched by `OwnParameters`.
     """
-    if has_torch_function((*outputs, *inputs)) or not _run_backward:
-        return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
-    how = retain_graph, create_graph, tuple(inputs), True
-    with OwnParameters(where, outputs):
-        return _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
+    try:
+        if has_torch_function((*outputs, *inputs)) or not _run_backward:
+            return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
+        how = retain_graph, create_graph, tuple(inputs), True
+        with OwnParameters(where, outputs):
+            return _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
+    except AttributeError as error:
+        if cure := cure_of(str(error)):
+            error.add_note(f"{where}:{cure}")
+        raise
 
 
 class OwnParameters(TorchFunctionMode):

@@ -40,6 +40,10 @@ def written(f: Callable[..., list[Any]], inputs: Sequence[Tensor]) -> fx.GraphMo
             trace: Any = make_fx(placed, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*(x.detach() for x in inputs))
     except (RuntimeError, UserWarning) as error:
+        if "tensors do not have strides" in str(error):
+            raise ValueError(
+                "compiled: CSR and CSC tensors must be arguments, found one in a closure. Pass it as an argument."
+            ) from error
         raise _needs_values(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     outputs = graph.graph.output_node().all_input_nodes
     for node in graph.graph.nodes:

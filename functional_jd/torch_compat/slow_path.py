@@ -122,7 +122,17 @@ def _reason(error: BaseException) -> str:
     own = [(file, line) for file, line in frames if not file.startswith((_OURS, _TORCH, "<"))]
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     place = f"{Path(own[-1][0]).name}:{own[-1][1]}: " if own else ""
-    return f"{place}{type(error).__name__}: {message}"
+    return f"{place}{type(error).__name__}: {message}{cure_of(message)}"
+
+
+def cure_of(message: str) -> str:
+    """What helps against an error of torch that does not name its cure."""
+    if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
+        return ""
+    return (
+        " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
+        "torch.amp.custom_fwd and custom_bwd."
+    )
 
 
 def user_level() -> int:

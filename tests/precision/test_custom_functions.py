@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
+from functional_jd import SlowPathWarning, per_example
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
@@ -271,6 +272,28 @@ def test_combined_forwards_give_the_bits_of_custom_fwd(cast_inputs, dtype):
     for expected, found in zip(*results, strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
+
+
+def test_custom_fwd_under_a_transform_points_to_custom():
+    class Split(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(torch.amp.custom_fwd(lambda x: x.exp(), device_type="cpu"))
+        setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
+        backward = staticmethod(torch.amp.custom_bwd(lambda ctx, g: g * ctx.saved_tensors[0], device_type="cpu"))
+
+    whole = type("Whole", (torch.autograd.Function,), {
+        "forward": staticmethod(torch.amp.custom_fwd(lambda ctx, x: x.exp(), device_type="cpu")),
+        "backward": staticmethod(torch.amp.custom_bwd(lambda ctx, g: g, device_type="cpu")),
+    })  # fmt: skip
+    for f in (Split, whole):
+        rows = jacobian_fn(per_example(lambda p, x, f=f: f.apply(p * x).sum()))
+        if f is whole:
+            with pytest.warns(SlowPathWarning, match=r"precision\.custom"):
+                rows(torch.ones(3), torch.ones(2, 3))
+            continue
+        with pytest.raises(AttributeError) as found:
+            rows(torch.ones(3), torch.ones(2, 3))
+        assert "precision.custom" in found.value.__notes__[-1]
 
 
 @both

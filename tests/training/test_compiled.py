@@ -361,6 +361,15 @@ def test_what_a_graph_would_get_wrong_is_refused(f, args, error, says):
     assert not g.graphs
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_compressed_sparse_tensors_are_arguments(layout):
+    matrix, x = torch.eye(3).to_sparse(layout=layout), torch.ones(3, 1)
+    assert graph_of(lambda m, x: (m @ x).sum())(matrix, x) == 3
+    with pytest.raises(ValueError, match="found one in a closure"):
+        graph_of(lambda x: (matrix @ x).sum())(x)
+
+
 def test_arguments_without_a_hash_have_a_note():
     with pytest.raises(TypeError, match=r"(?s)unhashable type: 'set'.*compiled: arguments must be tensors or hashable"):
         graph_of(lambda x, how: x)(X, how={"names": {1}})
