@@ -1,6 +1,7 @@
 """torch's functions of random numbers, as functions of a key: each draws its numbers with one key of its own.
 
-`DRAWS[function](numbers, function, *args, **kwargs)` returns what `function(*args, **kwargs)` returns, with other bits.
+`DRAWS[function](numbers, *args, **kwargs)` returns what `function(*args, **kwargs)` returns, with other bits. Arguments
+that are wrong go to the function itself, for its error.
 """
 
 import math
@@ -73,50 +74,41 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _factory(what: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def drawn(numbers: Numbers, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
-        return _like(empty(*args, **kwargs), lambda y: numbers.draw(what, y.shape, y.dtype, y.device))
+    def drawn(numbers: Numbers, *args: Any, **kwargs: Any) -> Tensor:
+        y = empty(*args, **kwargs)
+        return _like(y, numbers.draw(what, y.shape, y.dtype, y.device))
 
     return drawn
 
 
-def _like(y: Tensor, values: Callable[[Tensor], Tensor]) -> Tensor:
+def _like(y: Tensor, values: Tensor) -> Tensor:
     """Values for an empty tensor, as it lies in memory; not written into it, as the key may be batched."""
-    made = values(y)
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.ndim)
     if layout is not None and y.is_contiguous(memory_format=layout):
-        made = made.contiguous(memory_format=layout)
-    return made.requires_grad_() if y.requires_grad else made
+        values = values.contiguous(memory_format=layout)
+    return values.requires_grad_() if y.requires_grad else values
 
 
-def _integers(size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    return torch.empty(size, dtype=dtype or torch.int64, **kwargs)
-
-
-def _randint(numbers: Numbers, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
+def _randint(
+    numbers: Numbers, *args: Any, low: Any = 0, high: Any = None, size: Any = None,
+    dtype: torch.dtype | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     given = [*args]
-    size = kwargs.pop("size") if "size" in kwargs else given.pop()
-    return _between(numbers, given, kwargs, lambda **options: _integers(size, **options))
+    size = given.pop() if size is None else size
+    high = given.pop() if high is None else high
+    low = given.pop() if given else low
+    y = torch.empty(size, dtype=dtype or torch.int64, **kwargs)
+    return _like(y, numbers.integers(low, high, y.shape, y.device).to(y.dtype))
 
 
-def _randint_like(numbers: Numbers, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ARG001
-    return _between(numbers, [*args], kwargs, lambda **options: torch.empty_like(input, **options))
-
-
-def _between(numbers: Numbers, given: list[Any], kwargs: dict[str, Any], empty: Callable[..., Tensor]) -> Tensor:
-    """Integers from the bounds that are left among the arguments."""
-    high = kwargs.pop("high") if "high" in kwargs else given.pop()
-    low = given.pop() if given else kwargs.pop("low", 0)
-    return _like(empty(**kwargs), lambda y: numbers.integers(low, high, y.shape, y.device).to(y.dtype))
-
-
-def _randperm(numbers: Numbers, func: Any, n: int, **kwargs: Any) -> Tensor:  # noqa: ARG001
-    y = _integers(n, **kwargs)
+def _randperm(numbers: Numbers, n: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    y = torch.empty(n, dtype=dtype or torch.int64, **kwargs)
     return permutation(on_device(numbers.take(), y.device), n).to(y.dtype)
 
 
-def _normal(numbers: Numbers, func: Any, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+def _normal(numbers: Numbers, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
     if isinstance(std, float | int) and std < 0:
-        return func(mean, std, size or (), **kwargs)  # its error
+        return torch.normal(mean, std, size or (), **kwargs)
     parts = [x for x in (mean, std) if isinstance(x, Tensor)]
     if not parts:
         y = torch.empty(size, **kwargs)
@@ -129,29 +121,24 @@ def _normal(numbers: Numbers, func: Any, mean: Any, std: Any = 1.0, size: Any = 
     return (mean + std * z).to(dtype)
 
 
-def _bernoulli(numbers: Numbers, func: Any, input: Tensor, p: Any = None, **kwargs: Any) -> Tensor:  # noqa: ARG001
+def _bernoulli(numbers: Numbers, input: Tensor, p: Any = None) -> Tensor:
     _probability(0.5 if p is None else p, "bernoulli")
     probability = input.detach() if p is None else p
     return numbers.events(probability, input.shape, input.device).to(input.dtype)
 
 
-def _multinomial(
-    numbers: Numbers,
-    func: Any,
-    input: Tensor,
-    num_samples: int,
-    replacement: bool = False,
-) -> Tensor:
+def _multinomial(numbers: Numbers, input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     if input.ndim not in (1, 2) or num_samples < 1 or (not replacement and num_samples > input.shape[-1]):
-        return func(input, num_samples, replacement)  # its error
+        return torch.multinomial(input, num_samples, replacement)
     weights = input.detach().double()
+    shape, device = [*weights.shape], weights.device
     if not replacement:
         # The smallest of independent exponential waiting times with these rates is that of i with probability p_i.
-        waits = numbers.draw("exponential", weights.shape, torch.float64, weights.device)
+        waits = numbers.draw("exponential", shape, torch.float64, device)
         return (weights / waits).topk(num_samples, dim=-1).indices
     below = weights.cumsum(-1)
     total = below[..., -1:]
-    u = numbers.draw("uniform", (*weights.shape[:-1], num_samples), torch.float64, weights.device) * total
+    u = numbers.draw("uniform", [*shape[:-1], num_samples], torch.float64, device) * total
     # Rounding must not reach the total, behind which there is no category.
     u = torch.minimum(u, total * (1 - 2.0**-53))
     return torch.searchsorted(below.contiguous(), u.contiguous(), right=True)
@@ -160,45 +147,35 @@ def _multinomial(
 # In place.
 
 
-def _write(x: Tensor, values: Tensor) -> Tensor:
-    return x.copy_(values)
-
-
-def _normal_(numbers: Numbers, func: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+def _normal_(numbers: Numbers, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     if std < 0 or not (x.is_floating_point() or x.is_complex()):
-        return func(x, mean, std)  # its error
-    return _write(x, numbers.draw("normal", x.shape, _wide(x.dtype), x.device).mul(std).add(mean))
+        return x.normal_(mean, std)
+    return x.copy_(numbers.draw("normal", x.shape, _wide(x.dtype), x.device).mul(std).add(mean))
 
 
-def _uniform_(numbers: Numbers, func: Any, x: Tensor, *args: float, **kwargs: float) -> Tensor:
+def _uniform_(numbers: Numbers, x: Tensor, *args: float, **kwargs: float) -> Tensor:
     low, high = [*args, *[kwargs.get("from", 0.0), kwargs.get("to", 1.0)][len(args) :]]
     if low > high or not x.is_floating_point():
-        return func(x, low, high)  # its error
+        return x.uniform_(low, high)
     if (low, high) == (0, 1):
-        return _write(x, numbers.draw("uniform", x.shape, x.dtype, x.device))
+        return x.copy_(numbers.draw("uniform", x.shape, x.dtype, x.device))
     values = numbers.draw("uniform", x.shape, _wide(x.dtype), x.device).mul(high - low).add(low).to(x.dtype)
     # Rounding may reach the upper end, which does not belong to the interval.
-    return _write(x, torch.where(values >= high, low, values))
+    return x.copy_(torch.where(values >= high, low, values))
 
 
-def _bernoulli_(numbers: Numbers, func: Any, x: Tensor, p: Any = 0.5) -> Tensor:  # noqa: ARG001
+def _bernoulli_(numbers: Numbers, x: Tensor, p: Any = 0.5) -> Tensor:
     _probability(p, "bernoulli_")
-    return _write(x, numbers.events(p, x.shape, x.device))
-
-
-def _exponential_(numbers: Numbers, func: Any, x: Tensor, lambd: float = 1.0) -> Tensor:
-    if lambd <= 0 or not x.is_floating_point():
-        return func(x, lambd)  # its error
-    return _write(x, numbers.draw("exponential", x.shape, _wide(x.dtype), x.device).div(lambd))
+    return x.copy_(numbers.events(p, x.shape, x.device))
 
 
 # Dropout, and attention with dropout.
 
 
 def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False) -> Callable[..., Tensor]:
-    def drawn(numbers: Numbers, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+    def drawn(numbers: Numbers, input: Tensor, p: float, train: bool) -> Tensor:
         if not 0 <= p <= 1:
-            return func(input, p, train)  # its error
+            return torch.dropout(input, p, train)
         if p == 0 or not train or input.numel() == 0:
             return input
         multiply = input.mul_ if in_place else input.mul
@@ -218,28 +195,21 @@ def _dropout(feature: bool = False, alpha: bool = False, in_place: bool = False)
 
 
 def _attention(
-    numbers: Numbers,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    numbers: Numbers, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if not 0 < dropout_p < 1:  # without numbers, or its error
-        whole = func(query, key, value, attn_mask, 0.0 if dropout_p == 1 else dropout_p, is_causal, **options)
+        whole = _F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0 if dropout_p == 1 else dropout_p, is_causal, **options
+        )
         return whole * 0 if dropout_p == 1 else whole
     # With unit vectors as values, torch returns the weights.
     units = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-2], -1, -1)
-    weights = func(query, key, units, attn_mask, 0.0, is_causal, **options)
+    weights = _F.scaled_dot_product_attention(query, key, units, attn_mask, 0.0, is_causal, **options)
     if enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return _dropout()(numbers, torch.dropout, weights, dropout_p, True) @ value
+    return _dropout()(numbers, weights, dropout_p, True) @ value
 
 
 DRAWS: dict[Any, Callable[..., Any]] = {
@@ -248,7 +218,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     torch.rand_like: _factory("uniform", torch.empty_like),
     torch.randn_like: _factory("normal", torch.empty_like),
     torch.randint: _randint,
-    torch.randint_like: _randint_like,
     torch.randperm: _randperm,
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,
@@ -258,7 +227,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     Tensor.normal_: _normal_,
     Tensor.uniform_: _uniform_,
     Tensor.bernoulli_: _bernoulli_,
-    Tensor.exponential_: _exponential_,
     torch.dropout: _dropout(),
     torch.dropout_: _dropout(in_place=True),
     torch.feature_dropout: _dropout(feature=True),

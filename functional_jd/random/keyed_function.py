@@ -43,9 +43,9 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         f: any function of tensors: a module, a function that calls modules, losses. Inside, these take their numbers
-            from the key: `torch.rand`, `randn`, `randint`, `randperm`, the `..._like`, `normal`, `bernoulli`,
-            `multinomial`; the methods `uniform_`, `normal_`, `bernoulli_`, `exponential_`; dropout of every kind, in
-            attention too; `F.gumbel_softmax`; the distributions of `torch.distributions` that are made of these.
+            from the key: `torch.rand`, `randn`, `rand_like`, `randn_like`, `randint`, `randperm`, `normal`,
+            `bernoulli`, `multinomial`; the methods `uniform_`, `normal_`, `bernoulli_`; dropout of every kind, in
+            attention too; the distributions of `torch.distributions` that are made of these.
 
     Returns:
         A function with a key, int64 `[2]`, before the arguments of `f`. Do not use the key again.
@@ -87,15 +87,13 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(key: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         check_key(key, "keyed")
-        drawn: list[int] = []
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             _show_draws()
-            with _Keyed(key, drawn):
-                return f(*args, **kwargs)
-        before = random_state()
-        with _Keyed(key, drawn):
+        before = [] if compiling else random_state()
+        with _Keyed(key, []):
             result = f(*args, **kwargs)
-        if not all(map(torch.equal, before, random_state())):
+        if not compiling and not all(map(torch.equal, before, random_state())):
             raise RuntimeError(
                 "keyed: expected a function that leaves torch's generators alone, found that one has moved: an op that "
                 "torch shows to no mode drew from it, torch.manual_seed was called, or another thread drew. Draw with "
@@ -142,7 +140,7 @@ class _Keyed(RecomputedMode):
         if func in _OF_SEVERAL_OPS and has_torch_function(values) and _under_autocast(values):
             return handle_torch_function(_AsOneOp(self, func), values, *args, **kwargs)
         if func in DRAWS:  # made for this call, as a mode that holds its own methods is left to the collector
-            return DRAWS[func](Numbers(self.take, self.uniform), func, *args, **kwargs)
+            return DRAWS[func](Numbers(self.take, self.uniform), *args, **kwargs)
         with self:
             return _IN_PYTHON[func](*args, **kwargs)
 
@@ -267,21 +265,20 @@ def _names(words: str) -> frozenset[str]:
 _IN_PYTHON: dict[Any, Callable[..., Any]] = {
     getattr(_F, name): ignoring_modes(getattr(_F, name))
     for name in _names("""
-        dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax
-        multi_head_attention_forward
+        dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward
     """)
 }
 """Functions in Python that torch shows to a mode as one op, in a form that shows what they call."""
 
 _DRAWING = frozenset([*DRAWS, *_IN_PYTHON])
-_OF_SEVERAL_OPS = frozenset([_F.multi_head_attention_forward, _F.gumbel_softmax, _F.scaled_dot_product_attention])
+_OF_SEVERAL_OPS = frozenset([_F.multi_head_attention_forward, _F.scaled_dot_product_attention])
 _EMPTY = frozenset(
     [torch.empty, torch.empty_like, Tensor.new_empty, Tensor.new, torch.zeros, torch.zeros_like, Tensor.new_zeros]
 )
 _OPERATORS: tuple[Any, ...] = (type(torch.ops.aten.rand), type(torch.ops.aten.rand.default))
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
 _IN_PARTS = _names("""
-    kaiming_uniform_ fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
+    kaiming_uniform_ gumbel_softmax fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
     fractional_max_pool3d_with_indices
 """)
 """Functions in Python that torch shows to a mode as one op, and that read its generator."""

@@ -106,7 +106,7 @@ class Autoencoder(nn.Module):
     def forward(self, x):
         mean, log, choice = self.encode(x).split([2, 2, 3], -1)
         code = mean + (log / 2).exp() * torch.randn_like(mean)
-        cut = fn.gumbel_softmax(choice, tau=0.7)
+        cut = fn.softmax((choice - (-torch.rand_like(choice).log()).log()) / 0.7, -1)  # Gumbel-softmax
         kl = (mean.square() + log.exp() - 1 - log).sum(-1, keepdim=True) / 2
         return torch.cat([self.decode(torch.cat([code, cut], -1)), kl], -1)
 
