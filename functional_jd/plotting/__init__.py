@@ -1,8 +1,9 @@
 """Plots of the conflicts between objectives, and of training, with matplotlib. Needs the extra `plot`.
 
-Every plot takes `ax=None` and returns the axes. Legends stand to the right of them: several axes in one figure have
-room for these with `plt.subplots(1, 2, layout="constrained")`. `PALETTE`, `look`, `quiet` and `legend` give your own
-matplotlib plots the same style.
+Every plot takes `ax=None` and returns the axes. TypeError and ValueError name the argument that does not fit. Legends
+stand to the right of the axes: several axes in one figure have room for them with
+`plt.subplots(1, 2, layout="constrained")`. `PALETTE`, `look`, `quiet` and `legend` give your own matplotlib plots the
+same style.
 
 The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnostics.diagnose` reads as a Gramian by
 default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
@@ -16,10 +17,9 @@ if find_spec("matplotlib") is None:
     )
 
 from functional_jd.plotting.cone import cone
-from functional_jd.plotting.front import front
+from functional_jd.plotting.front import front, parallel
 from functional_jd.plotting.heatmap import heatmap
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
-from functional_jd.plotting.parallel import parallel
 from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
 from functional_jd.plotting.style import PALETTE, legend, look, quiet
 from functional_jd.plotting.trajectories import trajectories

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
+from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule
 from functional_jd.aggregation.views import loss_count
@@ -19,20 +21,7 @@ from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.rows import row_count
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
-from functional_jd.plotting.style import (
-    PALETTE,
-    Array,
-    Ax,
-    as_array,
-    axes_or_new,
-    check_axes,
-    legend,
-    look,
-    quiet,
-    text_color,
-)
-
-CONE_COLOR = PALETTE[2]
+from functional_jd.plotting.style import PALETTE, Array, Ax, as_array, axes_or_new, legend, look, quiet, text_color
 
 
 def cone(
@@ -53,8 +42,7 @@ def cone(
             are drawn, with their lengths and angles, in an orthonormal basis of their span that begins with the first
             row. Of a `MultitaskJacobian`, `shared`.
         rules: a mapping from names to rules; rules that compare batches get the same Jacobian twice.
-        ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure. The legend stands
-            beside them: make a figure of several axes with `layout="constrained"`.
+        ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure.
         names: one per row; `None` uses the keys of `losses`, if they are a dict.
         losses: the m values, for rules that look at them.
         unit: whether to draw all vectors with length 1.
@@ -62,47 +50,40 @@ def cone(
     Returns:
         The axes.
 
-    Raises:
-        ValueError: more than three dimensions, values that are not finite, or axes or names that do not match.
-
     Example:
         >>> ax = cone(torch.tensor([[3.0, 1.0], [-1.0, 1.0]]), {"mean": mean(), "upgrad": upgrad()})
     """
-    jacobian = rows_of(jacobian)
+    jacobian, rules = rows_of(jacobian), {} if rules is None else rules
     m = row_count(jacobian, "cone")
-    _check_rules(rules, losses, m)
+    check_mapping("cone", "rules", rules, 'Pass for instance {"mean": mean()}.')
     check_flag("cone", "unit", unit)
+    if losses is not None and (found := loss_count(losses, "cone")) != m:
+        raise ValueError(f"cone: losses must be {m}, one per row, found {found}. Pass those of the Jacobian.")
     flat = _flat(jacobian, 1)
     basis, space = _coordinates(flat)
-    rows = flat @ basis
-    directions = {
-        name: _flat(aggregate(rule, jacobian, None, jacobian, losses=losses).direction, 0) @ basis
-        for name, rule in (rules or {}).items()
-    }
-    for name, vectors in {"the Jacobian": rows, **directions}.items():
-        if not vectors.isfinite().all():
-            raise ValueError(f"cone: expected finite values, found nan or inf in {name}. Check the losses first.")
-    if unit:
-        rows, directions = _normalized(rows), {name: _normalized(direction) for name, direction in directions.items()}
-    if names is None and isinstance(losses, Mapping):
-        names = objective_names(losses)
+    vectors: dict[str | None, Tensor] = {None: flat}
+    for name, rule in rules.items():
+        check_rule(rule, "cone")
+        vectors[name] = _flat(aggregate(rule, jacobian, None, jacobian, losses=losses).direction, 0)
+    for name, vector in vectors.items():
+        if not vector.isfinite().all():
+            raise ValueError(
+                f"cone: expected finite values, found nan or inf in {name or 'the Jacobian'}. Check the losses first."
+            )
+        vectors[name] = vector @ basis
+        if unit:
+            vectors[name] = normalize(vectors[name], dim=-1, eps=torch.finfo(torch.float64).tiny)
+    rows = vectors.pop(None)
     if names is None:
-        names = [f"$g_{{{i}}}$" for i in range(len(rows))]
-    names = names_or_indices(names, len(rows), "cone")
+        names = objective_names(losses) if isinstance(losses, Mapping) else [f"$g_{{{i}}}$" for i in range(m)]
+    names = names_or_indices(names, m, "cone")
+    # The projection of a row is the direction of upgrad with all preference on that row.
+    preferences = torch.eye(m, dtype=rows.dtype, device=rows.device)
+    projections = as_array(torch.stack([aggregate(upgrad(one), rows).direction for one in preferences]))
     ax = _cone_axes(ax, as_array(rows))
-    tips = {name: as_array(direction) for name, direction in directions.items()}
-    _draw(ax, as_array(rows), as_array(_projections(rows)), tips, names)
+    _draw(ax, as_array(rows), projections, {str(name): as_array(tip) for name, tip in vectors.items()}, names)
     ax.set(**{f"{axis}label": f"{space} {k}" for k, axis in enumerate("xyz"[: rows.shape[1]])})
     return ax
-
-
-def _check_rules(rules: Any, losses: Any, m: int) -> None:
-    if rules is not None:
-        check_mapping("cone", "rules", rules, 'Pass for instance {"mean": mean()}.')
-        for rule in rules.values():
-            check_rule(rule, "cone")
-    if losses is not None and (found := loss_count(losses, "cone")) != m:
-        raise ValueError(f"cone: expected one loss per row, {m} in all, found {found}. Pass those of the Jacobian.")
 
 
 def _flat(tree: Jacobian | Direction, rows: int) -> Tensor:
@@ -123,26 +104,13 @@ def _coordinates(flat: Tensor) -> tuple[Tensor, str]:
         )
     Q, R = torch.linalg.qr(flat.mT)
     signs = torch.where(R.diagonal() < 0, -1.0, 1.0)
-    return torch.nn.functional.pad(Q * signs, (0, max(0, 2 - Q.shape[1]))), "span, axis"
-
-
-def _normalized(vectors: Tensor) -> Tensor:
-    norms = vectors.norm(dim=-1, keepdim=True)
-    return torch.where(norms > 0, vectors / norms, 0)
-
-
-def _projections(rows: Tensor) -> Tensor:
-    """Return the projection of every row on the dual cone: the direction of upgrad with all preference on that row."""
-    preferences = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-    return torch.stack([aggregate(upgrad(preference), rows).direction for preference in preferences])
+    return pad(Q * signs, (0, max(0, 2 - Q.shape[1]))), "span, axis"
 
 
 def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
     """Return the given or new axes, after checking their number of dimensions."""
     dimensions = rows.shape[1]
-    if ax is None:
-        ax = axes_or_new("cone", None, *(((6.4, 4.6), None) if dimensions == 2 else ((6.8, 4.8), "3d")))
-    check_axes("cone", ax)
+    ax = axes_or_new("cone", ax, *(((6.4, 4.6), None) if dimensions == 2 else ((6.8, 4.8), "3d")))
     if (ax.name == "3d") != (dimensions == 3):
         call = 'plt.subplots(subplot_kw={"projection": "3d"})' if dimensions == 3 else "plt.subplots()"
         raise ValueError(
@@ -151,75 +119,58 @@ def _cone_axes(ax: Ax | None, rows: Array) -> Ax:
         )
     axes_3d: Any = ax
     if dimensions == 3 and (axes_3d.elev, axes_3d.azim) == (30, -60):  # matplotlib's default: the user set no view
-        _set_view(axes_3d, rows)
+        # The rows are well separated from 35 degrees off the middle between them.
+        x, y, z = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
+        elevation = np.degrees(np.arctan2(z, np.hypot(x, y)))
+        azimuth = np.degrees(np.arctan2(y, x))
+        axes_3d.view_init(elev=elevation + (35 if elevation < 30 else -35), azim=azimuth + 15)
     return ax
-
-
-def _set_view(ax: Any, rows: Array) -> None:
-    """Set a view in which the rows are well separated, 35 degrees off the middle between them."""
-    middle = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
-    azimuth = np.degrees(np.arctan2(middle[1], middle[0]))
-    elevation = np.degrees(np.arctan2(middle[2], np.hypot(middle[0], middle[1])))
-    ax.view_init(elev=elevation + (35 if elevation < 30 else -35), azim=azimuth + 15)
 
 
 def _draw(ax: Any, rows: Array, projections: Array, tips: dict[str, Array], names: list[str]) -> None:
     points = np.concatenate([rows, projections, *(tip[None] for tip in tips.values())])
     _set_limits(ax, points)
     max_length = np.linalg.norm(points, axis=1).max() or 1.0
+    shade: dict[str, Any] = {"facecolor": PALETTE[2], "edgecolor": PALETTE[2], "label": "dual cone", "zorder": 1}
     if rows.shape[1] == 2:
-        _draw_cone_2d(ax, rows, 3 * max_length)
+        ax.fill(*_sector(rows, 3 * max_length).T, alpha=0.28, **shade)
     else:
-        _draw_cone_3d(ax, rows, 0.9 * max_length)
-    _draw_rows(ax, rows, names)
-    _draw_projections(ax, rows, projections, max_length)
+        faces = _faces(rows, 0.9 * max_length)
+        ax.add_collection3d(Poly3DCollection(faces, alpha=0.25, linewidth=0.8, **shade))
+    for row, name in zip(rows, names, strict=True):
+        _draw_row(ax, row, name)
+    dotted: dict[str, Any] = {"linestyle": ":", "linewidth": 1.3, "marker": ".", "markevery": [1], "zorder": 5}
+    outside = np.linalg.norm(projections - rows, axis=1) > 1e-9 * max_length
+    for index, pair in enumerate(np.stack([rows, projections], 1)[outside]):
+        ax.plot(*pair.T, color=text_color(ax), **dotted, label="_" if index else "projections")
     for index, (name, tip) in enumerate(tips.items()):
         # Each line is thinner than the one below, so that all of several equal directions are visible.
         size = max(1.2, 4.2 - 0.8 * index)
-        segment = np.stack([np.zeros_like(tip), tip])
         style: dict[str, Any] = {"markevery": [1], "markersize": 5 + 1.6 * size, "markerfacecolor": "none"}
-        ax.plot(*segment.T, label=name, linewidth=size, markeredgewidth=1.8, zorder=4, **style, **look(index))
+        segment = np.stack([np.zeros_like(tip), tip]).T
+        ax.plot(*segment, label=name, linewidth=size, markeredgewidth=1.8, zorder=4, **style, **look(index))
     legend(ax)
 
 
-def _draw_rows(ax: Any, rows: Array, names: list[str]) -> None:
-    color = text_color(ax)
-    for row, name in zip(rows, names, strict=True):
-        if len(row) == 3:
-            ax.quiver(0, 0, 0, *row, color=color, arrow_length_ratio=0.1, linewidth=1.6, zorder=3)
-            style, offset = _label_style_and_offset(_projected_to_figure(ax, row))
-            transform = offset_copy(ax.transData, ax.figure, *offset, units="points")
-            ax.text(*row, name, color=color, transform=transform, zorder=6, **style)
-            continue
+def _draw_row(ax: Any, row: Array, name: str) -> None:
+    """Draw an arrow, and its name at the tip, away from the arrow."""
+    color, tip = text_color(ax), row
+    if len(row) == 3:
+        ax.quiver(0, 0, 0, *row, color=color, arrow_length_ratio=0.1, linewidth=1.6, zorder=3)
+        xs, ys, zs = np.stack([row, np.zeros(3)], axis=1)
+        xs, ys, _ = proj_transform(xs, ys, zs, ax.get_proj())
+        tip = np.array([xs[0] - xs[1], ys[0] - ys[1]])  # in the figure, in the current view
+    else:
         arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", xy=row, xytext=(0, 0), arrowprops=arrow, zorder=3)
-        style, offset = _label_style_and_offset(row)
-        ax.annotate(name, xy=row, xytext=offset, textcoords="offset points", color=color, **style)
-
-
-def _label_style_and_offset(arrow: Array) -> tuple[dict[str, Any], tuple[float, float]]:
-    """Return the alignment of the label at the tip of an arrow, away from the arrow, and its offset in points."""
-    length = np.linalg.norm(arrow)
-    x, y = arrow / length if length else (-1, -1)
-    horizontal = "left" if x > 0.4 else "right" if x < -0.4 else "center"
-    vertical = "bottom" if y > 0.4 else "top" if y < -0.4 else "center"
-    return {"ha": horizontal, "va": vertical, "fontsize": "large"}, (7 * x, 7 * y)
-
-
-def _projected_to_figure(ax: Any, row: Array) -> Array:
-    """Return the direction in the figure of an arrow from the origin, in the current view."""
-    xs, ys, zs = np.stack([row, np.zeros(3)], axis=1)
-    (x, x0), (y, y0), _ = proj_transform(xs, ys, zs, ax.get_proj())
-    return np.array([x - x0, y - y0])
-
-
-def _draw_projections(ax: Any, rows: Array, projections: Array, max_length: float) -> None:
-    """Draw a line from the tip of every row outside of the dual cone to its projection."""
-    outside = np.linalg.norm(projections - rows, axis=1) > 1e-9 * max_length
-    style: dict[str, Any] = {"linestyle": ":", "linewidth": 1.3, "marker": ".", "markevery": [1], "zorder": 5}
-    for index, (row, projection) in enumerate(zip(rows[outside], projections[outside], strict=True)):
-        label = {"label": "projections"} if not index else {}
-        ax.plot(*np.stack([row, projection]).T, color=text_color(ax), **style, **label)
+    length = np.linalg.norm(tip)
+    x, y = tip / length if length else (-1, -1)
+    style = {
+        "ha": "left" if x > 0.4 else "right" if x < -0.4 else "center",
+        "va": "bottom" if y > 0.4 else "top" if y < -0.4 else "center",
+        "transform": offset_copy(ax.transData, ax.figure, 7 * x, 7 * y, units="points"),
+    }
+    ax.text(*row, name, color=color, fontsize="large", zorder=6, **style)
 
 
 def _set_limits(ax: Any, points: Array) -> None:
@@ -241,18 +192,6 @@ def _set_limits(ax: Any, points: Array) -> None:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axis.labelpad = 8
         axis._axinfo["grid"].update(color=(0.5, 0.5, 0.5, 0.3), linewidth=0.6)  # there is no public API for the grid
-
-
-def _draw_cone_2d(ax: Ax, rows: Array, radius: float) -> None:
-    corners = _sector(rows, radius)
-    ax.fill(*corners.T, facecolor=CONE_COLOR, alpha=0.28, edgecolor=CONE_COLOR, zorder=1, label="dual cone")
-
-
-def _draw_cone_3d(ax: Any, rows: Array, radius: float) -> None:
-    from mpl_toolkits.mplot3d.art3d import Poly3DCollection
-
-    style: dict[str, Any] = {"facecolor": CONE_COLOR, "alpha": 0.25, "edgecolor": CONE_COLOR, "linewidth": 0.8}
-    ax.add_collection3d(Poly3DCollection(_faces(rows, radius), label="dual cone", zorder=1, **style))
 
 
 def _faces(rows: Array, radius: float) -> list[Array]:

@@ -1,4 +1,4 @@
-"""The Pareto front of losses."""
+"""The Pareto front of two losses, and parallel coordinates of any number of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,18 @@ from torch import Tensor
 from functional_jd.core.arguments import refuse
 from functional_jd.core.names import names_or_indices
 from functional_jd.fronts import Front, knee, non_dominated
-from functional_jd.plotting.style import Array, Ax, as_array, axes_or_new, check_points, legend, look, quiet, text_color
+from functional_jd.plotting.style import (
+    PALETTE,
+    Array,
+    Ax,
+    as_array,
+    axes_or_new,
+    check_points,
+    legend,
+    look,
+    quiet,
+    text_color,
+)
 
 
 def front(
@@ -21,42 +32,23 @@ def front(
     known: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> Ax:
-    """Plot points of two losses, and the front of the nondominated ones.
+    """Plot points of two losses, and the front of the nondominated ones. For more losses: `parallel`.
 
     Args:
         points: `[k, 2]`, losses; or a mapping from names to such sets, for instance one per rule, with a common front;
             or a `fronts.Front`, whose knee and ideal point, the least of each loss, are marked.
         names: the names of the two losses.
-        ax: the axes to draw on; `None` creates a figure. The legend stands beside them: make a figure of several axes
-            with `layout="constrained"`.
+        ax: the axes to draw on; `None` creates a figure.
         known: `[j, 2]`, the true front in order, if it is known: `problem.losses` at the points of
             `problem.pareto`.
         reference: `[2]`, that of `fronts.hypervolume`, whose area is shaded.
 
     Returns:
         The axes: filled markers on the front, which is drawn as steps, hollow markers elsewhere.
-
-    Raises:
-        ValueError: points whose shape is not `[k, 2]`, no points, a reference that is not `[2]`, or the wrong number of
-            names. Three losses and more: `parallel`.
     """
-    chosen = points.losses[knee(points.losses)] if isinstance(points, Front) else None
-    points = points.losses if isinstance(points, Front) else points
-    groups = dict(points) if isinstance(points, Mapping) else {"": points}
-    for name, group in {**groups, **({} if known is None else {"known": known})}.items():
-        check_points("front", "points", group)
-        if group.ndim != 2 or group.shape[1] != 2:
-            raise ValueError(
-                f"front: expected points [k, 2], two losses each, found shape {list(group.shape)}"
-                f"{f' in {name!r}' if name else ''}. Select two losses, points[:, [0, 2]], or draw all with parallel."
-            )
+    groups = _checked_groups(points, known, reference)
     labels = names_or_indices(["loss 0", "loss 1"] if names is None else names, 2, "front")
-    together = torch.cat([group.detach().double().cpu() for group in groups.values()] or [torch.empty(0, 2)])
-    if not len(together):
-        raise ValueError("front: expected at least one point, found none. Pass losses [k, 2].")
-    if reference is not None and not _is_point(reference):
-        advice = "Pass that of hypervolume."
-        refuse("front", "reference", "a tensor [2], the worst losses that count", reference, advice, ValueError)
+    together = torch.cat([group.detach().double().cpu() for group in groups.values()])
     on_front = non_dominated(together)
     ax = axes_or_new("front", ax, (6.0, 4.2))
     quiet(ax, xlabel=labels[0], ylabel=labels[1])
@@ -68,24 +60,35 @@ def front(
     ax.plot(*steps.T, color=color, alpha=0.6, linewidth=1.0, drawstyle="steps-post", label="front of the points")
     if reference is not None:
         _dominated_area(ax, steps, as_array(reference), color)
-    masks = on_front.split([len(group) for group in groups.values()])
-    for index, ((name, group), mask) in enumerate(zip(groups.items(), masks, strict=True)):
+    masks = on_front.numpy()
+    for index, (name, group) in enumerate(groups.items()):
         style: dict[str, Any] = {**look(index), "linestyle": "none", "markersize": 7}
-        values, selected = as_array(group), mask.numpy()
+        values, selected, masks = as_array(group), masks[: len(group)], masks[len(group) :]
         ax.plot(*values[~selected].T, **style, markerfacecolor="none", alpha=0.7)
         ax.plot(*values[selected].T, **style, label=name or "on the front")
-    if chosen is not None:
+    if isinstance(points, Front):
         mark: dict[str, Any] = {"linestyle": "none", "color": color}
-        ring: dict[str, Any] = {**mark, "marker": "o", "markersize": 14, "markerfacecolor": "none"}
-        ax.plot(*as_array(chosen.reshape(1, 2)).T, **ring, label="knee")
-        ax.plot(*as_array(together[on_front].amin(0, keepdim=True)).T, **mark, marker="*", markersize=11, label="ideal")
+        x, y = together[knee(together)].tolist()
+        ax.plot(x, y, "o", **mark, markersize=14, markerfacecolor="none", label="knee")
+        ax.plot(*steps.min(0), "*", **mark, markersize=11, label="ideal")
     legend(ax)
     return ax
 
 
-def _is_point(given: Any) -> bool:
-    shaped = isinstance(given, Tensor) and given.shape == (2,)
-    return shaped and not given.is_complex() and not bool(given.isnan().any())
+def _checked_groups(points: Any, known: Any, reference: Any) -> dict[str, Tensor]:
+    losses = points.losses if isinstance(points, Front) else points
+    groups: dict[str, Tensor] = dict(losses) if isinstance(losses, Mapping) else {"": losses}
+    for name, group in {**groups, **({} if known is None else {"known": known})}.items():
+        argument, shape = f"points {name!r}" if name else "points", "[k, 2], two losses each"
+        cure = "Select two losses, points[:, [0, 2]], or draw all with parallel."
+        check_points("front", argument, group, shape, lambda _, m: m == 2, cure)
+    if not sum(map(len, groups.values())):
+        raise ValueError("front: points must be at least one, found none. Pass losses [k, 2].")
+    shaped = isinstance(reference, Tensor) and reference.shape == (2,)
+    if reference is not None and (not shaped or reference.is_complex() or reference.isnan().any()):
+        advice = "Pass that of hypervolume."
+        refuse("front", "reference", "a tensor [2], the worst losses that count", reference, advice, ValueError)
+    return groups
 
 
 def _dominated_area(ax: Ax, steps: Array, reference: Array, color: Any) -> None:
@@ -96,3 +99,44 @@ def _dominated_area(ax: Ax, steps: Array, reference: Array, color: Any) -> None:
         below = np.append(inside[:, 1], inside[-1, 1])
         ax.fill_between(across, below, reference[1], step="post", color=color, alpha=0.08, linewidth=0)
     ax.plot(*reference.reshape(2, 1), color=color, linestyle="none", marker="x", markersize=9, label="reference")
+
+
+def parallel(points: Tensor | Front, names: Sequence[str] | None = None, ax: Ax | None = None) -> Ax:
+    """Plot solutions of any number of losses: a line for each, through its losses side by side.
+
+    Each loss is drawn between the least and the largest that it has on the front, 0 and 1. Where lines cross between
+    two losses, these are in conflict.
+
+    Args:
+        points: `[k, m]`, losses; or a `fronts.Front`.
+        names: the names of the losses.
+        ax: the axes to draw on; `None` creates a figure.
+
+    Returns:
+        The axes: full lines for solutions on the front, the knee among them thick, faint and dashed ones for the
+        others. A line has a gap where a loss is not finite.
+    """
+    points = points.losses if isinstance(points, Front) else points
+    shape, cure = "[k, m], two losses or more each", "Stack the losses of k points."
+    check_points("parallel", "points", points, shape, lambda k, m: k > 0 and m > 1, cure)
+    m = points.shape[1]
+    labels = names_or_indices([f"loss {i}" for i in range(m)] if names is None else names, m, "parallel")
+    points = points.detach().double().cpu()
+    on_front, chosen = non_dominated(points), int(knee(points))
+    low = torch.where(on_front.unsqueeze(1), points, torch.inf).amin(0)
+    width = torch.where(on_front.unsqueeze(1), points, -torch.inf).amax(0) - low
+    heights = as_array((points - low) / torch.where(width > 0, width, 1))
+    ax = axes_or_new("parallel", ax, (6.0, 4.2))
+    quiet(ax, ylabel="from the least to the largest on the front")
+    ax.set_xticks(range(m), labels)
+    styles: dict[str, dict[str, Any]] = {
+        "dominated": {"color": text_color(ax), "alpha": 0.35, "linestyle": "--", "linewidth": 1.0},
+        "on the front": {"color": PALETTE[0], "alpha": 0.7, "linewidth": 1.3, "marker": "o", "markersize": 4},
+        "knee": {"color": PALETTE[3], "linewidth": 3.0, "marker": "o", "markersize": 6},
+    }
+    on_knee = torch.arange(len(points)) == chosen
+    for (label, style), drawn in zip(styles.items(), (~on_front, on_front & ~on_knee, on_front & on_knee), strict=True):
+        for k, line in enumerate(heights[drawn.numpy()]):
+            ax.plot(range(m), line, **style, label="_" if k else label)
+    legend(ax)
+    return ax

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colors
+from matplotlib.ticker import SymmetricalLogLocator
 from torch import Tensor
 
 from functional_jd.core.arguments import check_option
@@ -43,46 +44,34 @@ def heatmap(
 
     Returns:
         The axes. Up to 12 rows, the values are written in the cells; non-finite cells are grey.
-
-    Raises:
-        ValueError: a matrix that is not square, an unknown kind, or the wrong number of names.
     """
-    check_points("heatmap", "matrix", matrix)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
-        raise ValueError(
-            f"heatmap: expected a matrix of pairs [m, m], found shape {list(matrix.shape)}. "
-            "Pass views.gramian(jacobian), or the cosines of a diagnosis."
-        )
+    cure = "Pass views.gramian(jacobian), or the cosines of a diagnosis."
+    check_points("heatmap", "matrix", matrix, "a matrix of pairs [m, m]", lambda k, m: k == m > 0, cure)
     check_option("heatmap", "kind", kind, ("cosines", "gramian"), "Gramians have a logarithmic scale.")
     m = len(matrix)
     names = names_or_indices(names, m, "heatmap")
     side = min(8.0, max(3.2, 1.6 + 0.6 * m))
     ax = axes_or_new("heatmap", ax, (side + 1.2, side))
     values = as_array(matrix)
-    cmap = _colormap(ax)
+    # From conflict to agreement; an odd number of colours, of which the middle one, the background, is that of zero.
+    cmap = colors.LinearSegmentedColormap.from_list("agreement", [CONFLICT, background_color(ax), AGREEMENT], N=257)
+    cmap = cmap.with_extremes(bad=(0.5, 0.5, 0.5, 0.5))
     image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, norm=_norm(values, kind), interpolation="nearest")
     _label_rows_and_columns(ax, names)
     colorbar = ax.figure.colorbar(image, ax=ax, label="cosine" if kind == "cosines" else "inner product", shrink=0.8)
     colorbar.outline.set_visible(False)
     if isinstance(image.norm, colors.SymLogNorm):
-        colorbar.set_ticks(_ticks(image.norm))
+        ticks = SymmetricalLogLocator(linthresh=image.norm.linthresh, base=10)
+        ticks.set_params(numticks=9)  # matplotlib's usual 15 labels overlap
+        colorbar.set_ticks(ticks)
     if m <= MAX_WITH_VALUES:
         _write_values(ax, values, image, "{:.2f}".format if kind == "cosines" else _compact_number)
     return ax
 
 
-def _colormap(ax: Ax) -> colors.Colormap:
-    """Return a colormap from conflict to agreement, with the background colour of the theme in the middle."""
-    # An odd number of colours, of which the middle one is that of zero.
-    cmap = colors.LinearSegmentedColormap.from_list("agreement", [CONFLICT, background_color(ax), AGREEMENT], N=257)
-    return cmap.with_extremes(bad=(0.5, 0.5, 0.5, 0.5))
-
-
 def _norm(values: Array, kind: str) -> colors.Normalize:
-    if kind == "cosines":
-        return colors.Normalize(-1, 1)
     magnitudes = np.abs(values[np.isfinite(values) & (values != 0)])
-    if not magnitudes.size:
+    if kind == "cosines" or not magnitudes.size:
         return colors.Normalize(-1, 1)
     largest = float(magnitudes.max())
     return colors.SymLogNorm(max(float(magnitudes.min()), 1e-12 * largest), linscale=0.5, vmin=-largest, vmax=largest)
@@ -99,13 +88,6 @@ def _label_rows_and_columns(ax: Ax, names: list[str]) -> None:
     rotated: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
     ax.set_yticks(ticks, names)
     ax.set_xticks(ticks, names, **rotated)
-
-
-def _ticks(norm: colors.SymLogNorm) -> list[float]:
-    """Return zero and up to four powers of ten on either side of it, so few that their labels do not overlap."""
-    lowest, highest = np.ceil(np.log10(norm.linthresh)) + 1, np.floor(np.log10(norm.vmax or 1))
-    powers = 10.0 ** np.arange(highest, lowest - 1, -max(1, np.ceil((highest - lowest + 1) / 4)))
-    return sorted([*-powers, 0.0, *powers])
 
 
 def _compact_number(value: float) -> str:

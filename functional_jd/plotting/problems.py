@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule, start
-from functional_jd.core.arguments import at_least, check_integer, check_number, check_type, refuse
+from functional_jd.core.arguments import Domain, check_integer, check_number, check_type
 from functional_jd.core.types import Tree
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.sgd import sgd
+from functional_jd.plotting.style import check_points
 
 
 class Problem(NamedTuple):
@@ -70,32 +71,26 @@ def descend(
         `Path(points, losses)`, float64.
 
     Raises:
-        TypeError: what is no problem, rule or optimizer.
-        ValueError: `starts` is not `[s, 2]`.
+        TypeError, ValueError: no problem, rule or optimizer; `starts` is not `[s, 2]`.
 
     Laws:
-        Pure: the same arguments give the same path. The paths are independent of each other.
-
-        A random rule has its key in its closure: all starts use the same random numbers. For others, vmap over keys.
+        Pure: the same arguments give the same path. The paths are independent of each other. A random rule has its key
+        in its closure: all starts use the same random numbers. For others, vmap over keys.
 
         Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where it equals `total`;
         without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
     """
-    check_problem("descend", problem)
+    check_type("descend", "problem", problem, Problem, "Call its builder: quadratics().")
     check_rule(rule, "descend")
     if optimizer is not None:
         check_type("descend", "optimizer", optimizer, Optimizer, "Call its builder: sgd(0.1).")
     if steps is not None:
         check_integer("descend", "steps", steps, 0, "None is the number of the problem.")
-    if starts is not None and not (isinstance(starts, Tensor) and starts.is_floating_point() and not starts.is_sparse):  # pyright: ignore[reportUnnecessaryIsInstance]
-        refuse("descend", "starts", "a floating-point tensor [s, 2]", starts, "None takes those of the problem.")
+    if starts is not None:
+        cure = "For a single start, pass torch.tensor([[x, y]])."
+        check_points("descend", "starts", starts, "[s, 2], points on the plane", lambda _, n: n == 2, cure)
     optimizer = problem.optimizer if optimizer is None else optimizer
     points = (problem.starts if starts is None else starts).double()
-    if points.ndim != 2 or points.shape[1] != 2:
-        raise ValueError(
-            f"descend: expected starts [s, 2], points on the plane, found shape {list(points.shape)}. "
-            "For a single start, pass torch.tensor([[x, y]])."
-        )
     differentiate = jacobian_fn(problem.losses)
 
     def init(point: Tensor) -> tuple[Tree, Tree]:
@@ -116,11 +111,6 @@ def descend(
     return Path(torch.stack(path), torch.stack([*values, torch.vmap(problem.losses)(points)]))
 
 
-def check_problem(where: str, problem: Any) -> None:
-    """Refuse what is no problem."""
-    check_type(where, "problem", problem, Problem, "Call its builder: quadratics().")
-
-
 def quadratics(condition: float = 10.0) -> Problem:
     """Two convex quadratics, steep in different directions; the Pareto set is a curve between their minima.
 
@@ -134,11 +124,10 @@ def quadratics(condition: float = 10.0) -> Problem:
         `Problem`, with five starts.
 
     Raises:
-        ValueError: a condition below 1.
+        TypeError, ValueError: a condition that is not a finite number of at least 1.
     """
-    check_number("quadratics", "condition", condition, at_least(1), "With 1, the contours are circles.")
-    if not math.isfinite(condition):
-        refuse("quadratics", "condition", "finite", condition, "With 1, the contours are circles.", ValueError)
+    domain = Domain(lambda x: 1 <= x < math.inf, "a finite number >= 1")
+    check_number("quadratics", "condition", condition, domain, "With 1, the contours are circles.")
     curvatures = torch.tensor([[1.0, condition], [condition, 1.0]], dtype=torch.float64)
     minima = torch.tensor([[-1.0, -0.6], [1.0, 0.6]], dtype=torch.float64)
 
@@ -182,16 +171,15 @@ def two_valleys() -> Problem:
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
     x = 7 * (2 * t - 1)
 
-    def slope(y: Tensor) -> Tensor:
-        """Return the derivative of `q (t b_0 + (1 - t) b_1)` with respect to y."""
-        q = (-y / 2).tanh()
-        basin = (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
-        return q * 0.02 * (y + 8) - (1 - q.square()) * basin / 2
-
-    y = _root(slope, torch.full_like(x, -12.0), torch.full_like(x, -6.0))
+    low, high = torch.full_like(x, -12.0), torch.full_like(x, -6.0)
+    for _ in range(60):  # bisection of the derivative of q (t b_0 + (1 - t) b_1) by y, which increases
+        y = (low + high) / 2
+        q, basin = (-y / 2).tanh(), (_basins(x, y) * torch.stack([t, 1 - t])).sum(0)
+        above = q * 0.02 * (y + 8) - (1 - q.square()) * basin / 2 > 0
+        low, high = torch.where(above, low, y), torch.where(above, y, high)
     starts = [[-8.5, 7.5], [0.0, 0.0], [9.0, 9.0], [-7.5, -0.5], [9.0, -1.0]]
     window = [[-10.5, -10.5], [10.5, 10.5]]
-    return _problem(losses, torch.stack([x, y], 1), window, starts, adamw(0.05, weight_decay=0.0), 800)
+    return _problem(losses, torch.stack([x, (low + high) / 2], 1), window, starts, adamw(0.05, weight_decay=0.0), 800)
 
 
 def fonseca_fleming() -> Problem:
@@ -224,26 +212,10 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 """The three problems by name."""
 
 
-def _problem(
-    losses: Callable[[Tensor], Tensor],
-    pareto: Tensor,
-    window: list[list[float]],
-    starts: list[list[float]],
-    optimizer: Optimizer,
-    steps: int,
-) -> Problem:
+def _problem(losses: Callable[[Tensor], Tensor], pareto: Tensor, window: Any, starts: Any, *others: Any) -> Problem:
     corners, points = torch.tensor(window, dtype=torch.float64), torch.tensor(starts, dtype=torch.float64)
-    return Problem(losses, pareto, corners, points, optimizer, steps)
+    return Problem(losses, pareto, corners, points, *others)
 
 
 def _basins(x: Tensor, y: Tensor) -> Tensor:
     return (torch.stack([x - 7, x + 7]).square() + 0.1 * (y + 8).square()) / 10 - 20
-
-
-def _root(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Return the roots of an elementwise increasing function, by bisection to full precision."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        above = f(middle) > 0
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    return (low + high) / 2

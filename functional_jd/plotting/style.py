@@ -40,8 +40,7 @@ def look(index: int) -> dict[str, Any]:
 
     Example:
         >>> ax = matplotlib.pyplot.figure().add_subplot()
-        >>> for index, curve in enumerate([[1, 2, 3], [3, 2, 1]]):
-        ...     lines = ax.plot(curve, **look(index))
+        >>> lines = ax.plot([1, 2, 3], **look(0))
     """
     check_integer("look", "index", index, 0, "It counts the series.")
     return {
@@ -60,14 +59,8 @@ def axes_or_new(where: str, ax: Ax | None, size: tuple[float, float], projection
 
 
 def check_axes(where: str, ax: Any) -> None:
-    """Refuse what are no axes of matplotlib."""
+    """Raise unless a value is the axes of a plot."""
     check_type(where, "ax", ax, Axes, "Create them with plt.figure().subplots().")
-
-
-def check_points(where: str, name: str, points: Any) -> None:
-    """Refuse what are no points, a tensor `[k, m]` of real numbers."""
-    if not isinstance(points, Tensor) or points.is_complex() or points.layout != torch.strided or points.ndim < 2:
-        refuse(where, name, "a tensor of points [k, m]", points, "Stack the losses of k points.", ValueError)
 
 
 def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | None = None) -> list[Ax]:
@@ -76,6 +69,14 @@ def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | No
     options: Any = {"projection": projection}
     _, grid = plt.subplots(count, 1, sharex=count > 1, squeeze=False, figsize=size, layout=layout, subplot_kw=options)
     return list(grid[:, 0])
+
+
+def check_points(where: str, name: str, points: Any, shape: str, fits: Any, cure: str) -> None:
+    """Raise unless a value is a dense tensor of real numbers `[k, m]`, and `fits(k, m)` is true."""
+    if not isinstance(points, Tensor) or points.is_complex() or points.layout != torch.strided:
+        refuse(where, name, f"a tensor of real numbers, {shape}", points, cure, ValueError)
+    if points.ndim != 2 or not fits(*points.shape):
+        refuse(where, name, shape, points, cure, ValueError)
 
 
 def text_color(ax: Ax) -> Any:
@@ -106,8 +107,7 @@ def quiet(ax: Ax, **labels: str) -> None:
 def legend(ax: Ax, **settings: Any) -> None:
     """Place a legend to the right of the axes, outside of the data; it replaces an existing one.
 
-    All plots use this function. Call it again after you draw more on the returned axes. A figure has room for it with
-    `layout="constrained"`, as those of `ax=None` have; without, it may cover the axes beside.
+    All plots use this function. Call it again after you draw more on the returned axes.
 
     Args:
         ax: the axes.

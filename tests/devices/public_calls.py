@@ -407,7 +407,7 @@ PLOTTING = {
     "descend": lambda g: plotting.descend(QUADRATICS, jd.upgrad(), starts=g.points),
     "front": drawn(lambda g: plotting.front(g.points)),
     "heatmap": drawn(lambda g: plotting.heatmap(g.matrix @ g.matrix.mT)),
-    "history": drawn(lambda g: plotting.history(told(g), [g.scale] * 3, diagnoses(g))),
+    "history": drawn(lambda g: plotting.history(told(g), [g.scale] * 3)),
     "losses": drawn(lambda g: plotting.losses(told(g))),
     "norms": drawn(lambda g: plotting.norms(told(g))),
     "parallel": drawn(lambda g: plotting.parallel(g.points)),

@@ -112,11 +112,9 @@ PLOTTING = {
         lambda: {
             "infos": _records(),
             "states": _scales(),
-            "diagnoses": [jd.diagnostics.diagnose(rows())],
             "ax": _five_axes(),
-            "every": 1,
         },
-        {"states": OPTION | {"list"}, "diagnoses": OPTION | {"list"}},
+        {"states": OPTION | {"list"}},
     ),
     "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
     "look": Call(plotting.look, lambda: {"index": 1}, {"index": kinds({"zero"})}),

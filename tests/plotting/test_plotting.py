@@ -20,7 +20,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.path import Path as Outline
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 from mpl_toolkits.mplot3d import proj3d
 
 from functional_jd.plotting.cone import _faces
@@ -35,6 +35,14 @@ THEMES = ("default", "dark_background")
 def _no_figures_left():
     yield
     plt.close("all")
+
+
+@contextlib.contextmanager
+def _axes():
+    """Axes for one of many examples."""
+    figure, ax = plt.subplots()
+    yield ax
+    plt.close(figure)
 
 
 def _infos(steps=12, skipped=(4,), m=2):
@@ -78,6 +86,11 @@ PICTURES = {
 
 def _lines(ax):
     return {line.get_label(): line for line in ax.get_lines()}
+
+
+def _arrows(ax):
+    """Where the arrows of rows on the plane end."""
+    return np.array([text.xy for text in ax.texts if isinstance(text, Annotation)])
 
 
 def _labels(ax):
@@ -161,8 +174,7 @@ def test_rules_and_projections_end_where_they_should(rows):
 
 def test_rows_are_arrows_with_names():
     ax = plotting.cone(CONFLICTED, names=["left", "right"])
-    arrows = [text for text in ax.texts if text.arrow_patch is not None]
-    np.testing.assert_array_equal([arrow.xy for arrow in arrows], CONFLICTED)
+    np.testing.assert_array_equal(_arrows(ax), CONFLICTED)
     assert [text.get_text() for text in ax.texts if text.get_text()] == ["left", "right"]
     named = plotting.cone(CONFLICTED, losses={"b": torch.tensor(1.0), "a": torch.tensor(2.0)})
     assert [text.get_text() for text in named.texts if text.get_text()] == ["a", "b"]
@@ -193,19 +205,11 @@ def test_the_shade_is_the_dual_cone(rows, angle):
     rows, direction = np.array(rows, float), np.array([math.cos(angle), math.sin(angle)])
     heights = rows[rows.any(1)] @ direction
     assume((np.abs(heights) > 1e-2).all())
-    with contextlib.closing(_Figure()) as figure:
-        (shade,) = plotting.cone(torch.tensor(rows), ax=figure.ax).patches
+    with _axes() as ax:
+        (shade,) = plotting.cone(torch.tensor(rows), ax=ax).patches
         assert Outline(shade.get_xy()).contains_point(0.5 * direction) == (heights > 0).all()
-        half = np.abs([figure.ax.get_xlim(), figure.ax.get_ylim()]).max()
+        half = np.abs([ax.get_xlim(), ax.get_ylim()]).max()
         assert Outline(shade.get_xy()).contains_point(half * direction) == (heights > 0).all()  # to the frame
-
-
-class _Figure:
-    def __init__(self):
-        self.figure, self.ax = plt.subplots()
-
-    def close(self):
-        plt.close(self.figure)
 
 
 def test_the_faces_in_space_are_bounded_by_the_rays_of_the_dual_cone():
@@ -243,11 +247,11 @@ def test_few_long_rows_are_drawn_in_their_span():
     expected = torch.cat([direction["b"].unsqueeze(0), direction["w"].flatten()]).double()
     assert np.linalg.norm(tip) == pytest.approx(expected.norm().item(), rel=1e-5)
     pair = plotting.cone([leaf[:2] for leaf in tree.values()])
-    arrows = np.array([text.xy for text in pair.texts if text.arrow_patch is not None])
+    arrows = _arrows(pair)
     np.testing.assert_allclose(arrows @ arrows.T, flat[:2] @ flat[:2].T, rtol=1e-6)
     assert arrows[0, 0] > 0 == pytest.approx(arrows[0, 1])
     alone = plotting.cone([torch.tensor([[3.0, 0.0, 0.0, 4.0]])])
-    np.testing.assert_allclose([t.xy for t in alone.texts if t.arrow_patch is not None], [[5, 0]], atol=1e-12)
+    np.testing.assert_allclose(_arrows(alone), [[5, 0]], atol=1e-12)
 
 
 def test_unit_keeps_where_things_point():
@@ -269,35 +273,14 @@ def test_rules_that_look_at_more_than_the_gramian_are_drawn():
     assert set(rules) <= set(_lines(ax))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        ((torch.ones(4, 4),), {}, "at most three rows, found 4 rows of 4 entries"),
-        ((torch.tensor([[1.0, math.nan]]),), {}, "found nan or inf in the Jacobian"),
-        ((CONFLICTED,), {"names": ["one"]}, "cone: expected one name"),
-        ((CONFLICTED[:0],), {}, "cone: needs at least one row"),
-    ],
-)
-def test_the_cone_says_what_is_wrong(arguments, settings, message):
-    with pytest.raises(ValueError, match=message):
-        plotting.cone(*arguments, **settings)
-
-
-def test_axes_of_the_wrong_dimension_are_named():
-    with pytest.raises(ValueError, match=r'3 dimensions need axes of as many.*"projection": "3d"'):
-        plotting.cone(SPATIAL, ax=plt.subplots()[1])
-    with pytest.raises(ValueError, match="2 dimensions need"):
-        plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw={"projection": "3d"})[1])
-
-
 # The heat map
 
 
 @given(st.lists(st.integers(-9, 9), min_size=9, max_size=9), st.sampled_from(["cosines", "gramian"]))
 def test_cells_hold_the_matrix_in_colours_of_its_signs(entries, kind):
     matrix = torch.tensor(entries, dtype=torch.float64).reshape(3, 3) / 9
-    with contextlib.closing(_Figure()) as figure:
-        ax = plotting.heatmap(matrix, ["a", "b", "c"], figure.ax, kind=kind)
+    with _axes() as ax:
+        plotting.heatmap(matrix, ["a", "b", "c"], ax, kind=kind)
         (image,) = ax.get_images()
         np.testing.assert_array_equal(image.get_array(), matrix)
         red, blue = image.to_rgba(matrix.numpy())[..., 0], image.to_rgba(matrix.numpy())[..., 2]
@@ -324,16 +307,6 @@ def test_what_is_not_finite_is_grey_and_large_maps_are_not_written():
     assert ax.get_images()[0].get_array().mask.sum() == 3
     assert not plotting.heatmap(torch.eye(13)).texts
     plotting.heatmap(torch.zeros(50, 50), kind="gramian").figure.canvas.draw()
-
-
-def test_the_heat_map_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"heatmap: expected a matrix of pairs \[m, m\], found shape \[2, 3\]"):
-        plotting.heatmap(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="heatmap: expected one name for each of 2"):
-        plotting.heatmap(torch.eye(2), ["one"])
-    with pytest.raises(ValueError, match="kind must be one of cosines, gramian, found 'log'"):
-        plotting.heatmap(torch.eye(2), kind="log")
-    assert not plt.get_fignums()
 
 
 # The history
@@ -421,8 +394,6 @@ def test_gramians_in_the_infos_give_norms_and_conflicts():
     np.testing.assert_allclose(_lines(drawn[2])["a"].get_ydata(), [5.0, np.nan, 5.0])
     np.testing.assert_allclose(_lines(drawn[2])["b"].get_ydata(), [1.0, np.nan, 1.0])
     np.testing.assert_array_equal(drawn[3].get_lines()[0].get_ydata(), [100.0, np.nan, 0.0])
-    with pytest.raises(ValueError, match=r"norms: expected infos with a Gramian, found none.*diagnose"):
-        plotting.norms(_infos())
 
 
 def _residual_infos(m=80, steps=3):
@@ -459,38 +430,15 @@ def test_rows_whose_losses_were_replaced_by_means_are_numbered():
 def test_records_of_every_few_steps_stand_at_these_steps():
     (line,) = plotting.conflicts([0.0, 0.5, 1.0], every=10).get_lines()
     np.testing.assert_array_equal(line.get_xydata(), [[0, 0], [10, 50], [20, 100]])
-    *_, below = plotting.history(_infos(), _states(), [0.5] * 4, every=3)
-    np.testing.assert_array_equal(below.get_lines()[0].get_xdata(), [0, 3, 6, 9])
-    assert below.get_xlim()[1] > 11  # the axis is that of the steps above
-    with pytest.raises(ValueError, match="every must be an integer of at least 1, found 0"):
-        plotting.conflicts([0.5], every=0)
 
 
 def test_the_history_puts_all_pictures_above_each_other():
-    drawn = plotting.history(_infos(), _states(), [0.5] * 12)
-    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale", "pairs in conflict (%)"]
-    assert [ax.get_xlabel() for ax in drawn] == ["", "", "", "step"]
-    entrywise = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
-    assert [ax.get_ylabel() for ax in plotting.history(entrywise)] == ["loss"]
+    drawn = plotting.history(_infos(), _states())
+    assert [ax.get_ylabel() for ax in drawn] == ["loss", "weight", "loss scale"]
+    assert [ax.get_xlabel() for ax in drawn] == ["", "", "step"]
+    assert [ax.get_ylabel() for ax in plotting.history(ENTRYWISE)] == ["loss"]
     axes = plt.subplots(2, 1)[1]
     assert plotting.history(_infos(), ax=axes) == list(axes)
-    with pytest.raises(ValueError, match="one Axes per plot, 2 in all, found 3"):
-        plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
-    with pytest.raises(ValueError, match="expected weights"):
-        plotting.weights(entrywise)
-
-
-@pytest.mark.parametrize("draw", [plotting.losses, plotting.weights, plotting.scales, plotting.history])
-def test_histories_say_what_is_wrong(draw):
-    with pytest.raises(TypeError, match="expected a list of records, one per step, found StepInfo"):
-        draw(_infos()[0])
-    with pytest.raises(ValueError, match="at least one step, found an empty list"):
-        draw([])
-    with pytest.raises(TypeError, match=r"expected records of type .*, found int"):
-        draw([1])
-    if draw is not plotting.scales:
-        with pytest.raises(ValueError, match="the same objectives at every step"):
-            draw([*_infos(m=2), *_infos(m=3)])
 
 
 # Problems and trajectories
@@ -678,16 +626,6 @@ def test_rules_are_followed_with_the_problems_own_settings():
     np.testing.assert_array_equal(_lines(ax)["mgda"].get_xydata(), expected)
 
 
-def test_problems_and_paths_say_what_is_wrong():
-    problem = plotting.quadratics()
-    with pytest.raises(ValueError, match=r"quadratics: condition must be a number >= 1, found 0\.5"):
-        plotting.quadratics(0.5)
-    with pytest.raises(ValueError, match=r"descend: expected starts \[s, 2\].*found shape \[2\]"):
-        plotting.descend(problem, jd.mean(), starts=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"trajectories: expected points .*found shape \[3, 2\] in 'mine'"):
-        plotting.trajectories(problem, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))})
-
-
 # The front
 
 
@@ -727,17 +665,6 @@ def test_parallel_coordinates_run_from_the_least_to_the_largest_on_the_front():
     assert len(plotting.parallel(jd.fronts.Front(None, points, points)).get_lines()) == 4
 
 
-def test_parallel_coordinates_say_what_is_wrong():
-    for points in (torch.ones(3, 1), torch.ones(0, 4), torch.ones(2, 2, 2)):
-        with pytest.raises(ValueError, match=r"parallel: expected points \[k, m\], two losses or more"):
-            plotting.parallel(points)
-    with pytest.raises(ValueError, match="parallel: points must be a tensor of points"):
-        plotting.parallel([[1.0, 2.0]])
-    with pytest.raises(ValueError, match="parallel: expected one name for each of 3"):
-        plotting.parallel(torch.ones(2, 3), ["one"])
-    assert not plt.get_fignums()
-
-
 def test_the_front_has_full_markers_and_the_rest_hollow_ones():
     points = {"one": torch.tensor([[0.0, 3.0], [2.0, 2.0]]), "two": torch.tensor([[1.0, 1.0], [3.0, 0.0], [3.0, 1.0]])}
     ax = plotting.front(points, ["left", "right"])
@@ -754,13 +681,67 @@ def test_the_front_has_full_markers_and_the_rest_hollow_ones():
     assert _labels(alone) == ["true front", "front of the points", "on the front"]
 
 
-def test_the_front_says_what_is_wrong():
-    with pytest.raises(ValueError, match=r"front: expected points \[k, 2\].*found shape \[4, 3\] in 'mine'"):
-        plotting.front({"mine": torch.zeros(4, 3)})
-    with pytest.raises(ValueError, match="front: expected at least one point"):
-        plotting.front({})
-    with pytest.raises(ValueError, match="front: expected one name for each of 2"):
-        plotting.front(torch.zeros(4, 2), ["one"])
-    with pytest.raises(ValueError, match=r"front: reference must be a tensor \[2\], the worst losses that count"):
-        plotting.front(torch.zeros(4, 2), reference=torch.ones(3))
+# What is wrong
+
+
+ENTRYWISE = [info._replace(weights={"w": torch.ones(2, 3)}) for info in _infos()]
+WRONG = [
+    (lambda: plotting.cone(torch.ones(4, 4)), "at most three rows, found 4 rows of 4 entries"),
+    (lambda: plotting.cone(torch.tensor([[1.0, math.nan]])), "found nan or inf in the Jacobian"),
+    (lambda: plotting.cone(CONFLICTED, names=["one"]), "cone: expected one name"),
+    (lambda: plotting.cone(CONFLICTED[:0]), "cone: needs at least one row"),
+    (lambda: plotting.cone(CONFLICTED, losses=torch.ones(3)), "cone: losses must be 2, one per row, found 3"),
+    (lambda: plotting.heatmap(torch.zeros(2, 3)), r"heatmap: matrix must be a matrix of pairs \[m, m\].*\[2, 3\]"),
+    (lambda: plotting.heatmap(torch.eye(2), ["one"]), "heatmap: expected one name for each of 2"),
+    (lambda: plotting.heatmap(torch.eye(2), kind="log"), "kind must be one of cosines, gramian, found 'log'"),
+    (lambda: plotting.norms(_infos()), r"norms: infos must have Gramians, found none.*diagnose"),
+    (lambda: plotting.weights(ENTRYWISE), "weights: infos must have weights"),
+    (lambda: plotting.conflicts([0.5], every=0), "every must be an integer of at least 1, found 0"),
+    (lambda: plotting.quadratics(0.5), r"quadratics: condition must be a finite number >= 1, found 0\.5"),
+    (lambda: plotting.quadratics(math.inf), "quadratics: condition must be a finite number >= 1, found inf"),
+    (lambda: plotting.descend(QUADRATICS, jd.mean(), starts=torch.zeros(2)), r"starts must be \[s, 2\].*\[2\]"),
+    (lambda: plotting.parallel([[1.0, 2.0]]), "parallel: points must be a tensor of real numbers"),
+    (lambda: plotting.parallel(torch.ones(2, 3), ["one"]), "parallel: expected one name for each of 3"),
+    (lambda: plotting.front({"mine": torch.zeros(4, 3)}), r"front: points 'mine' must be \[k, 2\].*\[4, 3\]"),
+    (lambda: plotting.front({}), "front: points must be at least one"),
+    (lambda: plotting.front(torch.zeros(4, 2), ["one"]), "front: expected one name for each of 2"),
+    (lambda: plotting.front(torch.zeros(4, 2), reference=torch.ones(3)), r"front: reference must be a tensor \[2\]"),
+    (
+        lambda: plotting.trajectories(QUADRATICS, {"mine": plotting.Path(torch.zeros(3, 2), torch.zeros(3, 2))}),
+        r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]",
+    ),
+    *(
+        (lambda points=points: plotting.parallel(points), r"parallel: points must be \[k, m\], two losses or more")
+        for points in (torch.ones(3, 1), torch.ones(0, 4), torch.ones(2, 2, 2))
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_plots_say_what_is_wrong_before_they_make_a_figure(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
     assert not plt.get_fignums()
+
+
+def test_axes_that_do_not_fit_are_named():
+    space = {"projection": "3d"}
+    with pytest.raises(ValueError, match=r'3 dimensions need axes of as many.*"projection": "3d"'):
+        plotting.cone(SPATIAL, ax=plt.subplots()[1])
+    with pytest.raises(ValueError, match="2 dimensions need"):
+        plotting.cone(CONFLICTED, ax=plt.subplots(subplot_kw=space)[1])
+    with pytest.raises(ValueError, match="one Axes per plot, 2 in all, found 3"):
+        plotting.history(_infos(), ax=plt.subplots(3, 1)[1])
+
+
+@pytest.mark.parametrize("draw", [plotting.losses, plotting.weights, plotting.scales, plotting.history])
+def test_histories_say_what_is_wrong(draw):
+    with pytest.raises(TypeError, match="expected a list of records, one per step, found StepInfo"):
+        draw(_infos()[0])
+    with pytest.raises(ValueError, match="at least one step, found an empty list"):
+        draw([])
+    with pytest.raises(TypeError, match=r"each record must be a .*, found 1"):
+        draw([1])
+    if draw is not plotting.scales:
+        with pytest.raises(ValueError, match="the same objectives at every step"):
+            draw([*_infos(m=2), *_infos(m=3)])
