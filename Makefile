@@ -34,8 +34,8 @@ test-cpus: $(VENV)/.test  ## the numerical tests, not compiled, as on CPUs with 
 test-models: $(VENV)/.models  ## models of transformers, peft and timm, and many families, beside an ordinary loop
 	@$(BIN)/python -m pytest -n 2 -q tests/models
 
-bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json, pictures in build/bench
-	@$(BIN)/python tests/benchmarks --json bench.json --pictures build/bench
+bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; writes bench.json
+	@$(BIN)/python tests/benchmarks --json bench.json
 	@$(BIN)/python tests/benchmarks/shard_table.py
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32, and what that takes: an hour, to compile
@@ -56,7 +56,7 @@ bench-gpu:  ## on one GPU, six minutes at most: tests/test_cuda.py, then a step 
 	@PYTHONPATH=build/gpu:. $(PYTHON) tests/benchmarks/gpu_table.py --seconds 200 --json bench-gpu.json
 
 bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOON where its repository is on PYTHONPATH
-	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md --pictures build/bench
+	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md
 
 evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)

@@ -23,7 +23,7 @@ _GRAPHS = ("compiled", "physics")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is asked for: tables on stdout, progress on stderr, JSON and pictures where the options say."""
+    """Run what is asked for: tables on stdout, progress on stderr, JSON where the option says."""
     sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m tests.benchmarks` finds its neighbours too
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}  # the profiler's greetings
@@ -67,16 +67,11 @@ def _rows(chosen: "list[Case | Race]", options: argparse.Namespace) -> "Iterator
 
 
 def _finish(rows: "list[Row]", options: argparse.Namespace) -> None:
-    from report import NOTES, goals, record, slow_choices, verdicts
+    from report import NOTES, goals, record, verdicts
 
-    print(f"{NOTES}\n{slow_choices(rows)}\n{goals(verdicts(rows))}")
-    facts = record(rows)
+    print(f"{NOTES}\n{goals(verdicts(rows))}")
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
-    if options.pictures:
-        from pictures import draw
-
-        draw(facts, options.pictures)
+        options.json.write_text(json.dumps(record(rows), indent=1) + "\n")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -95,14 +90,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of models; default: the CPU, and CUDA if there is")
     parser.add_argument("--backend", default="inductor", help="what compiles")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, with versions and machine")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the figures there")
     options = parser.parse_args(arguments)
     if options.rounds < 2 or any(m < 1 for m in options.rows or ()):
         parser.error("--rounds must be at least 2, --rows at least 1")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")  # better now than after fifteen minutes
-    if options.pictures:
-        options.pictures.mkdir(parents=True, exist_ok=True)
     return options
 
 
@@ -128,7 +120,6 @@ def _called(case: "Case | Race") -> tuple[str, str, str, str]:
 def _cases(options: argparse.Namespace) -> "list[Case | Race]":
     import torch
     from as_run import as_run_races, compiled_races
-    from cases import example_races, growth_races, private_races, task_races
     from pinn import pinn_races
     from potential import potential_races
     from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
@@ -139,8 +130,6 @@ def _cases(options: argparse.Namespace) -> "list[Case | Race]":
         found += pinn_races(options.toy, device, options.backend)
         found += potential_races(options.toy, device, options.backend)
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
-        found += task_races(options.toy, device) + example_races(options.toy, device)
-        found += private_races(options.toy, device) + growth_races(options.toy, device)
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     found += weight_cases(rows) + batch_cases(rows)
     return [case for case in found if case.quick or not options.quick]

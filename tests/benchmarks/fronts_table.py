@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from fronts_pictures import Sides, draw
 from fronts_problems import PROBLEMS, Problem
 from page import with_table
 from torch import Tensor
@@ -155,18 +154,14 @@ def share(problem: Problem, outcomes: Sequence[Outcome], gradients: int | None =
     return f"{max(map(worth, outcomes)):.1f}"
 
 
-def worth_lines(
-    problems: Sequence[str], methods: Sequence[str], kept: dict[str, dict[str, Sides]] | None = None
-) -> Iterator[str]:
-    """What fronts are worth; keeps what was found, where there is a place for it."""
+def worth_lines(problems: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
+    """What fronts are worth."""
     yield from (_line(WORTH), _line(["---"] * len(WORTH)))
     for name in problems:
         problem = PROBLEMS[name]()
         starts, preferences = setting(problem)
         for label in methods:
             own, peer = _in_turns(problem, METHODS[label], starts, preferences)
-            if kept is not None:
-                kept.setdefault(name, {})[label] = own, peer
             shares = [share(problem, side, budget) for budget in (STEPS, None) for side in (own, peer)]
             times = [f"{milliseconds(side):.1f}" if side else "-" for side in (own, peer)]
             yield _line((name, label, *shares, *times))
@@ -211,14 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=tuple(PROBLEMS))
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
     parser.add_argument("--only", choices=("fronts", "times of fronts"), help="one of the tables")
-    parser.add_argument("--pictures", type=Path, help="a folder for a picture of the first")
     parser.add_argument("--page", type=Path, help="a Markdown file with marks for the tables")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # the peer's
-    kept: dict[str, dict[str, Sides]] = {}
     tables = {
-        "fronts": worth_lines(options.problems, options.methods, kept if options.pictures else None),
+        "fronts": worth_lines(options.problems, options.methods),
         "times of fronts": times_lines("VLMOP2", options.methods),
     }
     for name, lines in tables.items():
@@ -231,8 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.page:
             text = with_table(options.page.read_text(), name, "\n".join(found), "fronts_table.py")
             options.page.write_text(text)
-    if kept:
-        print(draw(kept, options.pictures))
 
 
 if __name__ == "__main__":

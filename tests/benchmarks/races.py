@@ -26,12 +26,11 @@ class Side(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """The figure that is judged: that of `ours` at most so many times that of `against`."""
+    """The time of `ours` at most so many times that of `against`."""
 
     ours: str
     against: str
     at_most: float
-    what: str = "time"  # time | memory
 
 
 class Race(NamedTuple):
@@ -51,11 +50,10 @@ class Race(NamedTuple):
 class Figure(NamedTuple):
     """A ratio and its goal."""
 
-    what: str
     ours: str
     against: str
     goal: float
-    ratio: list[float]  # the quartiles over the rounds; for memory the one number; empty where a side refused
+    ratio: list[float]  # the quartiles over the rounds; empty if a side raised
     reached: bool
 
 
@@ -92,11 +90,11 @@ def run(race: Race, seconds: float, rounds: int) -> Standing:
     medians = {name: statistics.median(column) for name, column in columns.items()}
     weighed = [name for name in sides if race.weighed is None or name in race.weighed]
     memory = {name: peak_memory(sides[name].call, race.device) for name in weighed}
-    figures = [_judged(goal, columns, memory) for goal in race.goals]
+    figures = [_judged(goal, columns) for goal in race.goals]
     ratios = {
         f"{name}/{other}": _ratio(columns[name], columns[other])
         for name in columns
-        for other in ("JD", "Engine", "Opacus", "conflictfree", "fb", "limit", "plain", "plain compiled")
+        for other in ("JD", "conflictfree", "limit", "plain", "plain compiled")
         if other in columns and name != other
     }
     how = race.table, race.name, race.size
@@ -125,7 +123,7 @@ def _agreeing(
             kept[name] = side
         except Exception as error:  # the others still race
             refused[name] = f"{type(error).__name__}: {error}"[:300]
-    expected = next((directions[name] for name in ("jacobian", "ours") if name in directions), None)
+    expected = directions.get("ours")
     difference = {} if expected is None else {name: apart(expected, found) for name, found in directions.items()}
     for name, distance in difference.items():
         if not distance <= tolerance:
@@ -153,15 +151,11 @@ def _indexed(call: Callable[[], Any], _: int) -> Any:
     return call()
 
 
-def _judged(goal: Goal, columns: dict[str, list[float]], memory: dict[str, int]) -> Figure:
+def _judged(goal: Goal, columns: dict[str, list[float]]) -> Figure:
     if goal.ours not in columns or goal.against not in columns:
-        return Figure(goal.what, goal.ours, goal.against, goal.at_most, [], False)
-    if goal.what == "memory":
-        ratio = [memory[goal.ours] / memory[goal.against]]
-    else:
-        ratio = _ratio(columns[goal.ours], columns[goal.against])
-    middle = ratio[len(ratio) // 2]
-    return Figure(goal.what, goal.ours, goal.against, goal.at_most, ratio, middle <= goal.at_most)
+        return Figure(goal.ours, goal.against, goal.at_most, [], False)
+    ratio = _ratio(columns[goal.ours], columns[goal.against])
+    return Figure(goal.ours, goal.against, goal.at_most, ratio, ratio[1] <= goal.at_most)
 
 
 def _ratio(column: list[float], other: list[float]) -> list[float]:

@@ -15,22 +15,12 @@ Row = Measurement | Standing
 TITLES = {
     "as run": "the whole step as users call it, optimizer included; milliseconds, ratios beside their goals, MB",
     "compiled": "the same, our step in one graph, TorchJD's loop eager; milliseconds, ratios beside their goals, MB",
-    "tasks": "diagnosis: one direction of several tasks on a trunk; milliseconds, MB at the peak",
-    "examples": "diagnosis: one direction of a batch, every example an objective; milliseconds, MB at the peak",
-    "private": "the sum of clipped gradients of a batch, judged against fb; milliseconds, MB at the peak",
     "physics": "a step of a network that solves an equation, ours compiled, by two peers; milliseconds, MB at the peak",
-    "growth": "diagnosis: one direction of 8 tasks on an MLP, one quantity varied; milliseconds, MB at the peak",
     "weights": "weights of a rule; microseconds",
     "batches": "weights of a rule, a batch of 64; microseconds",
 }
 
-SIDES = {
-    "tasks": ("fb", "JD", "jacobian", "gramian", "auto"),
-    "examples": ("fb", "JD", "Engine", "jacobian", "gramian", "auto"),
-    "private": ("fb", "Opacus", "vmap(grad)", "norms", "ours"),
-    "growth": ("fb", "JD", "jacobian", "gramian", "auto"),
-    "physics": ("conflictfree", "JD", "eager", "ours"),
-}
+SIDES = ("conflictfree", "JD", "eager", "ours")  # of physics
 
 RATIOS = {
     "as run": ("ours/JD", "stacked/JD", "operators/JD", "mean/plain", "ours/limit", "ours/plain"),
@@ -46,12 +36,9 @@ the mean loss, compiled where it says so. limit, one forward pass, the heads onc
 A ratio beside its goal: <= reached, > missed. First call and graphs: of our compiled step, with an empty cache of
 compiled code unless TORCHINDUCTOR_CACHE_DIR names one; more graphs than one mean that it compiled again.
 
-tasks, examples and growth explain these figures and are not judged by time: fb, a forward and a backward pass; jacobian
-and gramian, our engines called by hand; auto, what `step` does, without an optimizer; ratio, that of auto to the peer.
-private: ours, what `step` does with `clipped`, without an optimizer; norms, `squared_norms_fn` and nothing more;
-Opacus, its ghost clipping, with its own attention. physics: an equation with two losses and `config`, a potential with
-energies, forces and stresses and `upgrad`, with Adam, a thread each; ours, the step in one graph; eager, the same step
-not compiled; ratio, that of ours to conflictfree. Errors at equal time are printed by physics.py.
+physics: an equation with two losses and `config`, a potential with energies, forces and stresses and `upgrad`, with
+Adam, a thread each; ours, the step in one graph; eager, the same step not compiled; ratio, that of ours to
+conflictfree. Errors at equal time are printed by physics.py.
 
 All sides give the same direction, or are not timed. Figures are medians; ratios are medians of the rounds' ratios, with
 their quartiles. MB are 2^20 bytes. apart: the relative distance of the two directions; the peer approximates in upgrad
@@ -65,7 +52,6 @@ class Verdict(NamedTuple):
     """A figure, its goal, and whether it is reached; no figure where a side refused, which reaches nothing."""
 
     case: str
-    what: str
     against: str
     ours: str
     ratio: list[float]
@@ -80,7 +66,7 @@ def heading(row: Row) -> str:
         cells = "".join(f"{name:>21}" for name in (*RATIOS[row.table], "MB, JD's"))
         return title + f"{'':34}{'ours':>9}{cells}" + ("   first call, graphs" if row.table == "compiled" else "")
     if isinstance(row, Standing):
-        return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES[row.table]) + f"{'ratio':>9} quartiles"
+        return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES) + f"{'ratio':>9} quartiles"
     names = f"{'ours':>11}{'peer':>11}  {'ratio':>6} {'quartiles':16}{'goal':>5} {'':8}{'apart':>7}"
     return title + f"{'':27}{names}"
 
@@ -127,10 +113,10 @@ def _ratio(ratio: list[float] | None, goal: Figure | None) -> str:
 def _standing(row: Standing) -> str:
     cells = [
         f"{row.seconds[name] * 1e3:9.2f} ({row.memory.get(name, 0) / _MB:6.1f})" if name in row.seconds else "-"
-        for name in SIDES[row.table]
+        for name in SIDES
     ]
     text = f"{row.name:16}{_place(row):>12}" + "".join(f"{cell:>18}" for cell in cells)
-    ratio = against_peer(row._asdict())
+    ratio = row.ratios.get("ours/conflictfree")
     if ratio is not None:
         low, middle, high = ratio
         text += f"{middle:9.3f} [{low:.3f} {high:.3f}]"
@@ -145,12 +131,6 @@ def _refused(row: Standing) -> str:
     return "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())
 
 
-def against_peer(row: dict[str, Any]) -> list[float] | None:
-    """The quartiles of the ratio of `auto` to the peer's Engine, or to its Jacobian; of private training, to fb."""
-    found = [row["ratios"].get(pair) for pair in ("auto/Engine", "auto/JD", "ours/fb", "ours/conflictfree")]
-    return next((ratio for ratio in found if ratio is not None), None)
-
-
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     """All goals, in the order in which they were measured."""
     found: list[Verdict] = []
@@ -158,39 +138,27 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
         case = f"{row.table}: {row.name} {row.size}"
         if isinstance(row, Measurement):
             if row.goal is not None and row.ratio is not None:
-                found.append(Verdict(case, "time", row.against, "", row.ratio, row.goal, bool(row.reached)))
+                found.append(Verdict(case, row.against, "", row.ratio, row.goal, bool(row.reached)))
             continue
         case = case if row.device == "cpu" else f"{case} {row.device}"
-        found += [Verdict(case, f.what, f.against, f.ours, f.ratio, f.goal, f.reached) for f in row.figures]
+        found += [Verdict(case, f.against, f.ours, f.ratio, f.goal, f.reached) for f in row.figures]
     return found
 
 
 def goals(found: Sequence[Verdict]) -> str:
     """One table of everything that there is a goal for."""
-    head = f"\nto reach\n{'':42}{'':8}{'ours':10}{'against':>12}{'ratio':>8} {'quartiles':16}{'goal':>5}"
+    head = f"\nto reach\n{'':42}{'ours':10}{'against':>12}{'ratio':>8} {'quartiles':16}{'goal':>5}"
     lines = [head, *map(_goal, found)]
     return "\n".join([*lines, f"\n{sum(verdict.reached for verdict in found)} of {len(found)} goals reached"])
 
 
 def _goal(verdict: Verdict) -> str:
-    text = f"{verdict.case:42}{verdict.what:8}{verdict.ours:10}{verdict.against:>12}"
+    text = f"{verdict.case:42}{verdict.ours:10}{verdict.against:>12}"
     if not verdict.ratio:
         return f"{text}{'-':>8} {'':16}{verdict.goal:5.2f} MISSED"
-    low, middle, high = verdict.ratio if len(verdict.ratio) == 3 else verdict.ratio * 3
-    spread = f"[{low:.3f} {high:.3f}]" if len(verdict.ratio) == 3 else ""
-    return f"{text}{middle:8.3f} {spread:16}{verdict.goal:5.2f} {'reached' if verdict.reached else 'MISSED'}"
-
-
-def slow_choices(rows: Iterable[Row]) -> str:
-    """Where `auto` took a quarter longer than the faster engine by hand: a wrong choice, or what a step costs."""
-    lines = []
-    for row in rows:
-        if isinstance(row, Standing) and {"auto", "jacobian", "gramian"} <= row.seconds.keys():
-            best = min(("jacobian", "gramian"), key=row.seconds.__getitem__)
-            excess = row.seconds["auto"] / row.seconds[best]
-            if excess > 1.25:
-                lines.append(f"  {row.table}: {row.name} {row.size}: {excess:.2f} times {best}")
-    return "\n".join(["\nauto, where it takes more than 1.25 times our faster engine", *lines]) if lines else ""
+    low, middle, high = verdict.ratio
+    spread, end = f"[{low:.3f} {high:.3f}]", "reached" if verdict.reached else "MISSED"
+    return f"{text}{middle:8.3f} {spread:16}{verdict.goal:5.2f} {end}"
 
 
 def record(rows: Iterable[Row], threads: int = 1) -> dict[str, Any]:

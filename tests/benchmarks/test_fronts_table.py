@@ -2,7 +2,6 @@
 
 import math
 
-import fronts_pictures
 import fronts_problems
 import fronts_table
 import pytest
@@ -60,14 +59,3 @@ def test_a_budget_of_gradients_buys_fewer_steps_where_each_takes_more(monkeypatc
     assert found == expected
     assert fronts_table.share(problem, [fronts_table.Outcome(falling, [], 3)]) == expected[0]
     assert fronts_table.share(problem, []) == "-"
-
-
-def test_a_picture_shows_what_each_gradient_bought(monkeypatch, tmp_path):
-    monkeypatch.setattr(fronts_table, "STEPS", 4)
-    monkeypatch.setattr(fronts_table, "has_peer", lambda: False)
-    fronts_table.main(["--problems", "VLMOP2", "--methods", "EPO", "--only", "fronts", "--pictures", str(tmp_path)])
-    assert (tmp_path / "fronts.svg").read_text().count("<!-- gradients of each solution -->") == 1
-    falling = [torch.tensor([[1.0 - 0.1 * step, 1.0]]) for step in range(3)]
-    problem = fronts_problems.PROBLEMS["ZDT1"]()._replace(whole=1.21)
-    found = fronts_pictures.curve(problem, fronts_table.Outcome(falling, [], 2))
-    assert found.tolist() == pytest.approx([(0.1 + 0.1 * step) * 0.1 / 1.21 * 100 for step in range(3)])

@@ -1,14 +1,10 @@
-"""Races: another direction is not timed, one side answers for time and memory, and that is what was allocated."""
+"""Races: another direction is not timed, one side answers for its time, and memory is that of what was allocated."""
 
-import json
 from functools import partial
 from math import pi
 
-import matplotlib.image
 import measure
 import memory
-import numpy as np
-import pictures
 import pytest
 import races
 import report
@@ -16,106 +12,76 @@ import torch
 from burgers import Burgers, burgers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import TOYS, examples, flat, gradients, tasks, values
+from models import TOYS, examples, flat, tasks, values
 from races import Goal, Race, Side, run
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only the sides move on, and memory as they say."""
-    now = [0.0]
-    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(races, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(races, "peak_memory", lambda call, device: call() or call.size)
+    """A clock that only the sides move on, and memory as they say; the calls of sides, in order."""
+    now, log = [0.0], []
+    for module in (measure, races):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(races, "peak_memory", lambda call, device: call() or 20)
 
-    class Call:
-        def __init__(self, seconds, size):
-            self.seconds, self.size = seconds, size
+    def side(name, seconds, direction=(1.0, 2.0)):
+        def call():
+            log.append(name)
+            now[0] += seconds
 
-        def __call__(self):
-            now[0] += self.seconds
+        return Side(call, None if direction is None else lambda _: torch.tensor(direction))
 
-    def side(seconds, size, direction=(1.0, 2.0)):
-        found = None if direction is None else lambda _: torch.tensor(direction)
-        return Side(Call(seconds, size), found)
-
+    side.log = log
     return side
 
 
-def race(sides, *goals):
-    return run(Race("tasks", "MLP", "T=2", lambda: sides, goals), seconds=1e-9, rounds=9)
+def race(sides, *goals, table="as run"):
+    return run(Race(table, "MLP", "T=2", lambda: sides, goals), seconds=1e-9, rounds=9)
 
 
-def test_one_side_answers_for_time_and_memory(clock):
-    sides = {
-        "JD": clock(4e-3, 100),
-        "fb": clock(1e-3, 10, None),
-        "jacobian": clock(1e-3, 20),
-        "auto": clock(2e-3, 50),
-    }
-    found = race(sides, Goal("auto", "JD", 0.5), Goal("auto", "JD", 0.4, "memory"), Goal("auto", "fb", 1.5))
-    assert [(f.ours, f.reached) for f in found.figures] == [("auto", True), ("auto", False), ("auto", False)]
+def test_the_sides_take_turns_and_each_answers_for_its_time(clock):
+    sides = {"JD": clock("JD", 4e-3), "plain": clock("plain", 1e-3, None), "ours": clock("ours", 2e-3)}
+    found = race(sides, Goal("ours", "JD", 0.51), Goal("ours", "plain", 1.5))
+    assert [(f.ours, f.reached) for f in found.figures] == [("ours", True), ("ours", False)]
     assert found.figures[0].ratio == pytest.approx([0.5] * 3, abs=1e-12)
-    assert found.figures[1].ratio == [0.5]
-    assert found.seconds == pytest.approx({"JD": 4e-3, "fb": 1e-3, "jacobian": 1e-3, "auto": 2e-3})
-    assert report.against_peer(found._asdict()) == pytest.approx([0.5] * 3)  # whatever an engine by hand takes
-
-
-def test_the_sides_take_turns(clock):
-    log = []
-    sides = {"JD": clock(1e-2, 1), "jacobian": clock(2e-2, 1)}
-    noted = {
-        name: Side(lambda name=name, side=side: (log.append(name), side.call())[1], side.direction)
-        for name, side in sides.items()
-    }
-    for name in sides:
-        noted[name].call.__dict__["size"] = 1
-    race(noted)
+    assert found.seconds == pytest.approx({"JD": 4e-3, "plain": 1e-3, "ours": 2e-3})
+    assert found.memory == dict.fromkeys(sides, 20)
     # Checked, tried once, then in turns, at last weighed.
-    assert log == ["JD", "jacobian"] * (len(log) // 2)
-    assert len(log) == 2 * (1 + 1 + measure.FEWEST + 1)
+    assert clock.log == [*sides] * (1 + 1 + measure.FEWEST + 1)
 
 
-def test_another_direction_is_not_timed_and_reaches_no_goal(clock):
-    sides = {
-        "JD": clock(4e-3, 100),
-        "jacobian": clock(3e-3, 20),
-        "gramian": clock(1e-3, 5, (1.0, 2.1)),
-        "auto": clock(1e-3, 5, (1.0, float("nan"))),
-    }
-    found = race(sides, Goal("jacobian", "JD", 0.5), Goal("gramian", "JD", 0.5))
-    assert found.seconds.keys() == {"JD", "jacobian"}
-    assert found.refused.keys() == {"gramian", "auto"}
-    assert [(len(f.ratio), f.reached) for f in found.figures] == [(3, False), (0, False)]
-    assert "gramian: another direction" in report.line(found)
-
-
-def test_who_raises_is_out_and_named(clock):
+def test_a_side_with_another_direction_or_an_error_is_not_timed_and_reaches_no_goal(clock):
     def refuse():
         raise NotImplementedError("no such layer")
 
-    found = race({"JD": Side(refuse), "jacobian": clock(3e-3, 20)}, Goal("jacobian", "JD", 0.5))
-    assert found.refused == {"JD": "NotImplementedError: no such layer"}
-    assert [f.reached for f in found.figures] == [False]
-    [verdict] = report.verdicts([found])
-    assert report.goals([verdict]).splitlines()[-1] == "0 of 1 goals reached"
+    sides = {
+        "JD": clock("JD", 4e-3),
+        "ours": clock("ours", 3e-3),
+        "stacked": clock("stacked", 1e-3, (1.0, 2.1)),
+        "mean": clock("mean", 1e-3, (1.0, float("nan"))),
+        "operators": Side(refuse),
+    }
+    found = race(sides, Goal("ours", "JD", 0.5), Goal("stacked", "JD", 0.5), Goal("operators", "JD", 0.5))
+    assert found.seconds.keys() == {"JD", "ours"}
+    assert found.refused.keys() == {"stacked", "mean", "operators"}
+    assert found.refused["operators"] == "NotImplementedError: no such layer"
+    assert [(len(f.ratio), f.reached) for f in found.figures] == [(3, False), (0, False), (0, False)]
+    assert "stacked: another direction" in report.line(found)
+    assert report.goals(report.verdicts([found])).splitlines()[-1] == "0 of 3 goals reached"
 
 
 @pytest.mark.parametrize("graphs", [1, 2])
 def test_what_compiles_twice_is_seen(clock, monkeypatch, graphs):
     compiled = []
     monkeypatch.setattr(races, "_graphs", lambda: len(compiled))
-    step = clock(3e-3, 20)
+    step = clock("ours", 3e-3)
 
     def call():
         compiled.extend([None] * (len(compiled) < graphs))
         return step.call()
 
-    call.size = 20
-    sides = {"JD": clock(4e-3, 100), "ours": Side(call, step.direction)}
-    found = run(Race("compiled", "MLP", "T=2", lambda: sides, weighed=("ours",)), seconds=1e-9, rounds=9)
+    found = race({"JD": clock("JD", 4e-3), "ours": Side(call, step.direction)}, table="compiled")
     assert found.compiled == {"ours": (pytest.approx(3e-3), graphs)}
-    assert found.memory == {"ours": 20}
     assert report.line(found).endswith(f" 0.0 s, {graphs}")
 
 
@@ -151,13 +117,11 @@ def test_peak_memory_counts_what_lives_at_once():
 def test_losses_are_those_of_the_modules(name, stacked):
     several = tasks(TOYS[name], 3, batch=4)
     found = several.losses(stacked=stacked)(several.tree(values), *several.batch)
-    torch.testing.assert_close(found if stacked else torch.stack(list(found.values())), _stacked(several))
+    torch.testing.assert_close(
+        found if stacked else torch.stack(list(found.values())), torch.stack(several.forward()[0])
+    )
     each = examples(TOYS[name], 4)
     torch.testing.assert_close(each.losses()(each.tree(values), *each.batch), each.forward())
-
-
-def _stacked(model):
-    return torch.stack(model.forward()[0])
 
 
 class Square(torch.nn.Module):
@@ -175,37 +139,6 @@ def test_losses_of_an_equation_hold_its_derivatives():
     expected = [(linear(edge) ** 4).mean(), residual.square().mean(), (linear(start) ** 2 - at).square().mean()]
     torch.testing.assert_close(model.forward(), expected)
     torch.testing.assert_close(list(model.losses()(model.tree(values), *model.batch).values()), expected)
-
-
-@pytest.mark.parametrize("name", ["MLP", "conv", "transformer"])
-@pytest.mark.filterwarnings("ignore")
-def test_all_sides_give_the_direction_of_a_plain_loop(name):
-    pytest.importorskip("torchjd")
-    from sides import lean, of_examples, of_tasks
-
-    several, each = partial(tasks, TOYS[name], 3, 4), partial(examples, TOYS[name], 4)
-    for make, of in ((several, of_tasks), (each, of_examples)):
-        model = make()
-        expected = _by_hand(model, model.forward()[0] if of is of_tasks else model.forward(), lean)
-        found = {name: side.direction(side.call()) for name, side in of(make).items() if side.direction}
-        assert found.keys() >= {"JD", "jacobian", "gramian", "auto"}
-        for direction in found.values():
-            # Entries cancel, so that only the length bounds the error; norm layers lose some digits more.
-            assert (direction - expected).norm() <= 1024 * torch.finfo(torch.float32).eps * expected.norm()
-
-
-def _by_hand(model, losses, rule):
-    """The direction: the rows of the first module, weighed; what the heads learn is not weighed."""
-    shared, *heads = [list(module.parameters()) for module in model.modules]
-    rows = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
-    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    direction = (rule(J @ J.T) @ J).split([p.numel() for p in shared])
-    for p, g in zip(shared, direction, strict=True):
-        p.grad = g.view_as(p)
-    for own in heads:
-        for p, g in zip(own, torch.autograd.grad(sum(losses), own), strict=True):
-            p.grad = g
-    return flat(model.tree(gradients))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -231,20 +164,3 @@ def test_steps_are_those_of_the_peer(kind):
     assert (limit(make, "float32") is None) == (kind == "examples")
     sides = compiled_races(toy=True)[0].build()
     assert list(sides) == ["JD", "plain", "limit", "plain compiled", "ours", "mean"]
-
-
-def test_pictures_show_what_is_there(tmp_path, clock):
-    goal = Goal("auto", "JD", 0.4, "memory")
-    sides = {"JD": 4e-3, "jacobian": 3e-3, "auto": 3e-3}
-    how = {"fb": clock(1e-3, 10**5, None)} | {name: clock(seconds, 10**6) for name, seconds in sides.items()}
-    rows = [
-        run(Race(table, name, size, lambda: how, (goal,)), 1e-9, 9)
-        for table, name, size in [("tasks", "MLP", "T=2"), ("tasks", "MLP", "T=8"), ("growth", "with m", "m=2")]
-    ]
-    record = json.loads(
-        json.dumps({"races": [r._asdict() | {"figures": [f._asdict() for f in r.figures]} for r in rows]})
-    )
-    written = pictures.draw(record, tmp_path)
-    assert [path.name for path in written] == ["ratio.png", "growth.png", "memory.png"]
-    assert all(np.ptp(matplotlib.image.imread(path)) > 0 for path in written)
-    assert pictures.draw({"races": []}, tmp_path) == []
