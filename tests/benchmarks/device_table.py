@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `python -m` finds its neighbours too
 from device_steps import CASES, FORMS, RULES, Count, ours, peers, plain
-from page import with_table
+from page import line, table, with_table
 
 LAUNCHES = ("plain", "TorchJD", "ours", "to plain", "to TorchJD")
 HEAD = ("", "rule", *LAUNCHES, "waits: TorchJD", "ours", "copies: TorchJD", "ours", "peak, kB: TorchJD", "ours")
@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # the peer's and its solvers'
     lines: list[str] = []
-    for line in _lines(options.rules, options.models):
-        print(line, flush=True)
-        lines.append(line)
+    for each in _lines(options.rules, options.models):
+        print(each, flush=True)
+        lines.append(each)
     if options.page:
         text = with_table(options.page.read_text(), "launches", "\n".join(lines), "device_table.py")
         options.page.write_text(text)
@@ -39,28 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _lines(rules: Sequence[str], models: Sequence[str] | None) -> Iterator[str]:
     for form in FORMS:
-        yield from (
-            *(
-                [
-                    "",
-                ]
-                if form != FORMS[0]
-                else []
-            ),
-            _line((form, *HEAD[1:])),
-            _line(["---"] * len(HEAD)),
-        )
+        if form != FORMS[0]:
+            yield ""
+        yield from table((form, *HEAD[1:]), []).splitlines()
         for case in CASES:
             if models and case[0] not in models:
                 continue
             ordinary = plain(case, form)
             for rule in rules:
                 cells = _cells(ordinary, peers(case, rule, form), ours(case, rule, form))
-                yield _line((f"{case[0]}, {case[1]} tasks", f"`{rule}`", *cells))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+                yield line((f"{case[0]}, {case[1]} tasks", f"`{rule}`", *cells))
 
 
 def _cells(ordinary: Count | None, peer: Count | None, own: Count) -> list[str]:

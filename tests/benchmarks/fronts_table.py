@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fronts_problems import PROBLEMS, Problem
-from page import with_table
+from page import line, table, with_table
 from torch import Tensor
 
 import functional_jd as jd
@@ -156,7 +156,7 @@ def share(problem: Problem, outcomes: Sequence[Outcome], gradients: int | None =
 
 def worth_lines(problems: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
     """What fronts are worth."""
-    yield from (_line(WORTH), _line(["---"] * len(WORTH)))
+    yield from table(WORTH, []).splitlines()
     for name in problems:
         problem = PROBLEMS[name]()
         starts, preferences = setting(problem)
@@ -164,7 +164,7 @@ def worth_lines(problems: Sequence[str], methods: Sequence[str]) -> Iterator[str
             own, peer = _in_turns(problem, METHODS[label], starts, preferences)
             shares = [share(problem, side, budget) for budget in (STEPS, None) for side in (own, peer)]
             times = [f"{milliseconds(side):.1f}" if side else "-" for side in (own, peer)]
-            yield _line((name, label, *shares, *times))
+            yield line((name, label, *shares, *times))
 
 
 def _in_turns(
@@ -183,7 +183,7 @@ def _in_turns(
 
 def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
     """What a step takes on one problem, in milliseconds of the CPU."""
-    yield from (_line(TIMES), _line(["---"] * len(TIMES)))
+    yield from table(TIMES, []).splitlines()
     problem = PROBLEMS[name]()
     given = setting(problem)
     for label in methods:
@@ -193,11 +193,7 @@ def times_lines(name: str, methods: Sequence[str]) -> Iterator[str]:
         ms = [min(milliseconds([outcome]) for outcome in outcomes) for outcomes in zip(*found, strict=True)]
         ratios = [f"{x / ms[-1]:.2f}" if has_peer() else "-" for x in ms[: len(WAYS)]]
         cells = [f"{x:.1f}" for x in ms] + ["-"] * (not has_peer())
-        yield _line((label, *cells, *ratios))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        yield line((label, *cells, *ratios))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -218,9 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.only not in (None, name):
             continue
         found: list[str] = []
-        for line in lines:
-            print(line, flush=True)
-            found.append(line)
+        for each in lines:
+            print(each, flush=True)
+            found.append(each)
         if options.page:
             text = with_table(options.page.read_text(), name, "\n".join(found), "fronts_table.py")
             options.page.write_text(text)

@@ -117,8 +117,11 @@ def _goal(row: Row | None, pair: str) -> str:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    cells = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join(map(line, [head, ["---"] * len(head), *lines]))
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 TABLES = {"steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}

@@ -20,6 +20,7 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 import torch
 from equations import EQUATIONS, Equation
+from page import table as markdown
 from page import with_table
 from physics_methods import Maker, Method, contenders, forget
 
@@ -120,7 +121,7 @@ def table(found: dict[str, dict[str, Found]]) -> str:
     """Every run in Markdown."""
     seeds = [f"seed {seed}" for seed in SEEDS]
     head = ("equation", "method", "setting", *seeds, "mean", f"`{OURS}` to it", "goal")
-    return _markdown(head, [row for name, each in found.items() for row in rows(name, each)])
+    return markdown(head, [row for name, each in found.items() for row in rows(name, each)])
 
 
 def means(found: dict[str, dict[str, Found]]) -> str:
@@ -131,11 +132,7 @@ def means(found: dict[str, dict[str, Found]]) -> str:
         (name, *(f"{each[method].mean:.2g}" for method in methods), _part(each[OURS].mean / each["Adam"].mean))
         for name, each in found.items()
     ]
-    return _markdown(head, lines) + "\n\n" + missed(found)
-
-
-def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *lines))
+    return markdown(head, lines) + "\n\n" + missed(found)
 
 
 def _shown(method: str) -> str:

@@ -45,13 +45,17 @@ def _start(equation: Equation, device: str) -> tuple[Params, tuple[Tensor, ...]]
 
 def _ours(equation: Equation, device: str, step: Callable[..., Any]) -> Side:
     params, points = _start(equation, device)
-    losses = lambda params, *points: equation.losses(params, points, by_func)
+    return own_side(lambda params, *points: equation.losses(params, points, by_func), jd.config(), params, points, step)
+
+
+def own_side(losses: Any, rule: jd.Aggregator, params: Params, batch: tuple[Tensor, ...], step: Any) -> Side:
+    """Our step with Adam."""
     optimizer = jd.adamw(lr=_RATE, weight_decay=0.0)
-    how: dict[str, Any] = {"losses": losses, "aggregator": jd.config(), "optimizer": optimizer}
-    state = [jd.train_state(params, *points, **how)]
+    how: dict[str, Any] = {"losses": losses, "aggregator": rule, "optimizer": optimizer}
+    state = [jd.train_state(params, *batch, **how)]
 
     def call() -> Any:
-        state[0], _ = step(state[0], *points, **how)
+        state[0], _ = step(state[0], *batch, **how)
         return state[0].optimizer.first
 
     return Side(call, flat)
@@ -59,12 +63,17 @@ def _ours(equation: Equation, device: str, step: Callable[..., Any]) -> Side:
 
 def _peer(equation: Equation, device: str, to_grad: Callable[[Params, list[Tensor]], None]) -> Side:
     params, points = _start(equation, device)
+    return peer_side(lambda params: [*equation.losses(params, points, by_autograd).values()], params, to_grad)
+
+
+def peer_side(losses: Callable[[Params], list[Tensor]], params: Params, to_grad: Callable[..., None]) -> Side:
+    """A loop around torch's Adam, with gradients by a peer."""
     params = [p.requires_grad_() for p in params]
     optimizer = torch.optim.Adam(params, lr=_RATE)
 
     def call() -> Any:
         optimizer.zero_grad()
-        to_grad(params, list(equation.losses(params, points, by_autograd).values()))
+        to_grad(params, losses(params))
         optimizer.step()
         return [optimizer.state[p]["exp_avg"] for p in params]
 

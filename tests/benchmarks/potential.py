@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import flat
+from pinn import own_side, peer_side
 from races import Goal, Race, Side
 from torch import Tensor
 from torch.nn.functional import linear
@@ -18,7 +18,7 @@ from torchjd.autojac import backward, jac_to_grad
 
 import functional_jd as jd
 
-_RATE, _RADIAL, _CUTOFF = 1e-3, 12, 4.0
+_RADIAL, _CUTOFF = 12, 4.0
 # The peer adds a ridge of 1e-4 to the Gramian.
 _APART = 0.05
 
@@ -107,26 +107,13 @@ def _losses(derivatives: Derivatives, params: Params, positions: Tensor, *target
 
 
 def _ours(params: Params, batch: tuple[Tensor, ...], step: Callable[..., Any]) -> Side:
-    optimizer = jd.adamw(lr=_RATE, weight_decay=0.0)
-    how: dict[str, Any] = {"losses": partial(_losses, _by_func), "aggregator": jd.upgrad(), "optimizer": optimizer}
-    state = [jd.train_state(params, *batch, **how)]
-
-    def call() -> Any:
-        state[0], _ = step(state[0], *batch, **how)
-        return state[0].optimizer.first
-
-    return Side(call, flat)
+    return own_side(partial(_losses, _by_func), jd.upgrad(), params, batch, step)
 
 
 def _peer(params: Params, batch: tuple[Tensor, ...]) -> Side:
-    params = [p.requires_grad_() for p in params]
-    optimizer = torch.optim.Adam(params, lr=_RATE)
+    return peer_side(lambda params: [*_losses(_by_autograd, params, *batch).values()], params, _torchjd)
 
-    def call() -> Any:
-        optimizer.zero_grad()
-        backward(list(_losses(_by_autograd, params, *batch).values()))
-        jac_to_grad(params, UPGrad())
-        optimizer.step()
-        return [optimizer.state[p]["exp_avg"] for p in params]
 
-    return Side(call, flat)
+def _torchjd(params: Params, losses: list[Tensor]) -> None:
+    backward(losses)
+    jac_to_grad(params, UPGrad())

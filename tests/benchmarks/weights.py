@@ -9,35 +9,12 @@ from measure import Case, Contest, apart
 from torch import Tensor
 from torchjd import Stateful
 
-from functional_jd.aggregation.aggregate import Aggregator, aggregate
-from functional_jd.aggregators.aligned_mtl import aligned_mtl
-from functional_jd.aggregators.cagrad import cagrad
-from functional_jd.aggregators.config import config
-from functional_jd.aggregators.constant import constant
-from functional_jd.aggregators.cr_mogm import cr_mogm
-from functional_jd.aggregators.dualproj import dualproj
-from functional_jd.aggregators.excess_mtl import excess_mtl
-from functional_jd.aggregators.fairgrad import fairgrad
-from functional_jd.aggregators.graddrop import graddrop
-from functional_jd.aggregators.gradvac import gradvac
-from functional_jd.aggregators.imtl_g import imtl_g
-from functional_jd.aggregators.krum import krum
-from functional_jd.aggregators.mean import mean
-from functional_jd.aggregators.mgda import mgda
-from functional_jd.aggregators.modo import modo
-from functional_jd.aggregators.nash_mtl import nash_mtl
-from functional_jd.aggregators.pcd import pcd
-from functional_jd.aggregators.pcgrad import pcgrad
-from functional_jd.aggregators.random_weights import random_weights
-from functional_jd.aggregators.sdmgrad import sdmgrad
-from functional_jd.aggregators.total import total
-from functional_jd.aggregators.trimmed_mean import trimmed_mean
-from functional_jd.aggregators.upgrad import upgrad
+import functional_jd as jd
 from functional_jd.core.tree import tree_map
-from functional_jd.random import key
 
 ROWS, QUICK_ROWS = (2, 4, 8, 32, 128, 256), (2, 8, 32)
 BATCH, BATCHED_ROWS = 64, 8
+KEY = jd.random.key(0)
 # Several problems in turn: the peer's rules that start from their last answer must not be handed the same one again.
 _PROBLEMS = 4
 
@@ -52,7 +29,7 @@ class Problems(NamedTuple):
 class Entry(NamedTuple):
     """A rule for m rows and the peer's counterpart for m rows, which takes `given`: a direction comes of a Jacobian."""
 
-    ours: Callable[[int], Aggregator]
+    ours: Callable[[int], jd.Aggregator]
     peer: Callable[[int], Any]
     given: str = "gramian"  # gramian | cross | rows | jacobian
     random: bool = False
@@ -60,30 +37,30 @@ class Entry(NamedTuple):
 
 
 RULES = {
-    "mean": Entry(lambda m: mean(), lambda m: peers.MeanWeighting()),
-    "total": Entry(lambda m: total(), lambda m: peers.SumWeighting()),
-    "constant": Entry(lambda m: constant(torch.ones(m)), lambda m: peers.ConstantWeighting(torch.ones(m).double())),
-    "random_weights": Entry(lambda m: random_weights(key(0)), lambda m: peers.RandomWeighting(), random=True),
-    "upgrad": Entry(lambda m: upgrad(), lambda m: peers.UPGradWeighting()),
-    "dualproj": Entry(lambda m: dualproj(), lambda m: peers.DualProjWeighting()),
-    "mgda": Entry(lambda m: mgda(), lambda m: peers.MGDAWeighting()),
-    "cagrad": Entry(lambda m: cagrad(0.5), lambda m: peers.CAGradWeighting(0.5)),
-    "nash_mtl": Entry(lambda m: nash_mtl(), lambda m: peers.NashMTL(m), "jacobian"),
-    "fairgrad": Entry(lambda m: fairgrad(1.0), lambda m: peers.FairGradWeighting(1.0)),
-    "aligned_mtl": Entry(lambda m: aligned_mtl(), lambda m: peers.AlignedMTLWeighting()),
-    "imtl_g": Entry(lambda m: imtl_g(), lambda m: peers.IMTLGWeighting()),
-    "config": Entry(lambda m: config(), lambda m: peers.ConFIG(), "jacobian"),
-    "pcgrad": Entry(lambda m: pcgrad(key(0)), lambda m: peers.PCGradWeighting(), random=True),
-    "gradvac": Entry(lambda m: gradvac(key(0)), lambda m: peers.GradVacWeighting(), random=True),
-    "graddrop": Entry(lambda m: graddrop(key(0)), lambda m: peers.GradDrop(), "jacobian", random=True),
+    "mean": Entry(lambda m: jd.mean(), lambda m: peers.MeanWeighting()),
+    "total": Entry(lambda m: jd.total(), lambda m: peers.SumWeighting()),
+    "constant": Entry(lambda m: jd.constant(torch.ones(m)), lambda m: peers.ConstantWeighting(torch.ones(m).double())),
+    "random_weights": Entry(lambda m: jd.random_weights(KEY), lambda m: peers.RandomWeighting(), random=True),
+    "upgrad": Entry(lambda m: jd.upgrad(), lambda m: peers.UPGradWeighting()),
+    "dualproj": Entry(lambda m: jd.dualproj(), lambda m: peers.DualProjWeighting()),
+    "mgda": Entry(lambda m: jd.mgda(), lambda m: peers.MGDAWeighting()),
+    "cagrad": Entry(lambda m: jd.cagrad(0.5), lambda m: peers.CAGradWeighting(0.5)),
+    "nash_mtl": Entry(lambda m: jd.nash_mtl(), lambda m: peers.NashMTL(m), "jacobian"),
+    "fairgrad": Entry(lambda m: jd.fairgrad(1.0), lambda m: peers.FairGradWeighting(1.0)),
+    "aligned_mtl": Entry(lambda m: jd.aligned_mtl(), lambda m: peers.AlignedMTLWeighting()),
+    "imtl_g": Entry(lambda m: jd.imtl_g(), lambda m: peers.IMTLGWeighting()),
+    "config": Entry(lambda m: jd.config(), lambda m: peers.ConFIG(), "jacobian"),
+    "pcgrad": Entry(lambda m: jd.pcgrad(KEY), lambda m: peers.PCGradWeighting(), random=True),
+    "gradvac": Entry(lambda m: jd.gradvac(KEY), lambda m: peers.GradVacWeighting(), random=True),
+    "graddrop": Entry(lambda m: jd.graddrop(KEY), lambda m: peers.GradDrop(), "jacobian", random=True),
     # With four rows, the best two are each other's only neighbour, and their scores equal: either may win.
-    "krum": Entry(lambda m: krum(1), lambda m: peers.KrumWeighting(1), fewest=5),
-    "trimmed_mean": Entry(lambda m: trimmed_mean(1), lambda m: peers.TrimmedMean(1), "jacobian", fewest=3),
-    "excess_mtl": Entry(lambda m: excess_mtl(), lambda m: peers.ExcessMTLWeighting(), "rows"),
-    "modo": Entry(lambda m: modo(), lambda m: peers.MoDoWeighting(), "cross"),
-    "sdmgrad": Entry(lambda m: sdmgrad(), lambda m: peers.SDMGradWeighting(), "cross"),
-    "pcd": Entry(lambda m: pcd(), lambda m: peers.PCDWeighting()),
-    "cr_mogm": Entry(lambda m: cr_mogm(mean()), lambda m: peers.CRMOGMWeighting(peers.MeanWeighting())),
+    "krum": Entry(lambda m: jd.krum(1), lambda m: peers.KrumWeighting(1), fewest=5),
+    "trimmed_mean": Entry(lambda m: jd.trimmed_mean(1), lambda m: peers.TrimmedMean(1), "jacobian", fewest=3),
+    "excess_mtl": Entry(lambda m: jd.excess_mtl(), lambda m: peers.ExcessMTLWeighting(), "rows"),
+    "modo": Entry(lambda m: jd.modo(), lambda m: peers.MoDoWeighting(), "cross"),
+    "sdmgrad": Entry(lambda m: jd.sdmgrad(), lambda m: peers.SDMGradWeighting(), "cross"),
+    "pcd": Entry(lambda m: jd.pcd(), lambda m: peers.PCDWeighting()),
+    "cr_mogm": Entry(lambda m: jd.cr_mogm(jd.mean()), lambda m: peers.CRMOGMWeighting(peers.MeanWeighting())),
 }
 
 _UPGRAD = {2: 1.0, 4: 1.0, 8: 1.0, 32: 0.6, 128: 0.3, 256: 0.3}
@@ -151,7 +128,7 @@ def _ours(entry: Entry, m: int, problems: Problems) -> tuple[Callable[..., Tenso
     views = torch.vmap(rule.view)(*problems)
     states = torch.vmap(rule.init, randomness="error")(views)
     if entry.given == "jacobian":
-        return lambda J, state: aggregate(rule, J, state).direction, problems.first, states
+        return lambda J, state: jd.aggregate(rule, J, state).direction, problems.first, states
     return lambda view, state: rule.update(view, state)[0], views, states
 
 
