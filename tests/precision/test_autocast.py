@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -207,20 +205,9 @@ def expected_dtype(name: str, given: torch.dtype, dtype: torch.dtype) -> torch.d
     return dtype if name in HALF else torch.float32 if name in FLOAT32 else given
 
 
-@both
-@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")  # vmap's own loops over rows
-@pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
-def test_ops_have_the_reference_dtype_with_vmap_and_without(op, name, dtype):
-    for given_dtype in (torch.float32, dtype):
-        x = draw(4, 4).to(given_dtype)
-        alone = autocast(op, dtype)(x)
-        assert alone.dtype == expected_dtype(name, given_dtype, dtype)
-        batched = vmap(autocast(op, dtype))(x[None])
-        assert batched.dtype == alone.dtype
-        assert near(batched[0], alone, 4 * EPS[dtype])
-
-
 OP_ROADS = {
+    "alone": lambda f: f,
+    "vmap": lambda f: lambda x: vmap(f)(x[None])[0],
     "jacrev": jacrev,
     "vmap(jacrev)": lambda f: lambda x: vmap(jacrev(f))(x[None]),
     "jvp": lambda f: lambda x: jvp(f, (x,), (x,))[1],
@@ -231,24 +218,25 @@ NO_JVP = {"cdist", "pdist", "grid_sample", "multi_margin_loss", "multilabel_marg
 
 
 @both
-@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")  # vmap's own loops over rows
 @pytest.mark.parametrize(("op", "name"), CASES, ids=[name for _, name in CASES])
 def test_ops_have_the_reference_dtype_on_every_road(op, name, dtype):
     for given_dtype in (torch.float32, dtype):
-        x = draw(4, 4).to(given_dtype)
+        x, found, seen = draw(4, 4).to(given_dtype), {}, []
+
+        def f(x, seen=seen):
+            y = op(x)
+            seen.append(y.dtype)
+            return y
+
         for road, way in OP_ROADS.items():
-            if "jvp" in road and name in NO_JVP:
-                continue
-            seen = []
-
-            def f(x, seen=seen):
-                y = op(x)
-                seen.append(y.dtype)
-                return y
-
-            derivative = way(autocast(f, dtype))(x)
-            assert set(seen) == {expected_dtype(name, given_dtype, dtype)}, road
-            assert derivative.dtype == (seen[0] if "jvp" in road else given_dtype), road
+            if "jvp" not in road or name not in NO_JVP:
+                found[road] = way(autocast(f, dtype))(x)
+        reference = expected_dtype(name, given_dtype, dtype)
+        assert set(seen) == {reference}
+        assert near(found["vmap"], found["alone"], 4 * EPS[dtype])
+        expected = {road: given_dtype if "jacrev" in road else reference for road in found}
+        assert {road: y.dtype for road, y in found.items()} == expected
 
 
 @both
@@ -366,52 +354,6 @@ def test_no_op_stands_in_two_tables():
     assert len(frozenset().union(*tables)) == sum(len(table) for table in tables)
 
 
-STEPS = {
-    "linear": lambda x, w: F.linear(x, w, w[0]),
-    "matmul": lambda x, w: x @ w,
-    "addmm": lambda x, w: torch.addmm(w, x, w),
-    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w[0], w[1]),
-    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w[0], w[1], training=True),
-    "softmax": lambda x, w: F.softmax(x, -1),
-    "relu": lambda x, w: F.relu(x),
-    "tanh": lambda x, w: x.tanh(),
-    "gelu": lambda x, w: F.gelu(x),
-    "cat": lambda x, w: torch.cat([x[:2], w[2:]]),
-    "where": lambda x, w: torch.where(x > w, x, w),
-    "square": lambda x, w: x**2,
-    "add": lambda x, w: x + w,
-    "cumsum": lambda x, w: x.cumsum(0),
-    "float": lambda x, w: x.float(),
-    "half": lambda x, w: x.half(),
-}
-
-
-@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), st.sampled_from(LOW))
-def test_any_composition_has_the_same_dtypes_on_every_road(names, dtype):
-    def trace(seen):
-        def f(x, w):
-            for name in names:
-                x = STEPS[name](x, w)
-                seen.append(x.dtype)
-            return x.mean(-1)
-
-        return autocast(f, dtype)
-
-    x, w = draw(4, 4), draw(4, 4, key=1)
-    roads = {
-        "alone": lambda f: f(x, w),
-        "vmap": lambda f: vmap(f, in_dims=(0, None))(x[None], w),
-        "jacrev": lambda f: jacrev(f)(x, w),
-        "jacfwd": lambda f: jacfwd(f)(x, w),
-        "vmap(grad)": lambda f: vmap(grad(lambda x, w: f(x, w).sum()), in_dims=(0, None))(x[None], w),
-    }
-    seen = {}
-    for name, road in roads.items():
-        seen[name] = []
-        road(trace(seen[name]))
-    assert all(dtypes == seen["alone"] for dtypes in seen.values())
-
-
 NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(6),
     "GroupNorm": lambda: nn.GroupNorm(2, 6),
@@ -438,50 +380,9 @@ def network(make):
     return losses, params
 
 
-def pulled_back(f):
-    def jacobian(params, x):
-        value, pullback = vjp(lambda params: f(params, x), params)
-        return vmap(lambda row: pullback(row)[0])(torch.eye(3, dtype=value.dtype))
-
-    return jacobian
-
-
-def by_autograd(f):
-    def jacobian(params, x):
-        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-        value = f(leaves, x)
-
-        def row(cotangent):
-            return torch.autograd.grad(value, list(leaves.values()), cotangent, retain_graph=True)
-
-        rows = vmap(row)(torch.eye(3, dtype=value.dtype))
-        return dict(zip(leaves, rows, strict=True))
-
-    return jacobian
-
-
-def by_forward(f):
-    def jacobian(params, x):
-        def row(name):
-            def along(tangent):
-                at = {**params, name: params[name]}
-                zeros = {key: torch.zeros_like(value) for key, value in params.items()}
-                return jvp(lambda p: f(p, x), (at,), ({**zeros, name: tangent},))[1]
-
-            basis = torch.eye(params[name].numel()).reshape(-1, *params[name].shape)
-            return vmap(along)(basis).mT.reshape(-1, *params[name].shape)
-
-        return {name: row(name) for name in params}
-
-    return jacobian
-
-
 ROADS = {
     "jacrev": jacrev,
     "jacfwd": jacfwd,
-    "jvp": by_forward,
-    "vmap of a pullback": pulled_back,
-    "vmap of autograd": by_autograd,
     "vmap(grad)": lambda f: lambda p, x: vmap(lambda i: grad(lambda p: f(p, x)[i])(p))(torch.arange(3)),
     "grad of a sum": lambda f: lambda p, x: {k: v[None] for k, v in grad(lambda p: f(p, x).sum())(p).items()},
     "vmap(jacrev)": lambda f: lambda p, x: {k: v[0] for k, v in vmap(jacrev(f), in_dims=(None, 0))(p, x[None]).items()},
@@ -577,25 +478,6 @@ def test_cross_entropy_of_huge_logits_and_its_gradient_are_exact(road, dtype):
 
 
 @both
-def test_softmax_of_huge_logits_is_exact_forward_and_backward(dtype):
-    logits = torch.tensor([1000.0, 0.0], dtype=dtype)
-    for softmax in (lambda z: F.softmax(z, 0), lambda z: F.log_softmax(z, 0).exp()):
-        low = autocast(softmax, dtype)
-        for value in (low(logits), vmap(low)(logits[None])[0]):
-            assert value.tolist() == [1, 0]
-        assert jacrev(low)(logits).tolist() == [[0, 0], [0, 0]]
-
-
-@given(st.lists(st.integers(0, 60), min_size=2, max_size=6), st.sampled_from(LOW))
-def test_sums_beyond_65504_are_exact(values, dtype):
-    x = (1024.0 * torch.tensor(values)).to(dtype)  # whole multiples: exact in either
-    total = 1024 * sum(values) + 65536
-    f = autocast(lambda x: torch.cat([x, x.new_full((2,), 32768.0)]).sum(), dtype)
-    assert f(x).item() == vmap(f)(x[None]).item() == total
-    assert grad(f)(x).tolist() == [1] * len(values)
-
-
-@both
 def test_reused_weights_add_their_gradients_in_float32(dtype):
     w = torch.ones(1, 1)
     x = torch.full((1, 1), 40000.0)
@@ -658,24 +540,11 @@ def test_with_op_tables_makes_native_autocast_follow_the_tables(dtype):
         assert with_op_tables(lambda x: x.exp())(draw(4).to(dtype)).dtype == torch.float32
 
 
-@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6))
-def test_with_op_tables_changes_nothing_where_autocast_is_off(names):
-    def f(x, w):
-        for name in names:
-            x = STEPS[name](x.float(), w)
-        return x
-
-    x, w = draw(4, 4), draw(4, 4, key=1)
-    assert torch.equal(with_op_tables(f)(x, w), f(x, w))
-    assert torch.equal(with_op_tables(with_op_tables(f))(x, w), f(x, w))
-
-
-@both
-def test_with_op_tables_is_idempotent(dtype):
-    losses, params = network(NORMS["LayerNorm"])
-    once = jacrev(autocast(losses, dtype))(params, draw(8, 5))
-    twice = jacrev(with_op_tables(autocast(with_op_tables(losses), dtype)))(params, draw(8, 5))
-    assert all(torch.equal(once[name], twice[name]) for name in once)
+def test_with_op_tables_changes_nothing_where_autocast_is_off():
+    x = draw(4, 4)
+    for op, name in CASES:
+        for f in (with_op_tables(op), with_op_tables(with_op_tables(op))):
+            assert torch.equal(f(x), op(x)), name
 
 
 @both
@@ -1004,12 +873,6 @@ def test_compiles_with_the_default_backend():
     found = torch.compile(jacrev(autocast(losses, torch.bfloat16)), fullgraph=True)(params, x)
     scale = max(value.abs().max() for value in expected.values())
     assert all((found[name] - value).abs().max() <= 0.1 * scale for name, value in expected.items())
-
-
-def test_same_inputs_give_the_same_bits():
-    losses, params = network(NORMS["GroupNorm"])
-    first, second = (jacrev(autocast(losses))(params, draw(8, 5)) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, "float16", None])

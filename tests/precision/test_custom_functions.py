@@ -187,14 +187,6 @@ def test_compiled_derivatives_are_those_of_the_function():
         assert torch.allclose(torch.compile(road, fullgraph=True, backend="aot_eager")(x), torch.full((4,), 3.0))
 
 
-@pytest.mark.inductor
-def test_compiles_with_the_default_backend():
-    torch.compiler.reset()
-    x, w = draw(3, 3), draw(3, 3, key=1)
-    f = jacrev(autocast(lambda x, w: FUNCTIONS["in float32"](x, w)))
-    assert torch.allclose(torch.compile(f, fullgraph=True)(x, w), f(x, w))
-
-
 INTEGERS = st.lists(st.integers(-3, 3), min_size=8, max_size=8)
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_jd.core.types import MultitaskJacobian
 from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
@@ -71,26 +70,6 @@ def rows_strategy(m: int = 3, magnitude: int = 8) -> st.SearchStrategy[Tensor]:
 
 
 # update_scale
-
-
-@given(
-    st.lists(
-        st.tuples(positive32, st.integers(-2, 6), factors, factors, st.integers(-2, 5)),
-        min_size=1,
-        max_size=4,
-    ),
-    st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.0, *FOUND_INF]), min_size=4, max_size=4), min_size=1, max_size=60),
-)
-def test_update_scale_walks_bit_for_bit_with_the_kernel_of_torch(settings, walk):
-    state = stacked([record(*setting) for setting in settings])
-    theirs = [(torch.tensor(s, dtype=torch.float32), torch.tensor(t, dtype=torch.int32)) for s, t, *_ in settings]
-    for found in walk:
-        found_inf = torch.tensor(found[: len(settings)])
-        state = update_scale(state, found_inf == 0)
-        for i, (_, _, growth, backoff, interval) in enumerate(settings):
-            theirs[i] = by_torch(*theirs[i], found_inf[i], growth, backoff, interval)
-            assert same_bits(state.scale[i], theirs[i][0])
-            assert same_bits(state.growth_tracker[i], theirs[i][1])
 
 
 @given(floats32, st.integers(-(2**31), 2**31 - 2), factors, factors, st.integers(-(2**31), 2**31 - 1), st.booleans())
@@ -178,17 +157,12 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_in_the_scale(shape, data):
     assert all(map(same_bits, state, stacked(alone) if shape else alone[0]))
 
 
-def test_one_flag_of_the_losses_serves_all_scales():
-    state = scale_state(8.0, shape=2)
-    finite = torch.tensor([False, True])
-    assert update_scale(state, finite, losses_finite=torch.tensor(False)).scale.tolist() == [8.0, 8.0]
-    assert update_scale(state, finite, losses_finite=torch.tensor(True)).scale.tolist() == [4.0, 8.0]
-
-
 def test_one_flag_serves_all_scales():
-    state = record([8.0, 4.0], [0, 0], [2.0, 2.0], [0.5, 0.5], [9, 9])
-    assert update_scale(state, torch.tensor(False)).scale.tolist() == [4.0, 2.0]
-    assert update_scale(state, torch.tensor([False, True])).scale.tolist() == [4.0, 4.0]
+    state, one, each = scale_state(8.0, shape=2), torch.tensor(False), torch.tensor([False, True])
+    assert update_scale(state, one).scale.tolist() == [4.0, 4.0]
+    assert update_scale(state, each).scale.tolist() == [4.0, 8.0]
+    assert update_scale(state, each, losses_finite=one).scale.tolist() == [8.0, 8.0]
+    assert update_scale(state, each, losses_finite=~one).scale.tolist() == [4.0, 8.0]
 
 
 @pytest.mark.parametrize("finite", [torch.tensor([True, False]), torch.tensor([True])])
@@ -546,14 +520,10 @@ def test_a_number_beside_lists_serves_all():
 def test_entries_that_are_wrong_are_named(change, words):
     with pytest.raises(ValueError, match=f"scale_state_from_dict: .*{words}"):
         scale_state_from_dict(scale_state_to_dict(scale_state()) | change)
-
-
-@pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
-def test_a_missing_entry_is_named(key):
-    entries = scale_state_to_dict(scale_state())
-    del entries[key]
-    with pytest.raises(ValueError, match=rf"missing or unknown \['{key}'\]"):
-        scale_state_from_dict(entries)
+    for key, entries in ((key, scale_state_to_dict(scale_state())) for key in scale_state_to_dict(scale_state())):
+        del entries[key]
+        with pytest.raises(ValueError, match=rf"missing or unknown \['{key}'\]"):
+            scale_state_from_dict(entries)
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available:UserWarning")
@@ -675,29 +645,6 @@ def test_inductor_keeps_the_bits():
     for overflow in (False, True):
         out, expected = compiled(state, *example(overflow)), cycle(state, *example(overflow))
         assert all(map(same_bits, flat(out[1:]), flat(expected[1:])))
-
-
-class HostReads(TorchDispatchMode):
-    """Counts values that travel to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_a_step_never_reads_a_value_on_the_host(shape):
-    state, (jacobian, params) = scale_state(shape=shape), example(overflow=True)
-    with HostReads() as reads:
-        cycle(state, jacobian, params)
-    assert reads.count == 0
-    with HostReads() as reads:
-        state.scale.sum().item()
-    assert reads.count == 1
 
 
 def test_float32_is_seen_by_its_bits():
