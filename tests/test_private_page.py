@@ -46,19 +46,6 @@ def test_the_parts_of_a_batch_in_the_guide_make_the_step_of_the_whole_batch(guid
     torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
 
 
-def test_the_parts_of_a_batch_in_the_guide_take_nested_parameters(guide):
-    session, block = guide
-    loss = lambda params, x, price: session["loss"](params["linear"], x, price)
-    how = {"max_norm": 1.0, "noise_multiplier": 1.1, "batch_size": 16.0, "optimizer": fj.adamw(0.1), "key": key(0)}
-    private = fj.private(loss, **how)
-    training = fj.train_state({"linear": session["linear"]}, session["x"], session["price"], **private)
-    drawn = torch.arange(32) % 2 == 0
-    found = session | {"drawn": drawn, "private": private, "training": training}
-    exec(block, found)
-    expected, _ = fj.step(training, session["x"][drawn], session["price"][drawn], **private)
-    torch.testing.assert_close(found["in_parts"].params, expected.params, rtol=1e-5, atol=1e-6)
-
-
 def test_padded_batches_of_the_guide_are_one_graph_and_take_the_steps_of_those_that_were_drawn(guide):
     found, _ = guide
     assert len(found["take"].graphs) == 1
@@ -96,17 +83,6 @@ def test_norms_as_the_guide_finds_them_are_those_of_the_gradients(guide):
     torch.testing.assert_close(norms.float(), rows.norm(dim=1))
 
 
-@pytest.mark.parametrize("rate", [1.0, 3.0])
-def test_automatic_clipping_as_the_guide_says_has_one_number_for_bound_and_rate(guide, rate):
-    found, _ = guide
-    x, price, how = found["x"], found["price"], {"noise_multiplier": 1.1, "batch_size": 16.0, "key": key(0)}
-    stepped = []
-    for bound, lr in ((2.0, rate), (1.0, 2 * rate)):
-        private = fj.private(found["loss"], max_norm=bound, optimizer=fj.sgd(lr), clipping="automatic", **how)
-        stepped.append(fj.step(fj.train_state(found["linear"], x, price, **private), x, price, **private)[0].params)
-    torch.testing.assert_close(*stepped)
-
-
 def test_the_module_in_the_guide_is_given_one_example_at_a_time(guide):
     found, _ = guide
     model, x, kind = found["model"], found["x"], found["kind"]
@@ -114,24 +90,6 @@ def test_the_module_in_the_guide_is_given_one_example_at_a_time(guide):
     params = {name: p.detach() for name, p in model.named_parameters()}
     values = torch.vmap(found["of_module"], (None, 0, 0))(params, x, kind)
     torch.testing.assert_close(values, functional.cross_entropy(model(x), kind, reduction="none"))
-
-
-def test_a_loader_of_opacus_draws_empty_batches_that_a_step_takes(guide):
-    loaders = pytest.importorskip("opacus.data_loader")
-    found, _ = guide
-    x, price = found["x"], found["price"]
-    private = fj.private(
-        found["loss"], max_norm=1.0, noise_multiplier=1.1, batch_size=1.6, optimizer=fj.sgd(0.1), key=key(0)
-    )
-    state, sizes = fj.train_state(found["linear"], x, price, **private), set()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for batch in loaders.DPDataLoader(torch.utils.data.TensorDataset(x, price), sample_rate=0.05):
-            sizes.add(len(batch[0]))
-            state, info = fj.step(state, *batch, **private)
-            assert info.moved
-    assert 0 in sizes
-    assert len(sizes) > 1
 
 
 def test_noise_of_ones_own_in_the_guide_is_normal_and_added_to_the_clipped_sum(guide):
@@ -249,16 +207,6 @@ def examples_of(scored, plain=False):
 def test_as_the_guide_says_a_loss_with_an_index_is_a_graph_for_each_size(name, plain):
     f, of_size = examples_of(INDEXING[name], plain)
     assert graphs_by_size(f, map(of_size, (17, 15))) == [1, 2]
-
-
-def test_as_the_guide_says_a_ninth_size_stops():
-    f, of_size = examples_of(INDEXING["cross_entropy"])
-    assert torch._dynamo.config.recompile_limit == 8
-    with (
-        torch._dynamo.config.patch(recompile_limit=2),
-        pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit),
-    ):
-        graphs_by_size(f, map(of_size, (17, 15, 9)))
 
 
 def test_as_the_guide_says_a_loss_without_an_index_is_one_graph_and_one_more_for_0_and_1():

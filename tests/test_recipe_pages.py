@@ -45,18 +45,6 @@ def shown(tmp_path_factory):
     return session
 
 
-def test_losses_of_dicts_in_dicts_are_reported_by_their_names(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "def report" in code]
-    values = {"z": {"ce": torch.tensor(1.0), "a": torch.tensor(2.0)}, "b": torch.tensor(3.0)}
-    info = SimpleNamespace(losses=values, weights=torch.tensor([4.0, 5.0, 6.0]), moved=torch.tensor(True), gramian=())
-    written, session = {}, dict(shown)
-    exec(compile(block, "recipes", "exec"), session)
-    writer = SimpleNamespace(add_scalar=lambda tag, value, index: written.update({tag: value}))
-    session["report"](writer, 0, info, jd.scale_state())
-    names = ("losses/b", "losses/z.a", "losses/z.ce", "weights/b", "weights/z.a", "weights/z.ce")
-    assert [written[name] for name in names] == [3, 2, 1, 4, 5, 6]
-
-
 def test_the_table_of_losses_has_a_row_for_every_tenth_step(shown):
     head, *rows = shown["table"]
     assert head == ["step", "kind", "price", "taken"]
@@ -161,19 +149,6 @@ def test_the_moving_average_is_that_of_torch(shown):
     torch.testing.assert_close(average, dict(original.module.named_parameters()), rtol=0, atol=rounding)
 
 
-def test_the_moving_average_becomes_slower_over_epochs(shown):
-    (block,) = [code for code in blocks(GUIDES / "recipes.md") if "def averaged" in code]
-    decays, files = [], {}
-    save = lambda values, name: files.update({name: values})
-    session = shown | {"min": lambda *given: decays.append(min(given)) or decays[-1]}
-    session["torch"] = SimpleNamespace(**vars(torch) | {"save": save})
-    exec(compile(block, "recipes", "exec"), session)
-    assert decays == [(1 + k) / (10 + k) for k in range(3 * len(shown["batches"]))]
-    (saved,) = files.values()
-    assert saved["count"] == len(decays)
-    assert saved["average"] is session["average"]
-
-
 def test_every_field_is_explained():
     page = (GUIDES / "diagnose.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", page.partition("## Every field")[2], flags=re.MULTILINE)
@@ -259,16 +234,6 @@ def test_codes_follow_the_mean_of_their_members(shown):
     torch.testing.assert_close(losses["commitment"], (z - chosen).square().mean())
 
 
-def test_heads_are_back_in_their_modules(shown):
-    with torch.no_grad():
-        h = shown["trunk"](shown["x"])
-        values = {"kind": functional.cross_entropy(shown["heads"]["kind"](h), shown["kind"])}
-        values["price"] = functional.mse_loss(shown["heads"]["price"](h), shown["price"])
-        torch.testing.assert_close(
-            values, shown["tasks"](shown["joint"].params, *(shown[n] for n in ("x", "kind", "price")))
-        )
-
-
 def test_weighted_residuals_have_the_sum_of_means_as_their_sum_of_squares(shown):
     for block in blocks(GUIDES / "physics.md", 0, 4):
         exec(compile(block, "physics", "exec"), shown)
@@ -314,18 +279,6 @@ def test_the_rate_falls_where_nothing_gets_better(shown):
     exec(compile(code[1] + code[2], "recipes", "exec"), session)
     assert session["rate"] == 1e-3 / 4
     assert session["least"] == 1.0
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, float])
-def test_one_graph_takes_all_rates_that_are_tensors(kind):
-    graphs = []
-    torch._dynamo.reset()
-    compiled = torch.compile(jd.step, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    p, x = torch.zeros(2), torch.ones(2)
-    for rate in (1e-3, 5e-4, 2.5e-4):
-        how = {"losses": lambda p, x: (p - x).square(), "aggregator": jd.mean(), "optimizer": jd.adamw(lr=kind(rate))}
-        compiled(jd.train_state(p, x, **how), x, **how)
-    assert (len(graphs) == 1) == (kind is torch.tensor)
 
 
 def test_norms_of_the_gramian_are_those_of_gradients_and_direction(shown):
@@ -463,19 +416,6 @@ def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
     assert not torch.equal(state.params["shared"]["0.weight"], shown["pieces"]["shared"]["0.weight"])
 
 
-def test_a_model_that_was_filled_is_exported_as_any_other(shown):
-    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
-    model, x = copy.deepcopy(shown["model"]), shown["x"]
-    assert "`torch.export.export(model.eval(), (x,))`" in page
-    served = torch.export.export(model.eval(), (x,)).module()(x)
-    torch.testing.assert_close(served, model(x))
-    fitted = shown["fitted"]
-    for name, head in model.heads.items():
-        h, _ = jd.functional(model.trunk)(fitted.params["shared"], fitted.buffers["trunk"], x)
-        found, _ = jd.functional(head)(fitted.params["heads"][name], fitted.buffers["heads"][name], h)
-        torch.testing.assert_close(served[name], found)
-
-
 def test_a_trunk_of_rate_zero_stays_until_its_steps_have_come(shown):
     how, start = shown["by_rate"], shown["waiting"]
     waited = trained(shown, start, how, 99)
@@ -516,24 +456,6 @@ def test_a_phase_without_the_trunk_is_plain_training_of_the_heads(shown):
 
 def batch_of(shown):
     return shown["x"], shown["kind"], shown["price"]
-
-
-@pytest.mark.parametrize("cure", ["torch.where(known, target, out.detach())", "target.nan_to_num()", "target"])
-def test_a_missing_target_is_replaced_before_it_is_compared(shown, cure):
-    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
-    section = page.partition("## Missing labels")[2].partition("\n## ")[0]
-    assert "`torch.where(known, (out - target) ** 2, 0)`" in section
-    target = torch.tensor([1.0, torch.nan, 2.0])
-    names = {"torch": torch, "target": target, "known": target.isfinite()}
-    assert cure == "target" or cure in section
-
-    def loss(out):
-        return eval(f"torch.where(known, (out - {cure}) ** 2, 0).sum()", {**names, "out": out})
-
-    slope, value = torch.func.grad_and_value(loss)(torch.zeros(3))
-    assert value == 5
-    expected = torch.tensor([-2.0, torch.nan if cure == "target" else 0.0, -4.0])
-    torch.testing.assert_close(slope, expected, equal_nan=True)
 
 
 def test_masks_and_statistics_go_on_together(shown):
@@ -582,14 +504,6 @@ def test_weights_per_point_count_in_the_sum_of_squares(shown):
     for name, expected in plain.items():
         torch.testing.assert_close(found[name].square().sum(), (own[name] * expected.square()).sum())
     torch.testing.assert_close(shown["own"]["inside"].sum(), torch.tensor(1.0))
-
-
-def test_the_plot_of_kinds_has_a_line_for_each(physicist):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    ax = jd.plotting.losses(physicist["infos"])
-    assert [line.get_label() for line in ax.get_lines()] == ["inside", "seen"]
-    assert ax.get_lines()[1].get_ydata()[3] == pytest.approx(float(physicist["infos"][3].losses["seen"]))
-    plt.close("all")
 
 
 def test_held_weights_in_a_loop_are_those_of_every_eighth_step(shown):

@@ -4,7 +4,6 @@ The cases are those of PyTorch's own tests of gradient scaling: four batches, th
 """
 
 import copy
-import itertools
 from functools import partial
 
 import pytest
@@ -155,21 +154,6 @@ def test_clipping_of_unscaled_directions(how):
         unclipped.agrees(state.params, state.scale)
 
 
-def test_clipping_of_scaled_directions():
-    original, optimizer = Original(), fj.sgd(1.0)
-    params, scale, moments = fresh_params(), fresh_scale(), optimizer.init(fresh_params())
-    for batch in batches():
-        limit = LIMIT * original.scaler.get_scale()
-        original.step(*batch, between=lambda limit=limit: nn.utils.clip_grad_norm_(original.net.parameters(), limit))
-        scaled = lambda *args, scale=scale: fj.precision.scale(scale, losses(*args))
-        jacobian, _ = fj.jacobian_fn(scaled)(params, *batch)
-        direction = clip_by_norm(fj.aggregate(fj.mean(), jacobian).direction, LIMIT * scale.scale)
-        direction, finite = fj.unscale(scale, direction)
-        params, moments = fj.precision.select(finite, optimizer.update(direction, moments, params), (params, moments))
-        scale = fj.update_scale(scale, finite)
-        original.agrees(params, scale, rtol=2e-5, atol=2e-6)
-
-
 # Accumulation
 
 
@@ -194,35 +178,6 @@ def test_accumulation_over_micro_batches(spoiled):
         params, moments, scale = descend(*accumulated(losses, scale, params, pair), params, moments, scale, optimizer)
         original.agrees(params, scale)
     assert scale.scale == (128.0 * 2**4 if spoiled is None else 128.0 * 2**2)  # once per effective batch
-
-
-def test_accumulated_jacobians_are_those_of_the_effective_batch_for_every_rule():
-    params = tree_map(torch.Tensor.double, fresh_params())
-    x, y = (torch.cat(parts).double() for parts in zip(*batches(None), strict=True))
-    scale = fresh_scale(shape=(2,))
-    whole, _, _ = fj.jacobian_fn(losses, scale=scale)(params, x, y)
-    jacobian, finite = accumulated(losses, scale, params, zip(x.chunk(4), y.chunk(4), strict=True))
-    assert finite.tolist() == [True, True]
-    for rule in (fj.upgrad(), fj.mgda()):
-        found, expected = fj.aggregate(rule, jacobian), fj.aggregate(rule, whole)
-        for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(("size", "factor"), [(4e33, 2.0**16), (3e38, 1.0)])
-def test_finite_rows_have_a_finite_mean_where_their_sum_at_the_scale_is_infinite(size, factor):
-    rows = torch.full((1,), size)
-    assert (factor * rows).isfinite()
-    assert (2 * factor * rows).isinf()
-    jacobian, finite = accumulated(lambda p: p * rows, fj.scale_state(factor), torch.ones(1), [()] * 2)
-    assert finite
-    assert torch.equal(jacobian, rows[None])
-
-
-def test_one_overflow_in_a_micro_batch_is_that_of_its_row():
-    parts = [(torch.tensor([1.0, size]),) for size in (1.0, 1e37, 1.0)]
-    _, finite = accumulated(lambda p, x: p * x, fj.scale_state(shape=(2,)), torch.ones(2), parts)
-    assert finite.tolist() == [True, False]
 
 
 # Gradient penalty
@@ -357,22 +312,6 @@ def test_one_scale_per_objective_is_one_scaler_per_loss():
 # Counting, schedules
 
 
-def test_skipped_steps_are_counted_on_the_device():
-    original = Original()
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
-    state = fj.train_state(fresh_params(), *batches()[0], scale=fresh_scale(), **how)
-    skipped, expected = torch.zeros((), dtype=torch.int64), 0
-    for batch in (*batches(), *batches(1), *batches(0)):
-        with Reads() as reads:
-            state, info = fj.step(state, *batch, **how)
-            skipped = skipped + ~info.finite.all()
-        assert reads.count == 0
-        before = original.scaler.get_scale()
-        original.step(*batch)
-        expected += original.scaler.get_scale() < before
-    assert skipped.tolist() == expected == 3
-
-
 @pytest.mark.parametrize("engine", ["auto", "jacobian"])
 def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
     original = Original(momentum=0.9)
@@ -397,59 +336,6 @@ def test_a_schedule_does_not_advance_on_a_skipped_step(engine):
 # What PyTorch tests of the scaler alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_unscale_tells_what_is_finite_whatever_the_layout(dtype):
-    sound = torch.full((4, 4), 4.0, dtype=dtype)
-    infinite, nan = sound.clone(), sound.clone()
-    infinite[2, 2], nan[0, 2] = torch.inf, torch.nan
-    layouts = (lambda t: t, lambda t: t.mT, lambda t: t[:, :], lambda t: t.repeat(1, 2)[:, ::2])
-    for (one, other), left, right in itertools.product(
-        [(sound, sound), (sound, infinite), (infinite, sound), (nan, sound), (infinite, nan)], layouts, layouts
-    ):
-        tree, finite = fj.unscale(torch.tensor(4.0), {"one": left(one), "other": right(other)})
-        assert finite == (one is sound and other is sound)
-        expected = torch.ones(4, 4) if finite else torch.zeros(4, 4)
-        assert torch.equal(tree["one"], expected)
-        assert torch.equal(tree["other"], expected)
-
-
-def test_scale_keeps_structure_and_shapes():
-    tree = {"loss": torch.tensor(4.0), "more": (torch.full((2,), 4.0), [torch.full((1,), 4.0, dtype=torch.float64)])}
-    scaled = fj.precision.scale(fj.scale_state(2.0), tree)
-    assert [leaf.tolist() for leaf in tree_leaves(scaled)] == [8.0, [8.0, 8.0], [8.0]]
-    assert [leaf.dtype for leaf in tree_leaves(scaled)] == [torch.float32, torch.float32, torch.float64]
-
-
-def test_a_sequence_in_one_graph_grows_and_backs_off():
-    def once(scale, weight, x):
-        def loss(weight, x):
-            return (weight.half() * x.half()).sum().float()
-
-        jacobian, _, finite = fj.jacobian_fn(loss, scale=scale)(weight, x)
-        return fj.update_scale(scale, finite), jacobian
-
-    torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(once, fullgraph=True, backend=graphs)
-    scale, seen, compiled_graphs = fj.scale_state(4.0), [], set()
-    for value in (5.0, 20000.0, 5.0, 40000.0):
-        scale, jacobian = compiled(scale, torch.ones(100), torch.full((100,), value))
-        compiled_graphs.add(graphs.frame_count)
-        seen.append((scale.scale.item(), scale.growth_tracker.item(), jacobian.unique().tolist()))
-    assert seen == [(4.0, 1, [5.0]), (2.0, 0, [0.0]), (2.0, 1, [5.0]), (1.0, 0, [0.0])]
-    assert len(compiled_graphs) == 1  # what the first call compiled is all
-
-
-def test_the_scale_never_grows_to_infinity():
-    how = {"losses": lambda p, y: (p.sum() - y) ** 2, "aggregator": fj.mean(), "optimizer": fj.sgd(0.0)}
-    scale = fj.scale_state(1e38, growth_factor=2.0**4, growth_interval=1)
-    state = fj.train_state(torch.zeros(5), torch.tensor(1e-30), scale=scale, **how)
-    for _ in range(3):
-        state, info = fj.step(state, torch.tensor(1e-30), **how)
-        assert info.finite
-    assert state.scale.scale == torch.tensor(1e38)
-
-
 def test_what_breaks_after_unscale_is_not_hidden():
     def broken(direction):
         return tree_map(lambda d: d * torch.nan, direction)
@@ -459,22 +345,6 @@ def test_what_breaks_after_unscale_is_not_hidden():
     state, info = fj.step(state, *batches(None)[0], **how)
     assert info.finite
     assert all(p.isnan().all() for p in state.params.values())
-
-
-def test_a_scaler_hands_over_in_the_middle_of_training():
-    original = Original()
-    data = batches()
-    for batch in data[:3]:
-        original.step(*batch)
-    scale = fj.precision.scale_state_from_dict(original.scaler.state_dict())
-    params = {name: p.detach().clone() for name, p in original.net.named_parameters()}
-    how = {"losses": losses, "aggregator": fj.mean(), "optimizer": fj.sgd(1.0)}
-    state, _ = fj.step(fj.train_state(params, *data[3], scale=scale, **how), *data[3], **how)
-    original.step(*data[3])
-    original.agrees(state.params, state.scale)
-    again = torch.amp.GradScaler("cpu")
-    again.load_state_dict(fj.precision.scale_state_to_dict(state.scale))
-    assert again.state_dict() == original.scaler.state_dict()
 
 
 # Nothing waits for the device
