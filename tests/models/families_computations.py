@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from families import Family, images, vectors, words
+from families import Family, vectors, words
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,9 +57,9 @@ class Equilibrium(nn.Module):
 class Flow(nn.Module):
     """A neural ODE by Runge-Kutta steps, each of them a checkpoint."""
 
-    def __init__(self, checkpoints):
+    def __init__(self):
         super().__init__()
-        self.field, self.checkpoints = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), checkpoints
+        self.field = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
     def speed(self, t, x):
         return self.field(torch.cat([x, torch.full_like(x[:, :1], t)], 1))
@@ -72,8 +72,7 @@ class Flow(nn.Module):
 
     def forward(self, x):
         for k in range(4):
-            at = partial(self.advance, k / 4)
-            x = checkpoint(at, x, use_reentrant=False) if self.checkpoints else at(x)
+            x = checkpoint(partial(self.advance, k / 4), x, use_reentrant=False)
         return x
 
 
@@ -109,28 +108,6 @@ class Autoencoder(nn.Module):
         cut = fn.softmax((choice - (-torch.rand_like(choice).log()).log()) / 0.7, -1)  # Gumbel-softmax
         kl = (mean.square() + log.exp() - 1 - log).sum(-1, keepdim=True) / 2
         return torch.cat([self.decode(torch.cat([code, cut], -1)), kl], -1)
-
-
-class Capsules(nn.Module):
-    """Capsules with routing by agreement, in which no gradient flows through the first rounds."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.weight = nn.Conv2d(3, 16, 5), nn.Parameter(torch.randn(8, 3, 4, 2) / 4)
-
-    def squash(self, x):
-        norm = x.square().sum(-1, keepdim=True)
-        return norm / (1 + norm) * x / (norm + 1e-6).sqrt()
-
-    def forward(self, x):
-        low = self.squash(self.first(x).reshape(len(x), 8, 2))
-        votes = torch.einsum("nojk,bnk->bnoj", self.weight, low)
-        agreement = votes.new_zeros(votes.shape[:3])
-        for turn in range(3):
-            seen = votes if turn == 2 else votes.detach()
-            out = self.squash((agreement.softmax(2)[..., None] * seen).sum(1))
-            agreement = agreement + (votes.detach() * out[:, None].detach()).sum(-1)
-        return out
 
 
 class Experts(nn.Module):
@@ -212,11 +189,9 @@ class Process(nn.Module):
 
 COMPUTATIONS = {
     "equilibrium": lambda: Family(Equilibrium, vectors()),
-    "ode": lambda: Family(partial(Flow, False), vectors()),
-    "ode_with_checkpoints": lambda: Family(partial(Flow, True), vectors()),
+    "ode_with_checkpoints": lambda: Family(Flow, vectors()),
     "coupling": lambda: Family(Coupling, vectors(4)),
     "autoencoder": lambda: Family(Autoencoder, vectors(), draws=True),
-    "capsules": lambda: Family(Capsules, images(5)),
     "experts": lambda: Family(Experts, vectors(5, 4), draws=True),
     "sorted_experts": lambda: Family(Sorted, vectors(5, 4)),
     "energy": lambda: Family(Energy, vectors()),

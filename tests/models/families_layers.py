@@ -60,29 +60,6 @@ class WaveNet(nn.Module):
         return total
 
 
-class UNet(nn.Module):
-    """Two levels with skips, a time embedding that scales and shifts, attention in the middle, and upsampling."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        conv = partial(nn.Conv2d, kernel_size=3, padding=1)
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 2 * width))
-        self.first, self.down = conv(2, width), conv(width, width, stride=2, padding_mode="circular")
-        self.norm, self.middle = nn.GroupNorm(2, width), nn.MultiheadAttention(width, 2, batch_first=True)
-        self.up, self.last = nn.ConvTranspose2d(width, width, 2, stride=2), conv(2 * width, 2)
-
-    def forward(self, x):
-        angles = x.mean((1, 2, 3))[:, None] * torch.arange(1, 3, dtype=x.dtype)
-        scale, shift = self.time(torch.cat([angles.sin(), angles.cos()], 1))[:, :, None, None].chunk(2, 1)
-        x = self.first(x)
-        h = fn.silu(self.norm(self.down(x)) * (1 + scale) + shift)
-        flat = h.flatten(2).mT
-        h = h + self.middle(flat, flat, flat, need_weights=False)[0].mT.reshape(h.shape)
-        wide = fn.interpolate(self.up(h), scale_factor=0.5, mode="bilinear", antialias=True)
-        h = self.up(h) + fn.interpolate(wide, scale_factor=2, mode="bicubic")
-        return self.last(torch.cat([x, h], 1))
-
-
 class Graph(nn.Module):
     """Messages along the edges of one graph: sums by `index_add`, softmax over neighbours by `scatter_reduce`."""
 
@@ -105,19 +82,6 @@ class Graph(nn.Module):
             weight = weight / total.gather(1, at)
             x = self.own(x) + torch.zeros_like(x).index_add(1, self.target, weight * message)
         return self.out(x)
-
-
-class Points(nn.Module):
-    """PointNet: a transform learned from the points, shared layers with batch norm, a maximum over the points."""
-
-    def __init__(self):
-        super().__init__()
-        self.turn, self.shared = nn.Linear(3, 9), nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.ReLU())
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        turn = self.turn(x.amax(1)).reshape(-1, 3, 3) + torch.eye(3, dtype=x.dtype)
-        return self.head(self.shared(torch.bmm(x, turn).mT).max(-1).values)
 
 
 class Sets(nn.Module):
@@ -157,26 +121,6 @@ class Grouped(nn.Module):
         mask = mask.masked_fill(at[:, None] < at, -torch.inf).to(q.dtype)
         y = fn.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, attn_mask=mask[None], enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Memory(nn.Module):
-    """Segments that attend to what came before, without a gradient there, with relative positions (Transformer-XL)."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.qkv, self.position = nn.Linear(width, 3 * width, bias=False), nn.Parameter(torch.randn(4, width))
-        self.u, self.v = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
-
-    def forward(self, x):
-        before, out = torch.zeros_like(x[:, :2]), []
-        for segment in x[:, :4].split(2, 1):
-            q, k, v = self.qkv(torch.cat([before, segment], 1)).chunk(3, -1)
-            q = q[:, 2:]
-            content, place = (q + self.u) @ k.mT, (q + self.v) @ self.position.T
-            place = fn.pad(place, (1, 0)).flatten(1)[:, 2:].view(len(x), 2, -1)[..., :4]
-            out.append(segment + ((content + place) / 2).softmax(-1) @ v)
-            before = segment.detach()
-        return torch.cat(out, 1)
 
 
 class Tables(nn.Module):
@@ -241,37 +185,6 @@ class Complex(nn.Module):
         return torch.cat([z.abs(), z.real], 1)
 
 
-class Sampled(nn.Module):
-    """A spatial transformer, and offsets as in a deformable convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.where, self.offsets, self.out = nn.Linear(3, 6), nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(3, 2, 3)
-
-    def forward(self, x):
-        theta = self.where(x.mean((2, 3))).reshape(-1, 2, 3) * 0.3 + torch.eye(2, 3, dtype=x.dtype)
-        grid = fn.affine_grid(theta, list(x.shape), align_corners=False)
-        grid = grid + 0.1 * self.offsets(x).tanh().permute(0, 2, 3, 1)
-        return self.out(fn.grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=False))
-
-
-class Field(nn.Module):
-    """A radiance field: frequencies, sines, densities that are composed along a ray by a cumulative product."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.frequencies = nn.Parameter(torch.tensor([1.0, 2.0]))
-
-    def forward(self, x):
-        angles = (x[..., None] * self.frequencies).flatten(2)
-        h = torch.sin(3 * self.first(torch.cat([angles.sin(), angles.cos()], -1)))
-        out = self.out(torch.sin(3 * self.second(h)))
-        alpha = 1 - torch.exp(-fn.softplus(out[..., :1]))
-        through = torch.cumprod(torch.cat([torch.ones_like(alpha[:, :1]), 1 - alpha + 1e-4], 1), 1)[:, :-1]
-        return (alpha * through * out[..., 1:].sigmoid()).sum(1)
-
-
 sequence = lambda: vectors(5, 4)
 LAYERS = {
     "lstm": lambda: Family(Packed, sequence()),
@@ -282,18 +195,13 @@ LAYERS = {
     ),
     "cells": lambda: Family(Cells, sequence()),
     "wavenet": lambda: Family(WaveNet, sequence()),
-    "unet": lambda: Family(UNet, images(8, 2)),
     "graph": lambda: Family(Graph, vectors(5, 4)),
-    "points": lambda: Family(Points, vectors(6, 3)),
     "sets": lambda: Family(Sets, sequence()),
     "grouped": lambda: Family(Grouped, sequence()),
-    "memory": lambda: Family(Memory, sequence()),
     "tables": lambda: Family(Tables, words()),
     "tied": lambda: Family(Tied, words()),
     "fourier": lambda: Family(Fourier, images(8, 2)),
     "complex": lambda: Family(Complex, vectors()),
-    "sampled": lambda: Family(Sampled, images(8)),
-    "field": lambda: Family(Field, vectors(6, 3)),
     "encoder": lambda: Family(lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), sequence(), draws=True),
     "decoder": lambda: Family(
         lambda: nn.TransformerDecoderLayer(4, 2, 8, batch_first=True, norm_first=True),

@@ -31,47 +31,6 @@ class FakeQuantized(nn.Module):
         return self.head(fn.linear(x, weight).to(self.head.weight.dtype).relu())
 
 
-class Round(torch.autograd.Function):
-    """Rounds, with the derivative of the identity inside the range."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.clamp(-4, 4).round()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() < 4)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return tangent * (x.abs() < 4)
-
-
-class StraightThrough(nn.Module):
-    """Weights by steps that are learned (LSQ), activations in two values, codes of a codebook (VQ-VAE)."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.codes, self.out = nn.Linear(5, 4), nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 2)
-        self.step = nn.Parameter(torch.tensor(0.2))
-
-    def forward(self, x):
-        h = fn.linear(x, Round.apply(self.layer.weight / self.step) * self.step, self.layer.bias)
-        h = h.tanh() + (h.sign() - h.tanh()).detach()
-        h = h + self.codes.mean(0)
-        near = self.codes[torch.cdist(h.detach(), self.codes.detach()).argmin(1)]
-        return self.out(h + (near - h).detach()) + (near - h.detach()).square().mean(1, keepdim=True)
-
-
 class Hyper(nn.Module):
     """A net whose weights another net gives, example by example, on a part of low rank that all share."""
 
@@ -190,7 +149,6 @@ class Renormed(nn.Module):
 WEIGHTS = {
     "renormed": lambda: Family(Renormed, words()),
     "fake_quantized": lambda: Family(FakeQuantized, vectors(), inside=torch.float32),
-    "straight_through": lambda: Family(StraightThrough, vectors()),
     "hyper": lambda: Family(Hyper, vectors()),
     "parametrized": lambda: Family(parametrized, vectors()),
     "spectral": lambda: Family(spectral, vectors()),
