@@ -37,14 +37,13 @@ def rule_of(name: str) -> str:
 
 def peer_of(rule: str, m: int) -> Callable[[Tensor], Tensor]:
     """The peer's rule of this name, a fresh one: of a Jacobian `[m, n]` its direction `[n]`."""
-    import study_peer_solvers
     from torchjd import aggregation as peer
     from torchjd.linalg import QuadprogProjector
 
     return {
         "upgrad": peer.UPGrad,
-        "nash_mtl": lambda: study_peer_solvers.nash_mtl(m),
-        "cagrad": lambda: study_peer_solvers.cagrad(0.5),
+        "nash_mtl": lambda: peer.NashMTL(m),
+        "cagrad": lambda: peer.CAGrad(0.5),
         "config": peer.ConFIG,
         "imtl_g": peer.IMTLG,
         "upgrad_cured": lambda: peer.UPGrad(projector=QuadprogProjector(norm_eps=0.0, reg_eps=1e-14)),

@@ -8,13 +8,12 @@ from problems import PROBLEMS, Entry
 from study_advice import FROZEN
 from study_cells import load, load_all, path_of, store, under_method
 from study_problem import Data, splits, standardized
-from study_rules import RULES, grid, methods_for, unit_sum
+from study_rules import grid, methods_for
 from study_search import random_search
-from study_training import averaged, draws_of, stands_still, train
+from study_training import draws_of, stands_still, train
 from study_worst import worst_parts
 from tiny_problem import FIRST_UNIT, tiny
 
-import functional_jd as jd
 from functional_jd.diagnostics.advise import Thresholds
 
 MORE = ("twenty", "heat", "convolutions", "characters")
@@ -71,12 +70,6 @@ def test_a_training_is_a_loop_of_adam_with_an_average(tmp_path):
     torch.testing.assert_close(
         found.parts[-1, 1, 1], problem.scores(average, *draws.data[1].test), rtol=1e-4, atol=1e-5
     )
-
-
-def test_the_average_of_a_constant_is_the_constant():
-    value = {"w": torch.full((3,), 2.0)}
-    assert torch.equal(averaged(value, value, 7)["w"], value["w"])
-    assert torch.equal(averaged({"w": torch.zeros(3)}, value, 1)["w"], value["w"])  # the start is forgotten at once
 
 
 def test_a_training_stops_when_the_best_configuration_stands_still():
@@ -170,12 +163,6 @@ def test_the_worst_part_is_that_of_the_chosen_training():
     assert "over the 1 problems" in lines[0]
 
 
-def test_unit_gradients_are_summed():
-    J = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 1e-12]])
-    direction = jd.aggregate(unit_sum(), J).direction
-    torch.testing.assert_close(direction, torch.tensor([0.6, 1.8]))
-
-
 def test_weights_of_the_grid():
     found = grid(torch.tensor([1e-3, 1e6], dtype=torch.float64))
     assert found.shape == (8, 2)
@@ -199,14 +186,6 @@ def test_random_search_stays_near_standard_weights_and_is_its_own_in_every_draw(
     shares = weights[..., 0] * FIRST_UNIT / weights[..., 1]
     assert ((shares > 10**-4.5) & (shares < 10**4.5)).all()
     assert not torch.equal(shares[:, 0], shares[:, 1])
-
-
-def test_every_rule_of_the_study_is_one_of_the_library():
-    key = torch.zeros(2, dtype=torch.int64)
-    assert all(hasattr(method.build(key), "update") for method in methods_for(4).values())
-    assert RULES.keys() < methods_for(4).keys()
-    assert "trimmed_mean" not in methods_for(2)
-    assert {method.scale for method in methods_for(16, exchangeable=True).values()} == {"raw"}
 
 
 def test_a_cell_is_stored_in_the_same_bytes(tmp_path):

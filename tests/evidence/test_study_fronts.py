@@ -5,7 +5,6 @@ import study_front_tables
 import study_fronts
 import study_pictures
 import torch
-from problems import PROBLEMS
 from problems_fronts import beta_vae
 from study_fronts import (
     FAMILIES,
@@ -59,12 +58,17 @@ def test_a_candidate_is_the_training_of_its_preference_and_rate():
         )
 
 
-def test_all_steps_are_taken_where_that_is_asked_for():
-    problem = tiny()
+def test_all_steps_are_taken_on_fronts(monkeypatch):
+    problem, taken = tiny(), []
     draws = draws_of(problem, 2)
     still = torch.zeros(1, 2), torch.ones(1, 2, 2)  # a rate of zero never moves
     assert train(problem, methods_for(2)["mean"], draws, *still, 40).stopped
-    assert train(problem, methods_for(2)["mean"], draws, *still, 40, whole=True).steps == 40
+    noted = lambda *args, **options: taken.append(train(*args, **options)) or taken[-1]
+    assert RATES == (0.001, 0.004, 0.016, 0.064, 0.256)
+    monkeypatch.setattr(study_fronts, "train", noted)
+    monkeypatch.setattr(study_fronts, "RATES", (0.0,))
+    front_cell(problem, "sums", draws, 40)
+    assert taken[0].steps == 40
 
 
 def test_every_method_trains_and_says_its_passes():
@@ -125,10 +129,6 @@ def test_the_tables_are_differences_to_sums():
     assert not any(line.startswith("| *grid*") for line in lines)
 
 
-def test_fronts_are_of_two_objectives():
-    assert all(PROBLEMS[name].m == 2 for name in study_fronts.ON)
-
-
 def test_the_picture_has_a_panel_for_each_problem_that_is_trained(tmp_path):
     sums = stored([[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10], [[[0.5, 0.25]] * 10, [[0.25, 0.5]] * 10])
     assert study_pictures.draw_fronts({"fairness": {"mean": {}}}, tmp_path) is None
@@ -148,42 +148,6 @@ def test_moments_are_told_apart_and_edges_are_both_ends():
     for place in (0, len(RATES) - 1):
         cell["candidates"] = [{"preference": 0, "rate": RATES[place]}] * 2
         assert sizes(cell) == (1.0, 1.0)
-
-
-def test_families_are_the_rules_that_are_named():
-    """Weights of losses alone from their formulas, `pbi` by differentiating its value; the projections of u by hand."""
-    u, losses = torch.tensor([0.3, 0.7]).double(), torch.tensor([0.5, 0.25]).double()
-
-    def direction(family, J):
-        return study_fronts.jd.aggregate(FAMILIES[family](u), J, losses=losses).direction
-
-    def boundary_intersection(losses):  # along the ray of u, and 5 times the distance from it
-        along = losses @ u / u.norm()
-        return along + 5 * (losses - along * u / u.norm()).norm()
-
-    eye = torch.eye(2).double()
-    torch.testing.assert_close(direction("sums", eye), u)
-    torch.testing.assert_close(direction("stch", eye), u * torch.softmax(u * losses / 0.1, 0))
-    torch.testing.assert_close(direction("tchebycheff", eye), torch.tensor([0.0, 0.7]).double())
-    torch.testing.assert_close(direction("pbi", eye), torch.func.grad(boundary_intersection)(losses))
-    # Rows at 135 degrees: each, less its part along the other, is at right angles to that.
-    J = torch.tensor([[1.0, 0.0], [-1.0, 1.0]]).double()
-    torch.testing.assert_close(direction("upgrad", J), u[0] * torch.tensor([0.5, 0.5]).double() + u[1] * eye[1])
-
-
-def test_rates_are_those_of_the_protocol_and_all_steps_are_taken(monkeypatch):
-    assert RATES == (0.001, 0.004, 0.016, 0.064, 0.256)
-    taken = []
-
-    def noted(*args, **options):
-        taken.append(train(*args, **options))
-        return taken[-1]
-
-    monkeypatch.setattr(study_fronts, "train", noted)
-    monkeypatch.setattr(study_fronts, "RATES", (0.0,))  # nothing moves, so that other trainings would stop
-    problem = tiny()
-    front_cell(problem, "sums", draws_of(problem, 2), 40)
-    assert taken[0].steps == 40
 
 
 def test_a_code_is_drawn_and_costs_its_divergence_in_nats():
