@@ -1,7 +1,6 @@
 """Valid calls of what several replicas do together."""
 
-import torch
-from fuzz_values import EMPTY, FLOATS, OPTION, SWITCH, TREE, kinds, losses, method, params, rows, x
+from fuzz_values import EMPTY, FLOATS, OPTION, SWITCH, TREE, WHERE, kinds, losses, method, params, rows, tensor, x
 from garbage import EVERYTHING, Call
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,7 +16,7 @@ DISTRIBUTED = {
     ),
     "agree": Call(
         distributed.agree,
-        lambda: {"finite": torch.tensor(True), "group": None},
+        lambda: {"finite": tensor(True), "group": None},
         {"group": OPTION},
         names=("distributed",),
     ),
@@ -49,7 +48,7 @@ DISTRIBUTED = {
         lambda losses, mesh, reshard, params, x: distributed.sharded(losses, mesh, reshard)(params, x),
         lambda: {
             "losses": losses,
-            "mesh": init_device_mesh("cpu", (1,)),
+            "mesh": init_device_mesh(WHERE["now"], (1,)),
             "reshard": True,
             "params": params(),
             "x": x(),

@@ -1,7 +1,7 @@
 """Valid calls of what stands around Pareto fronts."""
 
 import torch
-from fuzz_values import NOT_NEGATIVE, OPTION, POSITIVE, SWITCH, kinds
+from fuzz_values import NOT_NEGATIVE, OPTION, POSITIVE, SWITCH, eye, kinds, ones, tensor, zeros
 from garbage import CALLABLE, Call
 
 import functional_jd as jd
@@ -13,7 +13,7 @@ def losses(params):
 
 
 def points():
-    return {"points": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}
+    return {"points": tensor([[0.0, 1.0], [1.0, 0.0]])}
 
 
 def _train(compile, **others):
@@ -23,7 +23,7 @@ def _train(compile, **others):
 def weights_of(population):
     """The weights of two solutions with two losses."""
     L = points()["points"]
-    seen = L if population.view.products == "none" else (torch.eye(2).double().expand(2, 2, 2), L)
+    seen = L if population.view.products == "none" else (eye(2).double().expand(2, 2, 2), L)
     return population.weigh(seen)
 
 
@@ -33,9 +33,7 @@ FRONTS = {
     "lattice": Call(fronts.lattice, lambda: {"m": 2, "divisions": 2}),
     "non_dominated": Call(fronts.non_dominated, points, {"points": MATRIX}),
     "knee": Call(fronts.knee, points, {"points": MATRIX}),
-    "hypervolume": Call(
-        fronts.hypervolume, lambda: {**points(), "reference": torch.ones(2)}, {"reference": kinds({"nans"})}
-    ),
+    "hypervolume": Call(fronts.hypervolume, lambda: {**points(), "reference": ones(2)}, {"reference": kinds({"nans"})}),
     "hypervolume_gradient": Call(
         lambda **given: weights_of(fronts.hypervolume_gradient(**given)),
         lambda: {"reference": [2.0, 2.0]},
@@ -47,16 +45,14 @@ FRONTS = {
         {"repulsion": NOT_NEGATIVE, "bandwidth": POSITIVE | OPTION},
     ),
     "pmtl": Call(
-        lambda **given: jd.aggregate(
-            fronts.pmtl(**given)(torch.ones(2)), torch.eye(2), losses=torch.tensor([1.0, 2.0])
-        ),
+        lambda **given: jd.aggregate(fronts.pmtl(**given)(ones(2)), eye(2), losses=tensor([1.0, 2.0])),
         lambda: {"preferences": fronts.lattice(2, 2), "warmup": 1},
         {"warmup": kinds({"zero"})},
     ),
     "train": Call(
         _train,
         lambda: {
-            "start": {"w": torch.zeros(2)},
+            "start": {"w": zeros(2)},
             "batches": [()],
             "losses": losses,
             "rule": jd.tchebycheff,

@@ -11,11 +11,15 @@ from fuzz_values import (
     OPTION,
     SWITCH,
     TREE,
+    WHERE,
+    key,
     kinds,
     loss_of_one,
     losses,
     method,
+    ones,
     params,
+    scale_state,
     state,
     x,
 )
@@ -26,7 +30,7 @@ import functional_jd as jd
 
 def _module() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Linear(2, 1)
+    return torch.nn.Linear(2, 1).to(WHERE["now"])
 
 
 def _apply(module, params, buffers, x):
@@ -50,7 +54,7 @@ OBJECTIVES = {
     ),
     "at_buffers": Call(
         lambda losses, buffers, params, x: jd.objectives.at_buffers(losses, buffers)(params, x),
-        lambda: {"losses": _with_factor, "buffers": {"factor": torch.ones(())}, "params": params(), "x": x()},
+        lambda: {"losses": _with_factor, "buffers": {"factor": ones(())}, "params": params(), "x": x()},
         {"buffers": kinds({"dict"}), "x": EVERYTHING},
         kinds({"losses"}),
     ),
@@ -67,7 +71,7 @@ OBJECTIVES = {
     ),
     "per_example": Call(
         lambda loss, in_dims, params, x: jd.per_example(loss, in_dims)(params, x),
-        lambda: {"loss": loss_of_one, "in_dims": 0, "params": params(), "x": torch.ones(3, 2)},
+        lambda: {"loss": loss_of_one, "in_dims": 0, "params": params(), "x": ones(3, 2)},
         {"in_dims": kinds({"zero"}), "x": EVERYTHING},
         kinds({"loss"}),
     ),
@@ -101,12 +105,12 @@ def _jacobian(losses, returned, params, x, **options):
 
 def _gramian(losses, returned, params, x, weights, **options):
     found, _, pullback = jd.gramian_fn(_returning(returned, losses), **options)(params, x)
-    return pullback(weights if returned is USUAL else torch.ones(len(found)))
+    return pullback(weights if returned is USUAL else ones(len(found)))
 
 
 def _squared_norms(losses, returned, params, x, weights, **options):
     found, _, pullback = jd.squared_norms_fn(_returning(returned, losses), **options)(params, x)
-    return pullback(weights if returned is USUAL else torch.ones(len(found)))
+    return pullback(weights if returned is USUAL else ones(len(found)))
 
 
 def _cross(losses, returned, params, batch_a, batch_b, scale):
@@ -116,7 +120,7 @@ def _cross(losses, returned, params, batch_a, batch_b, scale):
 def _weighted(losses, returned, params, x, weights, last, **options):
     values, pullback = jd.weighted_fn(_returning(returned, losses), **options)(params, x)
     m = len(jd.objective_names(values))
-    return pullback(weights if returned is USUAL else torch.ones(m), last=last)
+    return pullback(weights if returned is USUAL else ones(m), last=last)
 
 
 def _weights(losses, returned, aggregator, params, x, group):
@@ -134,7 +138,7 @@ def _argument() -> dict[str, Any]:
         "params": params(),
         "x": x(),
         "has_aux": False,
-        "scale": jd.scale_state(),
+        "scale": scale_state(),
     }
 
 
@@ -147,13 +151,13 @@ ENGINES = {
     ),
     "gramian_fn": Call(
         _gramian,
-        lambda: {**_argument(), "argnums": 0, "weights": torch.ones(2)},
+        lambda: {**_argument(), "argnums": 0, "weights": ones(2)},
         _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
         _LOSSES,
     ),
     "squared_norms_fn": Call(
         _squared_norms,
-        lambda: {**_argument(), "argnums": 0, "weights": torch.ones(2)},
+        lambda: {**_argument(), "argnums": 0, "weights": ones(2)},
         _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
         _LOSSES,
     ),
@@ -165,14 +169,14 @@ ENGINES = {
             "params": params(),
             "batch_a": (x(),),
             "batch_b": (x(),),
-            "scale": jd.scale_state(),
+            "scale": scale_state(),
         },
         {"scale": OPTION | {"scalar"}, "returned": CONSTANTS},
         _LOSSES,
     ),
     "weighted_fn": Call(
         _weighted,
-        lambda: {**_argument(), "weights": torch.ones(2), "last": False},
+        lambda: {**_argument(), "weights": ones(2), "last": False},
         _OF_TWO | {"weights": kinds({"nans", "meta"}), "last": SWITCH},
         _LOSSES,
     ),
@@ -212,8 +216,8 @@ def _chosen(losses, state, x, aggregator):
 
 
 def _privately(**given):
-    how, batch = jd.private(**given), torch.ones(3, 2)
-    jd.step(jd.train_state(params(), batch, **how), batch, **how)
+    how, batch = jd.private(**given), ones(3, 2)
+    return jd.step(jd.train_state(params(), batch, **how), batch, **how)
 
 
 def _keep(info: Any) -> None:
@@ -228,7 +232,7 @@ TRAINING = {
             "x": x(),
             **method(),
             "returned": USUAL,
-            "scale": jd.scale_state(),
+            "scale": scale_state(),
             "buffers": (),
             "engine": "auto",
             "has_aux": False,
@@ -285,7 +289,7 @@ TRAINING = {
             "noise_multiplier": 1.0,
             "batch_size": 4.0,
             "optimizer": jd.sgd(0.1),
-            "key": jd.random.key(0),
+            "key": key(0),
             "clipping": "flat",
         },
         dict.fromkeys(("max_norm", "batch_size"), kinds({"scalar"})) | {"noise_multiplier": NOT_NEGATIVE - {"true"}},

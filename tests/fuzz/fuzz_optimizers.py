@@ -3,26 +3,25 @@
 from typing import Any
 
 import torch
-from fuzz_values import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, kinds, params
+from fuzz_values import FLOATS, NOT_NEGATIVE, OPTION, SWITCH, key, kinds, params
 from garbage import Call
 
 import functional_jd as jd
-from functional_jd import random
 
 
 def _optimizer(build, fine: dict[str, Any], valid, functions: frozenset[str] = kinds()) -> Call:
     """An optimizer is built, started, and takes a step."""
 
-    def use(**hyper: Any) -> None:
+    def use(**hyper: Any) -> Any:
         optimizer = build(**hyper)
-        optimizer.update(params(), optimizer.init(params()), params())
+        return optimizer.update(params(), optimizer.init(params()), params())
 
     return Call(use, valid, fine, functions)
 
 
-def _searched(**hyper: Any) -> None:
+def _searched(**hyper: Any) -> Any:
     optimizer = jd.line_search(**hyper)
-    optimizer.search(lambda found: found["w"], params(), optimizer.init(params()), params())
+    return optimizer.search(lambda found: found["w"], params(), optimizer.init(params()), params())
 
 
 def _by_name(name: str, leaf: Any) -> str:
@@ -57,7 +56,7 @@ OPTIMIZERS = {
         {"multiplier": NOT_NEGATIVE - {"true"}, "max_norm": NOT_NEGATIVE - {"true"}, "batch_size": kinds({"scalar"})},
         lambda: {
             "optimizer": jd.sgd(0.1),
-            "key": random.key(0),
+            "key": key(0),
             "multiplier": 1.0,
             "max_norm": 1.0,
             "batch_size": 4.0,

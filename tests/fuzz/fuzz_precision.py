@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from fuzz_values import EMPTY, OF_TWO, OPTION, POSITIVE, kinds, params, rows, values, x
+from fuzz_values import EMPTY, OF_TWO, OPTION, POSITIVE, WHERE, kinds, params, rows, scale_state, tensor, values, x
 from garbage import CALLABLE, Call
 
 import functional_jd as jd
 
 
 def _scaled(**entries: Any) -> dict[str, Any]:
-    return jd.precision.scale_state_to_dict(jd.scale_state(shape=(2,))) | entries
+    return jd.precision.scale_state_to_dict(scale_state(shape=(2,))) | entries
 
 
 class _Double(torch.autograd.Function):
@@ -42,20 +42,20 @@ PRECISION = {
     "policy": Call(lambda description: jd.precision.policy(description), lambda: {"description": "compute=float16"}),
     "scale": Call(
         jd.precision.scale,
-        lambda: {"state": jd.scale_state(shape=2), "tree": values()},
+        lambda: {"state": scale_state(shape=2), "tree": values()},
         {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
     ),
     "unscale": Call(
         jd.unscale,
-        lambda: {"state": jd.scale_state(shape=2), "tree": rows()},
+        lambda: {"state": scale_state(shape=2), "tree": rows()},
         {"tree": OF_TWO | EMPTY | {"sparse"}, "state": kinds({"scalar", "nans", "meta"})},
     ),
     "update_scale": Call(
         jd.update_scale,
-        lambda: {"state": jd.scale_state(), "finite": torch.tensor(True), "losses_finite": torch.tensor(True)},
+        lambda: {"state": scale_state(), "finite": tensor(True), "losses_finite": tensor(True)},
         {"losses_finite": OPTION},
     ),
-    "select": Call(jd.precision.select, lambda: {"finite": torch.tensor(True), "new": params(), "old": params()}),
+    "select": Call(jd.precision.select, lambda: {"finite": tensor(True), "new": params(), "old": params()}),
     "scale_state": Call(
         jd.scale_state,
         lambda: {
@@ -64,13 +64,13 @@ PRECISION = {
             "backoff_factor": 0.5,
             "growth_interval": 5,
             "shape": 2,
-            "device": "cpu",
+            "device": WHERE["now"],
         },
         {"growth_interval": kinds({"minus_one", "zero"}), "shape": kinds({"list"}), "device": OPTION},
     ),
-    "no_scale": Call(jd.precision.no_scale, lambda: {"device": "cpu"}, {"device": OPTION}),
-    "scale_state_to_dict": Call(jd.precision.scale_state_to_dict, lambda: {"state": jd.scale_state()}),
+    "no_scale": Call(jd.precision.no_scale, lambda: {"device": WHERE["now"]}, {"device": OPTION}),
+    "scale_state_to_dict": Call(jd.precision.scale_state_to_dict, lambda: {"state": scale_state()}),
     "scale_state_from_dict": Call(
-        jd.precision.scale_state_from_dict, lambda: {"entries": _scaled(), "device": "cpu"}, {"device": OPTION}
+        jd.precision.scale_state_from_dict, lambda: {"entries": _scaled(), "device": WHERE["now"]}, {"device": OPTION}
     ),
 }

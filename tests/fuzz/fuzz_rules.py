@@ -15,7 +15,9 @@ from fuzz_values import (
     ROWS,
     SWITCH,
     TREE,
+    key,
     kinds,
+    ones,
     rows,
     three_rows,
     values,
@@ -23,7 +25,6 @@ from fuzz_values import (
 from garbage import EVERYTHING, Call
 
 import functional_jd as jd
-from functional_jd import random
 
 
 def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] = (), **hyper: Any) -> Call:
@@ -31,11 +32,11 @@ def _rule(name: str, fine: dict[str, Any] | None = None, names: tuple[str, ...] 
     if "solver" in inspect.signature(getattr(jd, name)).parameters:
         hyper["solver"] = lambda: "host"
 
-    def use(**hyper: Any) -> None:
+    def use(**hyper: Any) -> Any:
         rule, J = getattr(jd, name)(**hyper), three_rows()
         rule = rule[0] if name == "held" else rule
         first = jd.aggregate(rule, J, None, J, losses=J["b"])
-        jd.aggregate(rule, J, first.state, J, losses=J["b"])
+        return jd.aggregate(rule, J, first.state, J, losses=J["b"])
 
     return Call(use, lambda: {key: make() for key, make in hyper.items()}, fine or {}, names=names)
 
@@ -69,9 +70,9 @@ RULES = {
     "fairgrad": _rule("fairgrad", {"alpha": NOT_NEGATIVE}, alpha=_number(1.0)),
     "famo": _rule("famo", {"rate": NOT_NEGATIVE, "decay": NOT_NEGATIVE}, rate=_number(0.1), decay=_number(0.1)),
     "geometric_mean": _rule("geometric_mean"),
-    "graddrop": _rule("graddrop", {"leak": OPTION}, key=lambda: random.key(0), leak=_number([0.5, 0.5, 0.5])),
+    "graddrop": _rule("graddrop", {"leak": OPTION}, key=lambda: key(0), leak=_number([0.5, 0.5, 0.5])),
     "gradnorm": _rule("gradnorm", {"alpha": NOT_NEGATIVE, "rate": NOT_NEGATIVE}, alpha=_number(1.0), rate=_number(0.1)),
-    "gradvac": _rule("gradvac", {"beta": NOT_NEGATIVE}, key=lambda: random.key(0), beta=_number(0.5)),
+    "gradvac": _rule("gradvac", {"beta": NOT_NEGATIVE}, key=lambda: key(0), beta=_number(0.5)),
     "grouped": _rule("grouped", rules=lambda: {"w": jd.upgrad(), "b": jd.mean()}),
     "held": _rule("held", rule=jd.upgrad),
     "imtl_g": _rule("imtl_g"),
@@ -101,8 +102,8 @@ RULES = {
         "pbi", {"theta": NOT_NEGATIVE, "reference": OPTION}, theta=_number(1.0), weights=_EACH, reference=_EACH
     ),
     "pcd": _rule("pcd", {"tau": NOT_NEGATIVE, "beta": NOT_NEGATIVE}, tau=_number(0.1), beta=_number(0.9)),
-    "pcgrad": _rule("pcgrad", key=lambda: random.key(0)),
-    "random_weights": _rule("random_weights", key=lambda: random.key(0)),
+    "pcgrad": _rule("pcgrad", key=lambda: key(0)),
+    "random_weights": _rule("random_weights", key=lambda: key(0)),
     "scalarized": _rule("scalarized", s=lambda: torch.amax)._replace(functions=kinds({"s"})),
     "sdmgrad": _rule(
         "sdmgrad",
@@ -169,7 +170,7 @@ AGGREGATION = {
     ),
     "combine": Call(
         lambda jacobian, weights: jd.aggregation.combine(jacobian, weights),
-        lambda: {"jacobian": rows(), "weights": torch.ones(2)},
+        lambda: {"jacobian": rows(), "weights": ones(2)},
         {"weights": kinds({"nans", "meta"}), "jacobian": OF_TWO},
     ),
     "full_jacobian": _view("full_jacobian", {"jacobian": ROWS, "other": EVERYTHING, "losses": EVERYTHING}),
@@ -192,7 +193,7 @@ AGGREGATION = {
     "objective_names": Call(jd.objective_names, lambda: {"losses": values()}, {"losses": TREE | EMPTY}),
     "diagnose": Call(
         jd.diagnostics.diagnose,
-        lambda: {"jacobian_or_gramian": rows(), "direction_or_weights": torch.ones(2), "gramian": False},
+        lambda: {"jacobian_or_gramian": rows(), "direction_or_weights": ones(2), "gramian": False},
         {
             "jacobian_or_gramian": OF_TWO,
             "direction_or_weights": kinds({"none", "nans"}),
@@ -201,7 +202,7 @@ AGGREGATION = {
     ),
     "advise": Call(
         jd.diagnostics.advise,
-        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2, "losses": [torch.ones(2), torch.ones(2)]},
+        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2, "losses": [ones(2), ones(2)]},
         {"losses": OPTION},
     ),
     "describe": Call(

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from fuzz_values import FLOATS, OF_TWO, OPTION, SWITCH, infos, kinds, rows
+from fuzz_values import FLOATS, OF_TWO, OPTION, SWITCH, eye, infos, kinds, ones, rows, scale_state, tensor, zeros
 from garbage import CALLABLE, EVERYTHING, Call
 from hypothesis import Phase, settings
 from matplotlib import pyplot as plt
@@ -47,11 +47,11 @@ def _records() -> list[jd.StepInfo]:
 
 
 def _scales() -> list[jd.precision.ScaleState]:
-    return [jd.scale_state(), jd.scale_state()]
+    return [scale_state(), scale_state()]
 
 
 def _points() -> torch.Tensor:
-    return torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
+    return tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0]])
 
 
 def _problem() -> plotting.Problem:
@@ -66,7 +66,7 @@ PLOTTING = {
             "rules": {"mean": jd.mean()},
             "ax": _axes(),
             "names": ["a", "b"],
-            "losses": torch.ones(2),
+            "losses": ones(2),
             "unit": False,
         },
         {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES, "unit": SWITCH},
@@ -82,7 +82,7 @@ PLOTTING = {
             "rule": jd.mean(),
             "optimizer": jd.sgd(0.1),
             "steps": 1,
-            "starts": torch.zeros(1, 2),
+            "starts": zeros(1, 2),
         },
         {"optimizer": OPTION, "steps": OPTION | {"zero"}, "starts": OPTION},
     ),
@@ -93,7 +93,7 @@ PLOTTING = {
             "names": ["a", "b"],
             "ax": _axes(),
             "known": _points(),
-            "reference": torch.ones(2),
+            "reference": ones(2),
         },
         {"names": NAMES, "known": OPTION, "reference": OPTION},
     ),
@@ -104,7 +104,7 @@ PLOTTING = {
     ),
     "heatmap": _plot(
         plotting.heatmap,
-        lambda: {"matrix": torch.eye(2), "names": ["a", "b"], "ax": _axes(), "kind": "cosines"},
+        lambda: {"matrix": eye(2), "names": ["a", "b"], "ax": _axes(), "kind": "cosines"},
         {"names": NAMES},
     ),
     "history": _plot(
@@ -157,8 +157,8 @@ def _law(name: str) -> Call:
         getattr(testing, name)(rule, jacobian, *others, losses=losses)
 
     def valid() -> dict[str, Any]:
-        J = torch.eye(2, dtype=torch.float64)
-        return {"rule": jd.mean(), "jacobian": J, "other": J, "losses": torch.ones(2, dtype=torch.float64)}
+        J = eye(2, dtype=torch.float64)
+        return {"rule": jd.mean(), "jacobian": J, "other": J, "losses": ones(2, dtype=torch.float64)}
 
     fine = {"losses": OPTION | OF_LOSSES}
     if name == "non_finite":
@@ -212,7 +212,7 @@ TESTING = {
     "laws_of": Call(_laws_of, _subject, {"law": CALLABLE - {"module"}, "jacobians": OPTION}, kinds({"rule", "law"})),
     "hyper_parameters_are_values": Call(
         testing.hyper_parameters_are_values,
-        lambda: {"build": jd.uw, "hyper": {"rate": 0.5}, "jacobian": rows(), "losses": torch.ones(2)},
+        lambda: {"build": jd.uw, "hyper": {"rate": 0.5}, "jacobian": rows(), "losses": ones(2)},
         {"hyper": kinds({"dict"}), "jacobian": OF_TWO, "losses": OF_LOSSES},
         kinds({"build"}),
     ),

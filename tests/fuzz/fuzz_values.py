@@ -8,6 +8,17 @@ import functional_jd as jd
 
 kinds = frozenset
 
+WHERE = {"now": "cpu"}
+"""Where the values below are made."""
+
+
+def _there(make: Any) -> Any:
+    return lambda *args, **options: make(*args, device=WHERE["now"], **options)
+
+
+tensor, ones, zeros, eye = map(_there, (torch.tensor, torch.ones, torch.zeros, torch.eye))
+key, scale_state = _there(jd.random.key), _there(jd.scale_state)
+
 # What is valid beside the number in the table.
 SWITCH = kinds({"true"})
 OPTION = kinds({"none"})
@@ -24,19 +35,19 @@ BATCHES = kinds({"list", "dict", "parameters", "sparse", "empty"})
 
 
 def params() -> dict[str, Any]:
-    return {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(0.5)}
+    return {"w": tensor([1.0, 2.0]), "b": tensor(0.5)}
 
 
 def rows() -> dict[str, Any]:
-    return {"w": torch.tensor([[1.0, 2.0], [3.0, -1.0]]), "b": torch.tensor([0.5, 1.0])}
+    return {"w": tensor([[1.0, 2.0], [3.0, -1.0]]), "b": tensor([0.5, 1.0])}
 
 
 def three_rows() -> dict[str, Any]:
-    return {"w": torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]]), "b": torch.tensor([0.5, 1.0, 2.0])}
+    return {"w": tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]]), "b": tensor([0.5, 1.0, 2.0])}
 
 
 def x() -> torch.Tensor:
-    return torch.tensor([0.5, 1.5])
+    return tensor([0.5, 1.5])
 
 
 def losses(params, x):
@@ -48,7 +59,7 @@ def loss_of_one(params, x):
 
 
 def values() -> dict[str, Any]:
-    return {"fit": torch.tensor(1.0), "size": torch.tensor(2.0)}
+    return {"fit": tensor(1.0), "size": tensor(2.0)}
 
 
 def method(**others: Any) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""Garbage in the place of every argument of every public function: an error that names it, or a legitimate success."""
+"""Every public function, called with garbage for each argument, and on the simulated accelerator.
+
+Garbage ends in an error that names it, or in a legitimate success. On the accelerator the numbers are those of the CPU,
+they stand where the inputs are, and no devices are mixed.
+"""
 
 import importlib
 import inspect
 import pkgutil
 
 import fuzz_tools
+import fuzz_values
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +21,8 @@ from fuzz_precision import PRECISION
 from fuzz_random import RANDOM
 from fuzz_rules import AGGREGATION, RULES
 from garbage import GARBAGE, Call, outcome
+from simulated import simulated
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 import functional_jd
 
@@ -93,8 +100,11 @@ EVERY = [(home, name) for home, calls in CALLS.items() for name in calls]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_replica():
-    """A process group of one, for the functions of replicas."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A process group of one, whose collectives take tensors of both devices."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with simulated():
+        dist.init_process_group("cpu:fake,sim:fake", rank=0, world_size=1, store=FakeStore())
     yield
     dist.destroy_process_group()
 
@@ -116,6 +126,50 @@ def test_garbage_is_refused_by_name_or_taken_for_a_reason(home, name):
     wrong = {key: result for key, result in found.items() if result != "good"}
     assert {key: result for key, result in wrong.items() if key not in LEFT} == {}
     assert [key for key in LEFT if key[0] == name and key in found and key not in wrong] == []
+
+
+ON_THE_HOST = {
+    "to_checkpoint": "version, names and digests are for files",
+    "from_torch": "torch counts steps there, where its kernels do not take a count on the device",
+    **dict.fromkeys(("lattice", "quadratics", "fonseca_fleming", "two_valleys"), "takes no tensors"),
+}
+"""The calls of whose results some stand on the host, and why."""
+
+
+@pytest.mark.filterwarnings("ignore:Attempt to set non-positive ylim on a log-scaled axis:UserWarning")
+@pytest.mark.parametrize(("home", "name"), EVERY, ids=[f"{home}.{name}" for home, name in EVERY])
+def test_a_function_finds_on_a_device_what_it_finds_on_the_cpu(home, name, monkeypatch):
+    call = CALLS[home][name]
+    torch.manual_seed(0)
+    expected = call.f(**call.valid())
+    with simulated() as device, monkeypatch.context() as patch:
+        patch.setitem(fuzz_values.WHERE, "now", "sim")
+        torch.manual_seed(0)
+        found = call.f(**call.valid())
+        where = {x.device.type for x in tree_leaves(found) if isinstance(x, torch.Tensor)}
+        assert where <= ({"cpu", "sim"} if name in ON_THE_HOST else {"sim"})
+        found = device.get(found)
+    check_same(found, expected)
+
+
+def check_same(found, expected):
+    leaves, structure = tree_flatten(found)
+    others, other_structure = tree_flatten(expected)
+    assert structure == other_structure
+    largest = max([y.detach().double().nan_to_num(0, 0, 0).abs().max() for y in others if _has_digits(y)], default=0)
+    for x, y in zip(leaves, others, strict=True):
+        if not _has_digits(y):
+            assert torch.equal(x, y) if isinstance(y, torch.Tensor) else type(x) is type(y)
+            continue
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        # What cancels leaves rounding of what was added up.
+        terms = 2**8 * y.detach().double().nan_to_num(0, 0, 0).abs().max() + 4 * largest
+        bound = torch.finfo(y.dtype).eps * float(terms)
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=bound, equal_nan=True)
+
+
+def _has_digits(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 0
 
 
 def test_no_public_function_is_forgotten():
