@@ -21,8 +21,8 @@ from fuzz_precision import PRECISION
 from fuzz_random import RANDOM
 from fuzz_rules import AGGREGATION, RULES
 from garbage import GARBAGE, Call, outcome
-from simulated import simulated
-from torch.utils._pytree import tree_flatten, tree_leaves
+from simulated import check_same, simulated
+from torch.utils._pytree import tree_leaves
 
 import functional_jd
 
@@ -150,26 +150,6 @@ def test_a_function_finds_on_a_device_what_it_finds_on_the_cpu(home, name, monke
         assert where <= ({"cpu", "sim"} if name in ON_THE_HOST else {"sim"})
         found = device.get(found)
     check_same(found, expected)
-
-
-def check_same(found, expected):
-    leaves, structure = tree_flatten(found)
-    others, other_structure = tree_flatten(expected)
-    assert structure == other_structure
-    largest = max([y.detach().double().nan_to_num(0, 0, 0).abs().max() for y in others if _has_digits(y)], default=0)
-    for x, y in zip(leaves, others, strict=True):
-        if not _has_digits(y):
-            assert torch.equal(x, y) if isinstance(y, torch.Tensor) else type(x) is type(y)
-            continue
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        # What cancels leaves rounding of what was added up.
-        terms = 2**8 * y.detach().double().nan_to_num(0, 0, 0).abs().max() + 4 * largest
-        bound = torch.finfo(y.dtype).eps * float(terms)
-        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=bound, equal_nan=True)
-
-
-def _has_digits(x):
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 0
 
 
 def test_no_public_function_is_forgotten():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from bounds import check_stable
 from simulated import simulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -21,14 +20,6 @@ SEARCHES = {
     "fairgrad": lambda **how: jd.fairgrad(2.0, **how),
     "nash_mtl": jd.nash_mtl,
     "pcd": jd.pcd,
-}
-OTHERS = {
-    "config": jd.config,
-    "imtl_g": jd.imtl_g,
-    "pcgrad": lambda **how: jd.pcgrad(jd.random.key(0), **how),
-    "gradvac": lambda **how: jd.gradvac(jd.random.key(0), **how),
-    "aligned_mtl": jd.aligned_mtl,
-    "sdmgrad": jd.sdmgrad,
 }
 each_search = pytest.mark.parametrize("build", SEARCHES.values(), ids=SEARCHES)
 
@@ -73,38 +64,6 @@ def test_fake_tensors_have_no_values_to_search_with(build):
         found = aggregate(build(), mode.from_tensor(rows(5)))
     assert found.weights.shape == (5,)
     assert aggregate(build(), rows(5).to("meta")).weights.is_meta
-
-
-@each_search
-@pytest.mark.parametrize(("m", "condition"), [(2, 10.0), (5, 1e5), (5, 1e7), (32, 1e7)])
-def test_a_fixed_number_of_steps_finds_what_the_host_finds(build, m, condition):
-    J = rows(9 if m == 32 and build is SEARCHES["cagrad"] else m, condition)  # which searches 25 times
-    fixed, looking = (lambda J, how=how: aggregate(build(solver=how), J).direction for how in ("device", "host"))
-    check_stable(fixed(J), looking, J, roundings=2**10)
-
-
-@pytest.mark.parametrize("build", [jd.mgda, jd.upgrad])
-def test_on_the_device_nothing_waits_and_in_a_graph_there_is_no_host(build):
-    J = rows(3)
-    with simulated() as device:
-        there = device.put(J)
-        device.capturing = True
-        for solver in ("host", "device"):
-            found = aggregate(build(solver=solver), there)
-            assert torch.equal(device.get(found.weights), aggregate(build(solver="device"), J).weights)
-
-
-@pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
-def test_rules_without_a_search_are_on_the_device_what_they_are_on_the_host(build):
-    J = rows(5)
-    state = aggregate(build(), J, None, J.flip(1)).state
-    expected = aggregate(build(), J, state, J.flip(1))
-    with simulated() as device:
-        inputs = device.put((J, state, J.flip(1)))
-        device.reset()
-        found = aggregate(build(solver="device"), *inputs)
-        assert device.copies_to_host == device.copies_from_host == 0
-        torch.testing.assert_close(device.get(found), expected, rtol=1e-12, atol=1e-15)
 
 
 @each_search
@@ -162,11 +121,6 @@ def test_a_number_for_each_problem_is_made_where_they_are():
     each = tree_map(lambda x: per_problem(x, torch.ones(3, 2)), [torch.tensor(2.0), torch.ones(3, 1).double()])
     assert [x.shape for x in each] == [(3, 1), (3, 1)]
     assert all(x.dtype == torch.float32 for x in each)
-
-
-def test_a_solver_that_is_unknown_is_refused():
-    with pytest.raises(ValueError, match=r"mgda: expected solver to be one of host, device|solver"):
-        jd.mgda(solver="gpu")
 
 
 def test_vmap_alone_asks_for_no_derivative():
