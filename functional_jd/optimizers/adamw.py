@@ -1,12 +1,12 @@
 """Adam with decoupled weight decay."""
 
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import BELOW_1, check_number, refuse
 from functional_jd.core.float64 import widest
 from functional_jd.core.foreach import copies
 from functional_jd.core.record_display import displayed_as, outline
@@ -22,7 +22,6 @@ from functional_jd.optimizers.base import (
     in_dtype_of,
     no_steps,
     on_shards,
-    refuse_tensor,
 )
 from functional_jd.torch_compat.private_names import private
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_functional_transform
@@ -79,19 +78,16 @@ def adamw(
 
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the
-        bias corrections where they were. The root of an average that is exactly zero has derivative zero, so that
-        derivatives through steps are finite and right there: the first step from an average of zero is smooth.
+        bias corrections where they were. The first step from an average of zero has finite and right derivatives.
 
     Source:
         Loshchilov and Hutter (2019), Decoupled weight decay regularization, algorithm 2, in PyTorch's form.
 
     Differs:
-        From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does.
-        Without it, eps rounds to zero in float16, and an entry that never had a gradient becomes NaN.
-        A parameter that no loss reaches in a batch has the direction 0, so that moments and weight decay move it on;
-        there, where its `.grad` is None, it stays.
-        Without derivatives, eager calls and those compiled for many leaves take that fused kernel; all others the
-        formulas, equal up to rounding.
+        From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does. A
+        parameter that no loss reaches in a batch has the direction 0, so that moments and weight decay move it on;
+        there, where its `.grad` is None, it stays. Without derivatives, eager calls and those compiled for many leaves
+        take torch's fused kernel; all others the formulas, equal up to rounding.
 
     Example:
         >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
@@ -99,10 +95,12 @@ def adamw(
     """
     check_settings("adamw", tensors=_TENSORS, lr=lr, eps=eps, weight_decay=weight_decay)
     are_numbers = not (isinstance(eps, Tensor) or isinstance(weight_decay, Tensor))  # which the fused kernel reads
-    b1, b2 = _pair(betas)
-    for name, beta in (("betas[0]", b1), ("betas[1]", b2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"adamw: {name} must lie in [0, 1), found {beta}. Usual values are (0.9, 0.999).")
+    pair: Any = betas
+    if not isinstance(pair, tuple | list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        refuse("adamw", "betas", "a pair of numbers", pair, "Usual values are (0.9, 0.999).")
+    for index, beta in enumerate(betas):
+        check_number("adamw", f"betas[{index}]", beta, BELOW_1, "Usual values are (0.9, 0.999).", "a number in [0, 1)")
+    b1, b2 = betas
 
     def init(params: Params) -> AdamwState:
         steps = no_steps(params, "adamw")
@@ -114,25 +112,18 @@ def adamw(
         leaves, structure = floating_leaves(params, "adamw")
         if any_sharded(leaves):
             return on_shards(step, "adamw", moving, direction, state, params)
-        directions, first, second = (
-            leaves_like(structure, direction),
-            leaves_like(structure, state.first),
-            leaves_like(structure, state.second),
-        )
+        directions, first, second = [leaves_like(structure, x) for x in (direction, state.first, state.second)]
         rate = current_rate(lr, state.steps)
-        fits = state.steps.ndim == 0
-        for p, d, m, v in zip(leaves, directions, first, second, strict=True):
-            fits = fits and p.shape == d.shape == m.shape == v.shape
-        if not fits:
+        rows = zip(leaves, directions, first, second, strict=True)
+        if state.steps.ndim or not all([p.shape == d.shape == m.shape == v.shape for p, d, m, v in rows]):  # noqa: C419
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
-                "adamw: expected a direction and averages of the shapes of the parameters, found others. Start the "
-                "state anew with init(params)."
+                "adamw: direction and averages must have the shapes of the parameters, found others. Start again with "
+                "init(params)."
             )
         scalars = [state.steps, rate] if isinstance(rate, Tensor) else [state.steps]
         exact = rate.is_cpu or all(p.dtype.itemsize <= 4 for p in leaves) if isinstance(rate, Tensor) else True
-        compiling = torch.compiler.is_compiling()
-        fused = fused_adamw and are_numbers and (len(leaves) >= _MANY or not compiling)
+        fused = fused_adamw and are_numbers and (len(leaves) >= _MANY or not torch.compiler.is_compiling())
         # The kernel of an accelerator takes a rate in float32.
         if exact and fused and _undisturbed([*leaves, *directions, *first, *second, *scalars]):
             columns = leaves, directions, first, second
@@ -150,12 +141,8 @@ def adamw(
             m = torch.lerp(at_least_float32(m), d, 1 - b1)
             v = (at_least_float32(v) * b2).addcmul(d, d, value=1 - b2)
             decayed = at_least_float32(p) * in_dtype_of(1 - rate * weight_decay, m)
-            return (
-                decayed
-                - in_dtype_of(step_size, m) * (m / (_root(v) / in_dtype_of(correction, v) + in_dtype_of(eps, v))),
-                m,
-                v,
-            )
+            root = _root(v) / in_dtype_of(correction, v) + in_dtype_of(eps, v)
+            return decayed - in_dtype_of(step_size, m) * (m / root), m, v
 
         old = zip(leaves, first, second, strict=True)
         rows = zip(map(moved, leaves, directions, first, second), old, strict=True)
@@ -179,12 +166,10 @@ def _fused(
         lr, count = rate, len(places)
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group = columns if len(groups) == 1 else [[column[place] for place in places] for column in columns]
+        group = [[column[place] for place in places] for column in columns]
         numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
         kernel: Any = fused_adamw_op if in_graph else _moved
         new = kernel(*group, steps, moving, *numbers, *settings)
-        if len(groups) == 1:
-            return new[:count], new[count : 2 * count], new[2 * count :]
         moved.update(zip(places, zip(new[:count], new[count : 2 * count], new[2 * count :], strict=True), strict=True))
     return zip(*[moved[place] for place in range(len(moved))], strict=True)
 
@@ -247,16 +232,6 @@ def _undisturbed(values: list[Tensor]) -> bool:
         if (recorded and x.requires_grad) or not (x.is_cpu or x.device.type not in _WITHOUT_KERNEL):
             return False
     return True
-
-
-def _pair(betas: Any) -> tuple[float, float]:
-    pair: Any = tuple(betas) if isinstance(betas, tuple | list) else ()
-    for index, beta in enumerate(pair):
-        if isinstance(beta, Tensor):
-            refuse_tensor("adamw", f"betas[{index}]", beta, _TENSORS)
-    if len(pair) != 2 or not all(isinstance(beta, Real) for beta in pair):
-        raise TypeError(f"adamw: betas must be a pair of numbers, found {betas!r}. Usual values are (0.9, 0.999).")
-    return pair
 
 
 def _kept(moving: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_leaves, tree_map, tree_unflatten
@@ -19,7 +20,6 @@ from functional_jd.optimizers.base import (
     in_dtypes_of,
     no_steps,
     on_shards,
-    refuse_tensor,
 )
 from functional_jd.torch_compat.torch_internals import under_functorch
 
@@ -50,8 +50,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """Turn a class of `torch.optim` into a pair of pure functions; every step equals that of the class.
 
     A class of `torch.optim` creates its state in the first step, which may differ from later ones (momentum with
-    dampening). To keep the structure constant without reading values from the device, `update` computes both a first
-    and a later step on copies and selects one with `where`. It costs two steps; `sgd` and `adamw` cost one.
+    dampening). So `update` computes a first and a later step on copies, and selects one with `where`, without reading
+    values. It costs two steps; `sgd` and `adamw` cost one.
 
     Args:
         cls: a class such as `torch.optim.Adam`; all tensors that it changes must be in its `state`.
@@ -64,8 +64,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: not a class of `torch.optim`, or arguments that it does not take; the class needs a closure (LBFGS)
-            or sparse gradients (SparseAdam), keeps state that is not a tensor, or changes its param groups.
+        TypeError: not a class of `torch.optim`; in `init`, a class that keeps state that is not a tensor, or changes
+            its param groups, and what the class raises: for other arguments, for a missing closure (LBFGS), for dense
+            gradients (SparseAdam).
         ValueError: called under a `torch.func` transform, or with sharded parameters for a class that looks at whole
             tensors, such as Adafactor; an `lr` that is negative, infinite or NaN.
 
@@ -79,36 +80,13 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """
     given: Any = cls
     if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
-        found = given.__name__ if isinstance(given, type) else f"an instance of {type(given).__name__}"
-        raise TypeError(
-            f"from_torch: expected a class of torch.optim, found {found}. Pass the class and its settings: "
-            "from_torch(torch.optim.Adam, lr=1e-3)."
-        )
-    name = cls.__name__
-    if issubclass(cls, torch.optim.SparseAdam):
-        raise TypeError(
-            f"from_torch: expected a class for dense gradients, which all directions are, found {name}. Take adamw, or "
-            "torch.optim.Adam."
-        )
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"from_torch: expected a class whose step needs no closure, found {name}, which evaluates the losses in "
-            "its step. Use a class such as torch.optim.Adam."
-        )
-    try:
-        inspect.signature(cls).bind([], **hyper)
-    except TypeError as error:
-        raise TypeError(
-            f"from_torch: expected the keyword arguments of {name}, found others: {error}. The parameters are given to "
-            "train_state."
-        ) from None
+        cure = "Pass the class and its settings: from_torch(torch.optim.Adam, lr=1e-3)."
+        refuse("from_torch", "cls", "a class of torch.optim", given, cure)
     schedule: Any = hyper.get("lr", 0.0)
     check_settings("from_torch", lr=schedule)
     for setting, value in hyper.items():
-        for part in tree_leaves(value) if setting != "lr" else []:
-            if isinstance(part, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                refuse_tensor("from_torch", setting, part)
+        if setting != "lr" and any(isinstance(part, Tensor) for part in tree_leaves(value)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse("from_torch", setting, "without tensors", value, "A tensor may stand for lr only.")
     scheduled = isinstance(schedule, Tensor) or callable(schedule)
     if scheduled:
         hyper = hyper | {"lr": 1.0}  # the constructors compare the rate with zero, which would wait for the device
@@ -116,10 +94,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     def init(params: Params) -> TorchState:
         whole, _ = floating_leaves(params, "from_torch")
         if any_sharded(whole) and cls not in _ENTRYWISE:
-            raise ValueError(
-                f"from_torch: expected a class that updates every entry by itself, for sharded parameters, found "
-                f"{name}. Use one of {', '.join(known.__name__ for known in _ENTRYWISE)}, or adamw and sgd."
-            )
+            expected = "a class that updates every entry by itself, for sharded parameters"
+            names = ", ".join(known.__name__ for known in _ENTRYWISE)
+            refuse("from_torch", "cls", expected, cls, f"Use one of {names}, or adamw and sgd.", ValueError)
         leaves = list(map(shard_of, whole))
         steps, zeros = no_steps(params, "from_torch"), [torch.zeros_like(leaf) for leaf in leaves]
         rate = _rate(schedule, steps) if scheduled else None
@@ -132,8 +109,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             unsupported.add("param_groups")
         if unsupported or len(optimizer.state) > len(leaves):
             raise TypeError(
-                f"from_torch: the state of {name} must be one dict of tensors per parameter, found other values or "
-                f"changes in {sorted(unsupported) or 'its state'}. Use another class, or write init and update."
+                f"from_torch: the state of {cls.__name__} must be one dict of tensors per parameter, found other "
+                f"values or changes in {sorted(unsupported) or 'its state'}. Use another class, or write your own."
             )
         return TorchState(steps, tuple(starmap(_sharded_entry, zip(entries, whole, strict=True))))
 
@@ -182,10 +159,8 @@ def from_transformation(transformation: Any) -> Optimizer:
         >>> optimizer = from_transformation(torchopt.adam(lr=1e-3))
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
-        raise TypeError(
-            "from_transformation: expected an object with functions init and update, found "
-            f"{type(transformation).__name__}. Pass classes of torch.optim to from_torch."
-        )
+        expected, cure = "an object with functions init and update", "Pass classes of torch.optim to from_torch."
+        refuse("from_transformation", "transformation", expected, transformation, cure)
     keywords = inspect.signature(transformation.update).parameters
     options = {"inplace": False} if "inplace" in keywords else {}
 
@@ -210,8 +185,8 @@ def _instance(
     """Return an instance of the class with copies of the parameters, gradients and state, at this learning rate."""
     if under_functorch():
         raise ValueError(
-            "from_torch: expected no transform, since torch.optim works in place, found one of torch.func (vmap, grad, "
-            "jvp, ...). Use sgd, adamw or from_transformation, which compose with all of them."
+            "from_torch: expected no transform, since torch.optim works in place, found one of torch.func. Use sgd, "
+            "adamw or from_transformation."
         )
     copies = [leaf.detach().clone() for leaf in params]
     # Else the count of steps is a number of the host, which waits for it. But its powers are then of float32.

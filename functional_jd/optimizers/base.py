@@ -1,12 +1,12 @@
 """The protocol of optimizers, and what `sgd` and `adamw` share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar, refuse
+from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scalar
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
@@ -63,32 +63,17 @@ def check_settings(where: str, *, tensors: Sequence[str] = ("lr",), **values: An
         ValueError: a number is out of range.
     """
     for name, value in values.items():
+        cure = f"Pass for instance {name}=0.1."
         if isinstance(value, Tensor) and name in tensors:
-            check_scalar(where, name, value, f"Pass for instance {name}=0.1.")
-        elif isinstance(value, Tensor):
-            refuse_tensor(where, name, value, tensors)
-        elif name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
-            _check_number(where, name, value)
-
-
-def refuse_tensor(where: str, name: str, value: Tensor, tensors: Sequence[str] = ("lr",)) -> NoReturn:
-    """Refuse a tensor as a setting that must be a number, as branches or kernels depend on it."""
-    others = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
-    refuse(where, name, "a number", value, f"Tensors may stand for {others} only.")
-
-
-def _check_number(where: str, name: str, value: Any) -> None:
-    cure = f"Pass for instance {name}=0.1."
-    if isinstance(value, Iterable | torch.nn.Module) and not isinstance(value, str):
-        cure += " The parameters are given to train_state."
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        cure = (
-            "Pass its rates as a function of the steps taken: lr=lambda taken: rates[taken.clamp(max=len(rates) - "
-            "1)], with rates a tensor of what get_last_lr() returns from step to step."
-        )
-    check_number(
-        where, name, value, NOT_NEGATIVE, cure, "a number, a tensor or a schedule" if name == "lr" else "a number"
-    )
+            check_scalar(where, name, value, cure)
+            continue
+        if isinstance(value, Tensor):
+            cure = f"Tensors may stand for {', '.join(tensors)} only."
+        elif isinstance(value, Iterable | torch.nn.Module) and not isinstance(value, str):
+            cure += " The parameters are given to train_state."
+        if name != "lr" or isinstance(value, torch.nn.Module | type) or not callable(value):
+            expected = "a number, a tensor or a schedule" if name == "lr" else "a number"
+            check_number(where, name, value, NOT_NEGATIVE, cure, expected)
 
 
 def on_shards(update: Callable[..., tuple[Params, Tree]], where: str, *given: Any) -> tuple[Params, Tree]:

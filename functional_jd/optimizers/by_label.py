@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from functional_jd.core.arguments import check_function, check_mapping
 from functional_jd.core.tree import floating_leaves, leaves_like, tree_names, tree_unflatten
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.optimizers.base import Optimizer, check_optimizer
@@ -40,7 +41,18 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
         ...     {"trunk": adamw(1e-4), "plain": adamw(1e-3, weight_decay=0.0), "decayed": adamw(1e-3)}, labels
         ... )
     """
-    _check(optimizers, labels)
+    cure = 'Pass for instance {"decayed": adamw(1e-3), "plain": adamw(1e-3, weight_decay=0.0)}.'
+    check_mapping("by_label", "optimizers", optimizers, cure)
+    check_function("by_label", "labels", labels, "Pass labels(name, leaf) -> label.")
+    if not optimizers:
+        raise ValueError(f"by_label: optimizers must be at least one, found none. {cure}")
+    for label, optimizer in optimizers.items():
+        check_optimizer("by_label", optimizer, f"the optimizer {label!r}")
+        if optimizer.sensitivity is not None:
+            raise ValueError(
+                f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
+                "groups. Put it around all: noised(by_label(...), ...)."
+            )
     optimizers = dict(optimizers)
 
     def init(params: Params) -> Tree:
@@ -61,24 +73,6 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
 
     guarded = step if any(optimizer.guarded_update for optimizer in optimizers.values()) else None
     return Optimizer(init, lambda direction, state, params: step(None, direction, state, params), guarded)
-
-
-def _check(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor], str]) -> None:
-    if not isinstance(optimizers, Mapping) or not callable(labels):
-        raise TypeError(
-            "by_label: expected a dict of optimizers and a function labels(name, leaf), found "
-            f"{type(optimizers).__name__} and {type(labels).__name__}. "
-            'Pass for instance {"decayed": adamw(1e-3), "plain": adamw(1e-3, weight_decay=0.0)}.'
-        )
-    if not optimizers:
-        raise ValueError("by_label: expected at least one optimizer, found none. Pass one for each label.")
-    for label, optimizer in optimizers.items():
-        check_optimizer("by_label", optimizer, f"the optimizer {label!r}")
-        if optimizer.sensitivity is not None:
-            raise ValueError(
-                f"by_label: expected optimizers without noise, found noise in {label!r}, which leaves out other "
-                "groups. Put it around all: noised(by_label(...), ...)."
-            )
 
 
 def _groups(

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import at_least, check_number, check_scalar, refuse
+from functional_jd.core.arguments import at_least, check_number, check_scalar
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import over_all_ranks, shard_of, sharded_as, sum_over_shards
-from functional_jd.core.tree import any_sharded, floating_leaves, tree_map, tree_unflatten
+from functional_jd.core.tree import any_sharded, floating_leaves, tree_map
 from functional_jd.core.types import Direction
-from functional_jd.optimizers.base import Optimizer
 
 
 def global_norm(direction: Direction, norm_type: float = 2.0) -> Tensor:
@@ -66,9 +65,8 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
         ValueError: an empty tree, a negative `max_norm`, or a `norm_type` below 1.
 
     Laws:
-        A direction of norm at most `max_norm` is returned bit for bit; zero stays zero. Homogeneous:
-        `clip_by_norm(c d, c max_norm) = c clip_by_norm(d, max_norm)` for `c > 0`, to rounding. Clips correctly when the
-        norm overflows the dtype of the entries. An infinite entry becomes NaN, and NaN stays NaN.
+        A direction of norm at most `max_norm` is returned bit for bit; zero stays zero. Homogeneous to rounding, also
+        if the norm overflows the dtype of the entries. An infinite entry becomes NaN, and NaN stays NaN.
 
     Source:
         Pascanu, Mikolov & Bengio, On the difficulty of training recurrent neural networks, ICML 2013, algorithm 1;
@@ -77,7 +75,6 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
     Differs:
         From torch, which divides by the norm + 1e-6: there, `max_norm=1e-6` halves a direction of norm 1e-6.
     """
-    _refuse_optimizer(direction, "clip_by_norm")
     _require_bound(max_norm, "clip_by_norm", "max_norm")
     unit, ratio = _unit_and_ratio(direction, norm_type, "clip_by_norm")
     exceeds = unit * ratio > max_norm
@@ -114,18 +111,14 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
     Source:
         `torch.nn.utils.clip_grad_value_`.
     """
-    _refuse_optimizer(direction, "clip_by_value")
     _require_bound(limit, "clip_by_value", "limit")
-    leaves, structure = floating_leaves(direction, "clip_by_value")
+    floating_leaves(direction, "clip_by_value")
     bound: Any = limit
-    clamped = [at_least_float32(leaf).clamp(-bound, bound).to(leaf.dtype) for leaf in map(shard_of, leaves)]
-    return tree_unflatten(structure, list(map(sharded_as, clamped, leaves)))
 
+    def clamped(d: Tensor) -> Tensor:
+        return at_least_float32(d).clamp(-bound, bound).to(d.dtype)
 
-def _refuse_optimizer(direction: Any, where: str) -> None:
-    if isinstance(direction, Optimizer):
-        cure = f"Clip in its update: Optimizer(o.init, lambda d, *state: o.update({where}(d, 1.0), *state))."
-        refuse(where, "direction", "a pytree of tensors", direction, cure)
+    return tree_map(lambda d: sharded_as(clamped(shard_of(d)), d), direction)
 
 
 def _unit_and_ratio(direction: Direction, norm_type: float, where: str) -> tuple[Tensor, Tensor]:

@@ -55,19 +55,17 @@ def line_search(
     Raises:
         TypeError: `optimizer` is not an `Optimizer`; `rates` are no numbers; `merit` is not callable.
         ValueError: no rates, or a negative one; an optimizer that itself compares losses, or adds noise; `merit`
-            returns no scalar. In `step`: replicas, which would choose by different batches and move apart; an optimizer
-            around this one that has no losses to give (`noised`, `by_label`): put this one around that.
+            returns no scalar. In `step`: replicas, whose batches differ; an optimizer around this one that has no
+            losses to give (`noised`, `by_label`): put this one around that.
 
     Laws:
-        The first of the best rates is taken; a merit that is not finite is never best, and where none is finite the
-        parameters stay. The losses are evaluated at all rates by one vmap, at the price of k forward passes and the
-        memory of k sets of parameters; buffers and keys are those of the step, and nothing of it is left in them. Rate
-        1 gives the step of the optimizer inside. Composes with vmap, grad, jvp and compile; derivatives are those of
-        the step with the chosen rate.
+        The first of the best rates is taken; a merit that is not finite is never best, and if none is finite the
+        parameters stay. The losses are evaluated at all rates by one vmap: k forward passes, and k sets of parameters;
+        buffers and keys are those of the step, and the search leaves nothing in them. Rate 1 gives the step of the
+        optimizer inside. Composes with vmap, grad, jvp and compile; derivatives are those of the chosen rate.
 
     Differs:
-        From searches that stop at the first rate that is good enough: those ask for values, which synchronizes. The
-        batch is the one that gave the direction, and in private training it would be looked at without noise.
+        From searches that stop at the first rate that is good enough: those read values, which synchronizes.
 
     Example:
         >>> params, x, y = {"w": torch.zeros(2)}, torch.eye(2), torch.ones(2)
@@ -89,8 +87,7 @@ def line_search(
     def update(direction: Direction, state: LineSearchState, params: Params) -> Any:  # noqa: ARG001
         raise ValueError(
             "line_search: expected the losses, to compare rates, found none. Take functional_jd.step with this "
-            "optimizer outermost, or by hand optimizer.search(losses_at, direction, state, params), with "
-            "losses_at(params) -> losses."
+            "optimizer outermost, or call optimizer.search(losses_at, direction, state, params)."
         )
 
     def search(
@@ -150,9 +147,8 @@ def _merit_of(merit: Callable[[Losses], Tensor] | None, values: Losses) -> Tenso
         return torch.stack([at_least_float32(leaf).square().sum().double() for leaf in tree_leaves(values)]).sum()
     found: Any = merit(values)
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
-        refuse(
-            "line_search", "merit", "a function that returns one real number", found, "Reduce it: .sum().", ValueError
-        )
+        expected = "a function that returns one real number"
+        refuse("line_search", "merit", expected, found, "Reduce it: .sum().", ValueError)
     return found
 
 
@@ -161,13 +157,13 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
     check_optimizer("line_search", optimizer, cure="line_search(sgd(1.0), rates).")
     if optimizer.search is not None:
         raise ValueError(
-            "line_search: expected an optimizer that needs no losses, found one that itself compares losses. Pass all "
-            "rates to one line_search."
+            "line_search: optimizer must need no losses, found one that itself compares losses. Pass all rates to one "
+            "line_search."
         )
     if optimizer.sensitivity is not None:
         raise ValueError(
-            "line_search: expected an optimizer without noise, found one made by noised: the search looks at losses of "
-            "the batch that no noise covers. Take the optimizer inside it alone."
+            "line_search: optimizer must add no noise, found one made by noised: the search looks at losses of the "
+            "batch that no noise covers. Take the optimizer inside it alone."
         )
     expected, cure = "a tensor [k] or a list of numbers", "Pass for instance rates=[1.0, 0.5, 0.25, 0.1]."
     if isinstance(rates, Tensor):
@@ -176,9 +172,8 @@ def _checked(optimizer: Any, rates: Any) -> Tensor:
         return rates.double()
     if not isinstance(rates, list | tuple):
         refuse("line_search", "rates", expected, rates, cure)
-    given: Sequence[Any] = rates
-    if not given:
+    if not rates:
         raise ValueError(f"line_search: rates must be {expected}, found none. {cure}")
-    for rate in given:
+    for rate in rates:  # pyright: ignore[reportUnknownVariableType]
         check_number("line_search", "rates", rate, NOT_NEGATIVE, cure)
-    return torch.tensor([float(rate) for rate in given], dtype=torch.float64)
+    return torch.tensor(rates, dtype=torch.float64)

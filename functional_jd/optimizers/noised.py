@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_jd.core.arguments import refuse
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, positions, shard_of, sharded_as
 from functional_jd.core.tree import any_sharded, floating_leaves, tree_unflatten
@@ -53,17 +54,15 @@ def noised(
     Raises:
         TypeError: `optimizer` is not an `Optimizer`; `key` is not a key; a setting is not a number or a tensor.
         ValueError: a setting out of range. In `train_state`: losses that are not those of `per_example`, or a rule that
-            does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or `grouped` of these): the noise would
-            protect nobody. `private` builds what fits. Two bounds of which one is a tensor are compared by
-            `train_state` alone, and not under `vmap`, where nobody knows their values.
+            does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or `grouped` of these), as the noise
+            would protect no example. `private` builds what fits. Tensors are compared by `train_state` outside `vmap`.
 
     Laws:
-        What the optimizer inside receives has noise of standard deviation `multiplier max_norm / batch_size` in every
-        entry, independent of others. The same key gives the same noise on every device, under every transform and on
-        any number of ranks that hold shards; it advances with every step that is taken, and stays where a step is
-        skipped. With multiplier 0, the optimizer inside with the direction divided by `batch_size`. Composes with
-        vmap, grad, jvp and compile. A grid over bounds c, by `vmap` of `train_state` and `step`, has rule and noise of
-        one tensor, as `private(max_norm=c)` builds them: `max_norm=1.0` beside `clipped(c)` goes unnoticed there.
+        The optimizer inside receives noise of standard deviation `multiplier max_norm / batch_size` in every entry,
+        independent of others. The same key gives the same noise on every device, under every transform and on any
+        number of ranks that hold shards; a skipped step leaves it where it is. With multiplier 0, the optimizer inside
+        with the direction divided by `batch_size`. Composes with vmap, grad, jvp and compile. For a grid of bounds c by
+        `vmap`, take `private(max_norm=c)`: another bound of the rule goes unnoticed there.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -117,10 +116,8 @@ def check_noise(where: str, optimizer: Any, key: Any, batch_size: Any, **others:
     settings = {**others, "batch_size": batch_size}
     for name, value in settings.items():
         if callable(value):
-            raise TypeError(
-                f"{where}: {name} must be a number or a tensor, found {type(value).__name__}. Build an optimizer in "
-                "every step for a schedule: the states fit."
-            )
+            cure = "Build an optimizer in every step for a schedule: the states fit."
+            refuse(where, name, "a number or a tensor", value, cure)
     check_settings(where, tensors=tuple(settings), **settings)
     if not isinstance(batch_size, Tensor) and not batch_size > 0:
         raise ValueError(f"{where}: batch_size must be positive, found {batch_size}. It counts examples.")

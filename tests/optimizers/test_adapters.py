@@ -112,11 +112,6 @@ def test_a_schedule_compiles_with_a_graph_break():
     equal(run(compiled, first, directions), run(optimizer, first, directions))
 
 
-def test_a_class_for_sparse_gradients_is_refused():
-    with pytest.raises(TypeError, match=r"^from_torch: expected a class for dense .* found SparseAdam\. Take"):
-        from_torch(torch.optim.SparseAdam, lr=0.1)
-
-
 def test_inputs_are_left_alone():
     first, direction, rate = *matrices(0, 2), torch.tensor(0.1)
     optimizer = from_torch(torch.optim.Adam, lr=rate)

@@ -234,9 +234,9 @@ def test_two_leaves_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("optimizers", "labelled", "error", "message"),
     [
-        ({}, labels, ValueError, "by_label: expected at least one optimizer"),
-        ([sgd(0.1)], labels, TypeError, "by_label: expected a dict of optimizers and a function .* found list"),
-        ({"a": sgd(0.1)}, "a", TypeError, "found dict and str"),
+        ({}, labels, ValueError, "by_label: optimizers must be at least one"),
+        ([sgd(0.1)], labels, TypeError, "by_label: optimizers must be a dict by names, found list"),
+        ({"a": sgd(0.1)}, "a", TypeError, "by_label: labels must be a function, found str"),
         ({"a": sgd}, labels, TypeError, "the optimizer 'a' must be a pair .* found function. Call its builder"),
     ],
 )

@@ -244,7 +244,7 @@ def test_mistakes_are_named_with_their_cure():
         how = {"losses": losses, "aggregator": fj.clipped(1.0), "optimizer": around}
         with pytest.raises(ValueError, match=r"line_search: expected the losses.*with this optimizer outermost"):
             fj.step(fj.train_state(START, *batch, **how), *batch, **how)
-    with pytest.raises(ValueError, match=r"line_search: expected an optimizer without noise, found .*noised"):
+    with pytest.raises(ValueError, match=r"line_search: optimizer must add no noise, found .*noised"):
         line_search(fj.noised(fj.sgd(1.0), fj.random.key(0), 1.0, 1.0, 1), [1.0])
     replicas = fj.engines.jacobian_engine()._replace(replicate=lambda tree: tree)
     with pytest.raises(ValueError, match=r"replicas have different batches.*found one that compares"):
