@@ -96,7 +96,6 @@ def test_one_thought_fits_a_function():
 
 LONG = {
     "adamw.adamw": "holds `step`, and all that it needs of the hyper-parameters",
-    "adamw.step": "the kernel and the formula that it stands for, side by side; a call more in every step",
     "adapters.from_torch": "holds init, update and their checks, which share the optimizer of torch",
     "worst_gain._search": "one iteration: its parts would pass a dozen tensors to one another",
     "train.train": "holds the functions of the population, which share its closure",
