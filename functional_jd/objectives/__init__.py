@@ -1,6 +1,5 @@
 """What is differentiated: losses with a declared structure, modules as pure functions, trained and constant parts."""
 
-from functional_jd.objectives.at_buffers import at_buffers
 from functional_jd.objectives.functional import functional
 from functional_jd.objectives.over_shards import Sharded
 from functional_jd.objectives.partition import merge, partition
@@ -12,7 +11,6 @@ __all__ = [
     "Multitask",
     "PerExample",
     "Sharded",
-    "at_buffers",
     "functional",
     "merge",
     "multitask",

@@ -4,7 +4,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from threading import get_ident, local
+from threading import get_ident
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -142,20 +142,14 @@ class _Applied:
     def _called(self, parts: ModuleParts, call: Call, inside: State, args: Any, kwargs: Any) -> Any:
         """The output, once the module was called with other tensors in it."""
         holder = holder_of(self.module)
-        inside_call = _RUNNING.depth > 0
-        with holder.lock.held_by(get_ident()), _RUNNING:
+        with holder.lock.held_by(get_ident()):
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)
             look = not holder.checked or LOOKING.get() is not None
             looking = UsedParameters(parts.own_parameters(), start) if look else None
-            try:
-                with looking or _NOTHING:
-                    output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
-            except RuntimeError as error:
-                if "were not batched" in str(error) and "running_mean" in str(error):
-                    error.add_note(_UNMAPPED_STATISTICS)
-                raise
+            with looking or nullcontext():
+                output = functional_call(self.module, inside, args, kwargs, tie_weights=False)
             parts.check()
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
             outputs += parts.left_tensors()
@@ -165,8 +159,7 @@ class _Applied:
         if new := graph_nodes(outputs) - known:
             held = Held(holder, parts.places, call.params, call.buffers, inputs)
             held.watch(new)
-            if inside_call:
-                held.leave(known)
+            held.leave(known)
         return output
 
 
@@ -199,14 +192,6 @@ def _refuse_changes(parts: ModuleParts, params: State, before: list[Any]) -> Non
         for name, old, new in zip(params, before, marks, strict=True):
             if old != new and name not in parts.recurrent:
                 raise changed_parameter(name)
-
-
-_UNMAPPED_STATISTICS = (
-    "functional: the buffers that were passed are not mapped by vmap, but what the layer computes is. Give each of the "
-    "S members its own statistics, as a mapped argument: buffers = {n: b.expand(S, *b.shape) for n, b in "
-    "module.named_buffers()} and torch.vmap(f, in_dims=(0, 0, None))(params, buffers, x), where f calls apply(params, "
-    "buffers, x). track_running_stats need not be False."
-)
 
 
 def _marks(tensors: Any) -> list[Any]:
@@ -250,22 +235,6 @@ def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:
 
 
 _ENDS = (Tensor, nn.Module, type, ModuleType, str, int, float, torch.dtype, torch.device)
-_NOTHING = nullcontext()
-
-
-class _Running(local):
-    """How many calls of modules run in this thread."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
-_RUNNING = _Running()
 
 
 def _named(what: str, given: Any, names: list[str], method: str) -> State:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import Parameter, signature
-from sys import maxsize
 from typing import Any, overload
 
 import torch
@@ -30,14 +28,12 @@ class PerExample(Declared):
         in_dims: the dimension of the examples in each argument.
         without_examples: what takes its place for a batch without examples; None: such a batch is refused.
         name: that of the loss among losses by name.
-        takes: how many arguments it takes after the parameters, at least and at most; None: not known.
     """
 
     loss: Callable[..., Any]
     in_dims: Dims
     without_examples: Callable[..., Any] | None = None
     name: str | None = None
-    takes: tuple[int, int] | None = None
 
     def __call__(self, params: Params, *batch: Tree) -> Losses:
         if self.without_examples is not None and not self.count(batch):
@@ -68,9 +64,10 @@ class PerExample(Declared):
             return self.loss(params, *example)
         except Exception as error:
             shapes = ", ".join(str(list(x.shape)) for x in tree_leaves(example) if isinstance(x, Tensor))  # pyright: ignore[reportUnnecessaryIsInstance]
+            by_name = "" if self.name is None else " Its name must be in the dict of each argument that it takes."
             error.add_note(
                 f"per_example: the loss{self._named(' ')} receives one example without the dimension of examples, here "
-                f"{shapes}. For modules that expect a batch, make it one: x.unsqueeze(0)."
+                f"{shapes}. For modules that expect a batch, make it one: x.unsqueeze(0).{by_name}"
             )
             raise
 
@@ -188,12 +185,7 @@ class ExampleSets(Declared):
                 f"per_example: expected examples for each of the losses {names}, found {sorted(given)}. Pass dicts by "
                 "these names; a name may be missing in those arguments that its loss does not take."
             )
-        own = {name: tuple(argument[name] for argument in batch if name in argument) for name in names}
-        for name, given_here in own.items():
-            takes = self.parts[name].takes
-            if takes is not None and not takes[0] <= len(given_here) <= takes[1]:
-                _refuse_other_arguments(name, takes, batch)
-        return own
+        return {name: tuple(argument[name] for argument in batch if name in argument) for name in names}
 
     def counts(self, batch: tuple[Tree, ...]) -> dict[str, int]:
         """Return the number of examples in each set."""
@@ -304,34 +296,7 @@ def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> Example
             "per_example", "in_dims", "one dimension, as the losses have names", in_dims, "Close over what is shared."
         )
     parts = {name: per_example(loss, in_dims) for name, loss in losses.items()}
-    return ExampleSets({name: replace(part, name=name, takes=_taken_by(part.loss)) for name, part in parts.items()})
-
-
-def _taken_by(loss: Callable[..., Any]) -> tuple[int, int] | None:
-    """How many arguments a loss takes by position after the parameters, at least and at most."""
-    if torch.compiler.is_compiling():  # which cannot look
-        return None
-    try:
-        found = signature(loss, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # what is built in may have none
-        return None
-    places = [p for p in found if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    needed = sum(p.default is Parameter.empty for p in places)
-    most = maxsize if any(p.kind is Parameter.VAR_POSITIONAL for p in found) else max(0, len(places) - 1)
-    return max(0, needed - 1), most
-
-
-def _refuse_other_arguments(name: str, takes: tuple[int, int], batch: tuple[Tree, ...]) -> None:
-    """Refuse examples in fewer arguments of the batch than the loss takes, or in more."""
-    places = [str(at) for at, argument in enumerate(batch) if name in argument]
-    least, most = takes
-    number = str(least) if least == most else f"at least {least}" if most == maxsize else f"{least} to {most}"
-    where = f"argument{'s' * (len(places) > 1)} {' and '.join(places)}"
-    raise TypeError(
-        f"per_example: the loss {name!r} is in {where} of the batch, and takes {number} after params. Give its name to "
-        "the dict of each argument that it takes, and all arguments to the call; in fit, they are one tuple: "
-        "[(points, values)]."
-    )
+    return ExampleSets({name: replace(part, name=name) for name, part in parts.items()})
 
 
 def _check_tensors(result: Any) -> None:

@@ -37,10 +37,6 @@ def _apply(module, params, buffers, x):
     return jd.functional(module)(params, buffers, x)
 
 
-def _with_factor(params, buffers, x):
-    return (x @ params["w"] * buffers["factor"]).mean(), buffers
-
-
 def _split():
     return jd.objectives.partition(params(), lambda name, _: name == "w")
 
@@ -51,12 +47,6 @@ OBJECTIVES = {
         lambda: {"module": _module(), "params": dict(_module().named_parameters()), "buffers": {}, "x": x()},
         {"buffers": kinds({"dict"}), "module": kinds({"module"}), "x": EVERYTHING},
         kinds({"x"}),
-    ),
-    "at_buffers": Call(
-        lambda losses, buffers, params, x: jd.objectives.at_buffers(losses, buffers)(params, x),
-        lambda: {"losses": _with_factor, "buffers": {"factor": ones(())}, "params": params(), "x": x()},
-        {"buffers": kinds({"dict"}), "x": EVERYTHING},
-        kinds({"losses"}),
     ),
     "partition": Call(
         jd.objectives.partition,
