@@ -77,8 +77,8 @@ def as_matrix(leaf: Tensor) -> Tensor:
 
 
 def per_row(numbers: Tensor, leaf: Tensor) -> Tensor:
-    """Reshape `[m]`, one number per row, to `[m, 1, ..., 1]`, which broadcasts over the rows of the leaf."""
-    return numbers.reshape(-1, *[1] * (leaf.ndim - 1))
+    """Reshape `[m]`, one number per row, to `[m, 1, ..., 1]`, which broadcasts over the rows; `[]` serves all rows."""
+    return numbers.reshape(-1, *[1] * (leaf.ndim - 1)) if numbers.ndim else numbers
 
 
 def of_groups(f: Callable[..., Any], *values: Any) -> Any:

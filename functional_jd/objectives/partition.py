@@ -68,30 +68,17 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
         >>> objectives.merge({"a": 1.0}, {"b": 2.0})
         {'a': 1.0, 'b': 2.0}
     """
-    if isinstance(chosen, dict) and isinstance(rest, dict):
-        names = _names(chosen, rest)
-        return {name: merge(chosen.get(name, _NOTHING), rest.get(name, _NOTHING)) for name in names}
     if _is_nothing(chosen) or _is_nothing(rest):
         return rest if _is_nothing(chosen) else chosen
-    containers = type(chosen) is type(rest) and isinstance(chosen, list | tuple) and len(chosen) == len(rest)
-    if not containers:
+    if isinstance(chosen, dict) and isinstance(rest, dict):
+        names = sorted({*chosen, *rest})  # as pytrees sort them
+        return {name: merge(chosen.get(name, _NOTHING), rest.get(name, _NOTHING)) for name in names}
+    if type(chosen) is not type(rest) or not isinstance(chosen, list | tuple) or len(chosen) != len(rest):
         raise ValueError(
             f"merge: expected two parts of one pytree, found {type(chosen).__name__} and {type(rest).__name__} in one "
             "place. Pass what partition returned."
         )
-    parts = [merge(x, y) for x, y in zip(chosen, rest, strict=True)]
-    return type(chosen)(*parts) if hasattr(chosen, "_fields") else type(chosen)(parts)
-
-
-def _names(chosen: dict[Any, Tree], rest: dict[Any, Tree]) -> list[Any]:
-    """The keys of both, sorted as pytrees sort them."""
-    try:
-        return sorted({*chosen, *rest})
-    except TypeError as error:
-        raise ValueError(
-            f"merge: expected two parts of one pytree, found dicts whose keys cannot be sorted together: {error}. Pass "
-            "what partition returned."
-        ) from error
+    return _like(chosen, [merge(x, y) for x, y in zip(chosen, rest, strict=True)])
 
 
 def _is_nothing(value: Any) -> bool:
@@ -104,6 +91,9 @@ def _without_empty_keys(part: Tree, tree: Tree) -> Tree:
         kept = {name: _without_empty_keys(value, tree[name]) for name, value in part.items()}
         return {name: value for name, value in kept.items() if not _is_nothing(value) or _is_nothing(tree[name])}
     if isinstance(part, list | tuple) and isinstance(tree, list | tuple) and len(part) == len(tree):
-        parts = [_without_empty_keys(x, y) for x, y in zip(part, tree, strict=True)]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+        return _like(part, [_without_empty_keys(x, y) for x, y in zip(part, tree, strict=True)])
     return part
+
+
+def _like(container: Any, parts: list[Tree]) -> Tree:
+    return type(container)(*parts) if hasattr(container, "_fields") else type(container)(parts)

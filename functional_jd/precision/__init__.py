@@ -2,10 +2,15 @@
 
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
-from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
 from functional_jd.precision.policy import Policy, policy
-from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
+from functional_jd.precision.scale_state import (
+    ScaleState,
+    no_scale,
+    scale_state,
+    scale_state_from_dict,
+    scale_state_to_dict,
+)
 from functional_jd.precision.scaled_grad import scaled_grad
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import check_type, described
 from functional_jd.core.foreach import times
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
@@ -37,8 +37,7 @@ from functional_jd.torch_compat.torch_internals import under_transform
 FLOOR = 2.0**-14
 """The scale below which `update_scale` does not back off: the smallest normal float16.
 
-At this scale float16 holds gradients up to 2**30, and loses those below 2**-11 altogether: much lower, steps would be
-taken that move nothing. 25 doublings lead to 2**11, where gradients of 2**-25 have all their bits; 30 to the default.
+Much lower, float16 would hold no gradient, and steps would move nothing. 30 doublings lead to the default.
 """
 
 # The smallest normal float32. Its inverse is finite, also if subnormal numbers are flushed to zero.
@@ -46,25 +45,14 @@ _SMALLEST = 2.0**-126
 
 
 def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
-    """Return the factor that is applied: the scale, but at least 2**-126, so that its inverse is finite.
+    """Return the factor that is applied, float32: `max(scale, 2**-126)`, so that its inverse is finite; NaN stays NaN.
 
-    `max(scale, 2**-126)`.
-
-    Args:
-        state: a `ScaleState`, or a floating-point tensor `[]` or `[m]`.
-        where: the name of the calling function, for the error.
-
-    Returns:
-        float32, `[]` or `[m]`. NaN stays NaN.
-
-    Raises: TypeError: `state` is neither.
-
-    Differs: from GradScaler, which after backing off to 0 multiplies by the inverse, inf.
+    Raises TypeError, in the name of `where`, unless it gets a `ScaleState` or a floating-point tensor `[]` or `[m]`.
     """
     factor: Any = state.scale if isinstance(state, ScaleState) else state
     if not (isinstance(factor, Tensor) and factor.is_floating_point() and factor.ndim < 2):
         raise TypeError(
-            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {_description(factor)}. "
+            f"{where}: expected a ScaleState or a floating-point tensor [] or [m], found {described(factor)}. "
             "Create one with scale_state(); for several models use vmap over states."
         )
     return factor.float().clamp(min=_SMALLEST)
@@ -113,7 +101,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     if factor.ndim and sum(sizes) == len(factor):
         factors = [part.reshape(leaf.shape) for part, leaf in zip(factor.split(sizes), leaves, strict=True)]
     else:
-        factors = [_broadcast(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
+        factors = [per_row(factor, leaf) for leaf in _floating(tree, "scale", factor)[0]]
     pairs = zip(leaves, factors, strict=True)
     return tree_unflatten(
         structure, [sharded_as(at_least_float32(shard_of(leaf)) * part, leaf) for leaf, part in pairs]
@@ -178,9 +166,7 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
 
 
 def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
-    """A pytree of dense tensors divided by a scale `[]`, and whether it is finite: `unscale`, but that it may be
-    anything where it is not finite. That takes a third of the launches.
-    """
+    """`unscale` by one scale, in a third of the launches: what is not finite is not zeroed."""
     leaves, structure = tree_flatten(tree)
     wide = list(map(at_least_float32, leaves))
     if under_transform() or any_sharded(leaves) or not leaves or any(x.requires_grad for x in (factor, *leaves)):
@@ -237,8 +223,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
         >>> update_scale(state, torch.tensor([True, False])).scale
         tensor([1024.,  512.])
     """
-    if not isinstance(state, ScaleState):
-        refuse("update_scale", "state", "a ScaleState", state, "Create one with scale_state().")
+    check_type("update_scale", "state", state, ScaleState, "Create one with scale_state().")
     _require_flag(finite, "update_scale", state.scale)
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):
@@ -294,7 +279,7 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
         if not (alike and same_layout(leaf, other)):
             raise TypeError(
                 "select: every leaf must be a tensor, with the same shape and dtype in new and old, found "
-                f"{_description(leaf)} and {_description(other)} in {tree_names(new)[index]!r}. "
+                f"{_described(leaf)} and {_described(other)} in {tree_names(new)[index]!r}. "
                 "A step must keep the shapes and dtypes of its state."
             )
     all_finite = finite.all() if finite.ndim else finite
@@ -305,11 +290,8 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
     return tree_unflatten(structure, chosen)
 
 
-def _description(value: Any) -> str:
-    placed = f" placed {list(value.placements)}" if is_sharded(value) else ""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{value.dtype} of shape {list(value.shape)}{placed}"
+def _described(value: Any) -> str:
+    return f"{described(value)} placed {list(value.placements)}" if is_sharded(value) else described(value)
 
 
 def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[list[Tensor], Any]:
@@ -318,13 +300,13 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
     for index, leaf in enumerate(leaves):
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
             raise TypeError(
-                f"{where}: every leaf must be a floating-point tensor, found {_description(leaf)} in "
+                f"{where}: every leaf must be a floating-point tensor, found {_described(leaf)} in "
                 f"{tree_names(tree)[index]!r}. Remove counters and settings from the tree."
             )
         if factor is not None and factor.ndim and leaf.shape[:1] != factor.shape:
             raise ValueError(
                 f"{where}: m = {len(factor)} scales need rows [m, *p] or, for scale, m losses in all, found "
-                f"{_description(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
+                f"{_described(leaf)} in {tree_names(tree)[index]!r}. Did the number of objectives change? "
                 "scale_state() creates one scale for all objectives."
             )
     check_layouts(leaves, tree, where)
@@ -341,18 +323,13 @@ def _dense(leaves: list[Tensor]) -> list[Tensor]:
 def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: str = "finite") -> None:
     if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
         raise TypeError(
-            f"{where}: {name} must be a bool tensor, found {_description(finite)}. Pass the finite of unscale."
+            f"{where}: {name} must be a bool tensor, found {_described(finite)}. Pass the finite of unscale."
         )
     if scale is not None and finite.shape not in {(), scale.shape}:
         raise ValueError(
             f"{where}: expected one flag per scale {list(scale.shape)}, found {list(finite.shape)} in {name}. "
             f"For one scale, pass {name}.all()."
         )
-
-
-def _broadcast(factor: Tensor, leaf: Tensor) -> Tensor:
-    """Reshape a factor `[m]` to broadcast over the rows of the leaf; a factor `[]` is returned as is."""
-    return per_row(factor, leaf) if factor.ndim else factor
 
 
 def _products_are_finite(leaves: list[Tensor], inverse: Tensor) -> Tensor:
@@ -379,10 +356,10 @@ def _products_or_zeros(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> 
     arithmetic.
     """
     if under_transform() or (torch.is_grad_enabled() and any(x.requires_grad for x in (factor, *leaves))):
-        zeroed = [at_least_float32(torch.where(_broadcast(finite, x), x, 0.0)) for x in leaves]
-        return [z.mul_(_broadcast(factor, x)) for z, x in zip(zeroed, leaves, strict=True)]
+        zeroed = [at_least_float32(torch.where(per_row(finite, x), x, 0.0)) for x in leaves]
+        return [z.mul_(per_row(factor, x)) for z, x in zip(zeroed, leaves, strict=True)]
     # Without derivatives, the factor 0 clears what is left: six times faster on a CPU than `where`. Adding -0.0 changes
     # no value, and adding 0.0 only turns -0.0 into 0.0, so that the zeros are the same, bit for bit.
     signed_zero = torch.where(finite, -0.0, 0.0)
     cleared = [at_least_float32(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)) for x in leaves]
-    return [x.mul_(_broadcast(factor, x)).add_(_broadcast(signed_zero, x)) for x in cleared]
+    return [x.mul_(per_row(factor, x)).add_(per_row(signed_zero, x)) for x in cleared]

@@ -1,20 +1,40 @@
-"""The loss scale as a record: how it starts, and what it may hold."""
+"""The loss scale as a record: how it starts, what it may hold, and the dicts of `torch.amp.GradScaler`."""
 
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_device, described, is_size, is_too_large
+from functional_jd.core.arguments import (
+    ABOVE_0_TO_1,
+    Domain,
+    check_device,
+    check_integer,
+    check_mapping,
+    check_number,
+    check_type,
+    is_size,
+    refuse,
+)
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, one_line
 
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "scale": (lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32"),
-    "growth_factor": (lambda x: 1.0 <= x < float("inf"), "finite and at least 1"),
-    "backoff_factor": (lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
+_SCALES = Domain(lambda x: 2.0**-149 <= x <= torch.finfo(torch.float32).max, "positive and finite in float32")
+_DOMAINS = {
+    "init_scale": _SCALES,
+    "scale": _SCALES,
+    "growth_factor": Domain(lambda x: 1.0 <= x < float("inf"), "finite and at least 1"),
+    "backoff_factor": ABOVE_0_TO_1,
+}
+_DEFAULTS = "The defaults of GradScaler are 2.0**16, 2.0, 0.5 and 2000."
+# The keys of GradScaler.state_dict(), in its order, with the dtypes of the fields of ScaleState.
+_ENTRIES = {
+    "scale": torch.float32,
+    "growth_factor": torch.float64,
+    "backoff_factor": torch.float64,
+    "growth_interval": torch.int32,
+    "_growth_tracker": torch.int32,
 }
 
 
@@ -63,8 +83,7 @@ def scale_state(
         `ScaleState` with five tensors of the given shape.
 
     Raises:
-        TypeError: `device` is no device.
-        ValueError: an argument out of its range, or a shape other than `()` and `(m,)`.
+        TypeError, ValueError: an argument that is no number or out of its range, a shape other than `()` and `(m,)`.
 
     Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
 
@@ -73,21 +92,12 @@ def scale_state(
         tensor([1024., 1024.])
     """
     sizes: Any = (shape,) if is_size(shape) else shape
-    are_sizes = isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)
-    whole = isinstance(growth_interval, int) and not isinstance(growth_interval, bool)
-    checks = (
-        ("init_scale", init_scale, *range_of("scale", init_scale)),
-        ("growth_factor", growth_factor, *range_of("growth_factor", growth_factor)),
-        ("backoff_factor", backoff_factor, *range_of("backoff_factor", backoff_factor)),
-        ("growth_interval", growth_interval, whole and abs(growth_interval) < 2**31, "an integer that fits int32"),
-        ("shape", shape, are_sizes, "() for one scale, (m,) for one per objective"),
-    )
-    for name, found, holds, expected in checks:
-        if not holds:
-            raise ValueError(
-                f"scale_state: {name} must be {expected}, found {described(found)}. "
-                "The defaults of GradScaler are 2.0**16, 2.0, 0.5 and 2000; for several models use vmap over states."
-            )
+    if not (isinstance(sizes, list | tuple) and len(sizes) < 2 and all(is_size(m) and m > 0 for m in sizes)):
+        cure = "For several models use vmap over states."
+        refuse("scale_state", "shape", "() for one scale, (m,) for one per objective", shape, cure, ValueError)
+    given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for name, value in (given | {"growth_interval": growth_interval}).items():
+        _check("scale_state", name, value, _DEFAULTS)
     check_device("scale_state", device)
     wide = torch.float64 if device is None else widest(torch.device(device))
     return ScaleState(
@@ -99,11 +109,12 @@ def scale_state(
     )
 
 
-def range_of(field: str, number: float) -> tuple[bool, str]:
-    """Return whether a field of `ScaleState` may have this value, and what it must be, in words."""
-    holds, expected = _RANGES.get(field, (lambda _: True, "a number"))
-    is_number = isinstance(number, Real) and not isinstance(number, bool) and not is_too_large(number)
-    return is_number and holds(number), expected
+def _check(where: str, name: str, value: Any, cure: str) -> None:
+    """Raise for a number that a field of `ScaleState` may not have."""
+    if name in _DOMAINS:
+        check_number(where, name, value, _DOMAINS[name], cure)
+    else:
+        check_integer(where, name, value, -(2**31), cure)
 
 
 def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
@@ -124,3 +135,60 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
 def is_scaled(state: ScaleState) -> bool:
     """Return whether a state is another than `no_scale()`, by its structure."""
     return isinstance(state.growth_interval, Tensor)
+
+
+def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
+    """Convert a state to the dict of `torch.amp.GradScaler.state_dict()`: plain numbers, or lists of m.
+
+    Args:
+        state: the state; its values are copied from the device.
+
+    Returns:
+        A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON. `no_scale()` gives
+        a scale of 1 whose factors are 1.
+
+    Raises:
+        TypeError: no `ScaleState`.
+
+    Laws:
+        `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit, but for `no_scale()`.
+    """
+    check_type("scale_state_to_dict", "state", state, ScaleState, "Create one with scale_state().")
+    if not is_scaled(state):
+        state = scale_state(1.0, 1.0, 1.0, 1)
+    return {key: getattr(state, key.removeprefix("_")).tolist() for key in _ENTRIES}
+
+
+def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | str | None = None) -> ScaleState:
+    """Convert the dict of `torch.amp.GradScaler.state_dict()` or `scale_state_to_dict` to a state.
+
+    Args:
+        entries: `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`; each a number, or
+            a list of m numbers for one scale per objective. If some are lists, a number applies to all m.
+        device: the device of the five tensors.
+
+    Returns:
+        `ScaleState` with tensors `[]`, or `[m]` if there are lists.
+
+    Raises:
+        TypeError, ValueError: `entries` is no dict, or `device` no device; a missing or unknown key, lists of different
+            lengths, a value that is not a number, a scale that is not positive and finite, or wrong factors.
+    """
+    where, cure = "scale_state_from_dict", "Pass GradScaler.state_dict() unchanged, or start again with scale_state()."
+    check_mapping(where, "entries", entries, cure)
+    check_device(where, device)
+    if wrong := sorted(map(str, entries.keys() ^ _ENTRIES.keys())):
+        raise ValueError(
+            f"{where}: entries must have the keys {list(_ENTRIES)}, found missing or unknown {wrong}. {cure} A "
+            "disabled GradScaler has none: take no_scale()."
+        )
+    lengths = {len(entry) for entry in entries.values() if isinstance(entry, list)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise ValueError(f"{where}: every list must have m numbers, one per objective, found {dict(entries)}. {cure}")
+    tensors: dict[str, Tensor] = {}
+    for key, dtype in _ENTRIES.items():
+        for value in entries[key] if isinstance(entries[key], list) else [entries[key]]:
+            _check(where, key, value, cure)
+        tensor = torch.tensor(entries[key], dtype=dtype, device=device)
+        tensors[key.removeprefix("_")] = tensor.expand(tuple(lengths)).contiguous()
+    return ScaleState(**tensors)

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_jd.core.types import MultitaskJacobian
-from functional_jd.precision.grad_scaler import scale_state_from_dict, scale_state_to_dict
 from functional_jd.precision.loss_scale import FLOOR, multiplier, scale, select, unscale, update_scale
-from functional_jd.precision.scale_state import ScaleState, no_scale, scale_state
+from functional_jd.precision.scale_state import (
+    ScaleState,
+    no_scale,
+    scale_state,
+    scale_state_from_dict,
+    scale_state_to_dict,
+)
 
 # The first forward-mode derivative, and inductor, make torch import modules that it scripts itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
@@ -311,7 +316,7 @@ def test_losses_are_scaled_in_leaf_order():
 
 @pytest.mark.parametrize("tree", [torch.ones(2), torch.ones(()), {"a": torch.ones(3, 2), "b": torch.ones(2, 3)}])
 def test_trees_that_do_not_fit_m_scales_are_refused(tree):
-    with pytest.raises(ValueError, match=r"scale: m = 3 scales need .* found torch.float32 of shape .* in '(value|b)'"):
+    with pytest.raises(ValueError, match=r"scale: m = 3 scales need .* found torch.float32 .* in '(value|b)'"):
         scale(scale_state(shape=3), tree)
     with pytest.raises(ValueError, match=r"unscale: m = 3 scales need"):
         unscale(scale_state(shape=3), tree)
@@ -414,11 +419,11 @@ def test_dicts_match_by_key():
 @pytest.mark.parametrize(
     ("new", "old", "error", "words"),
     [
-        ({"a": [1.0]}, {"a": [2.0]}, TypeError, r"every leaf must be a tensor.*found float and float in 'a\.0'"),
+        ({"a": [1.0]}, {"a": [2.0]}, TypeError, r"every leaf must be a tensor.*found 1.0 and 2.0 in 'a\.0'"),
         ({"a": torch.ones(2)}, {"a": torch.ones(3)}, TypeError, r"\[2\] and .*\[3\] in 'a'"),
         ({"a": torch.ones(2)}, {"a": torch.ones(2).half()}, TypeError, "torch.float32 .* and torch.float16 .* in 'a'"),
         ({"a": torch.ones(2)}, {"b": torch.ones(2)}, ValueError, "the same structure"),
-        ({"a": torch.ones(2)}, {"a": None}, TypeError, "NoneType in 'a'"),
+        ({"a": torch.ones(2)}, {"a": None}, TypeError, "None in 'a'"),
     ],
 )
 def test_select_names_what_differs(new, old, error, words):
@@ -501,24 +506,21 @@ def test_a_number_beside_lists_serves_all():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"_growth_tracker": None}, r"'_growth_tracker' must be an integer"),
-        ({"_growth_tracker": 1.0}, r"'_growth_tracker' must be an integer"),
-        ({"growth_interval": 2**31}, r"'growth_interval' must be an integer that fits int32"),
-        ({"scale": "65536"}, r"'scale' must be a float, found '65536'"),
-        ({"scale": True}, r"'scale' must be a float, found True"),
-        ({"scale": torch.tensor(2.0)}, r"'scale' must be a float"),
-        ({"scale": [[2.0]]}, r"'scale' must be a float"),
-        ({"scale": [2.0, 4.0], "growth_factor": [2.0]}, r"every list needs m numbers"),
-        ({"scale": []}, r"every list needs m numbers"),
-        *(({"scale": x}, r"'scale' must be positive and finite") for x in (0, -0.0, -1.0, math.inf, math.nan, 1e-60)),
-        ({"scale": [2.0, 1e39]}, r"'scale' must be positive and finite in float32, found 1e\+39"),
-        *(({"growth_factor": x}, r"'growth_factor' must be finite and at") for x in (0.5, 0, math.nan, math.inf)),
-        *(({"backoff_factor": x}, r"'backoff_factor' must be in \(0, 1\]") for x in (0.0, 1.5, -0.5, math.nan)),
+        ({"_growth_tracker": None}, "_growth_tracker must be an integer"),
+        ({"_growth_tracker": 1.0}, "_growth_tracker must be an integer"),
+        ({"growth_interval": 2**31}, "growth_interval must be an integer"),
+        *(({"scale": x}, "scale must be positive and finite") for x in ("65536", True, torch.tensor(2.0), [[2.0]])),
+        ({"scale": [2.0, 4.0], "growth_factor": [2.0]}, "every list must have m numbers"),
+        ({"scale": []}, "every list must have m numbers"),
+        *(({"scale": x}, "scale must be positive and finite") for x in (0, -0.0, -1.0, math.inf, math.nan, 1e-60)),
+        ({"scale": [2.0, 1e39]}, r"scale must be positive and finite in float32, found 1e\+39"),
+        *(({"growth_factor": x}, "growth_factor must be finite and at") for x in (0.5, 0, math.nan, math.inf)),
+        *(({"backoff_factor": x}, r"backoff_factor must be in \(0, 1\]") for x in (0.0, 1.5, -0.5, math.nan)),
         ({"growth": 2.0}, r"missing or unknown \['growth'\]"),
     ],
 )
 def test_entries_that_are_wrong_are_named(change, words):
-    with pytest.raises(ValueError, match=f"scale_state_from_dict: .*{words}"):
+    with pytest.raises((TypeError, ValueError), match=f"scale_state_from_dict: .*{words}"):
         scale_state_from_dict(scale_state_to_dict(scale_state()) | change)
     for key, entries in ((key, scale_state_to_dict(scale_state())) for key in scale_state_to_dict(scale_state())):
         del entries[key]
@@ -528,7 +530,7 @@ def test_entries_that_are_wrong_are_named(change, words):
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available:UserWarning")
 def test_the_dict_of_a_disabled_scaler_names_the_cure():
-    with pytest.raises(ValueError, match=r"disabled GradScaler.*no_scale\(\)"):
+    with pytest.raises(ValueError, match=r"disabled GradScaler .*no_scale\(\)"):
         scale_state_from_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
 
 
