@@ -1,9 +1,8 @@
-"""In which dtype? Op tables, autocast, policies, custom functions, loss scaling."""
+"""In which dtype? Op tables, autocast, custom functions, loss scaling."""
 
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
 from functional_jd.precision.loss_scale import scale, select, unscale, update_scale
-from functional_jd.precision.policy import Policy, policy
 from functional_jd.precision.scale_state import (
     ScaleState,
     no_scale,
@@ -14,13 +13,11 @@ from functional_jd.precision.scale_state import (
 from functional_jd.precision.scaled_grad import scaled_grad
 
 __all__ = [
-    "Policy",
     "ScaleState",
     "autocast",
     "custom",
     "float32_island",
     "no_scale",
-    "policy",
     "scale",
     "scale_state",
     "scale_state_from_dict",

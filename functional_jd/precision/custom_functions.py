@@ -92,7 +92,7 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
 
 
 def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function in float32, under any autocast or policy; for functions that you cannot change.
+    """Run a function in float32, under any autocast; for functions that you cannot change.
 
     `y = f(x)`, with half-precision tensors in x cast to float32 and autocast off.
 

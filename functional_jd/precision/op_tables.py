@@ -97,15 +97,3 @@ def is_foreign_operator(func: Any) -> bool:
     if isinstance(func, _OPERATOR):
         return getattr(torch.ops.aten, func.__name__, None) is not func
     return getattr(func, "__module__", None) == "torch.foreach"
-
-
-NORM_LAYERS = op_names("layer_norm group_norm batch_norm instance_norm rms_norm local_response_norm")
-"""Norm layers: computed in float32 and returned in the input's dtype."""
-
-LOSS_FUNCTIONS = op_names("""
-    cross_entropy nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss ctc_loss
-    binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss
-    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss multi_margin_loss
-    multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss
-""")
-"""Losses: computed in float32, and left there."""

@@ -39,7 +39,6 @@ PRECISION = {
         {"factor": POSITIVE, "argnums": kinds({"zero", "minus_one"})},
         kinds({"f"}),
     ),
-    "policy": Call(lambda description: jd.precision.policy(description), lambda: {"description": "compute=float16"}),
     "scale": Call(
         jd.precision.scale,
         lambda: {"state": scale_state(shape=2), "tree": values()},

@@ -71,7 +71,6 @@ EXCLUDED = {
             "Path",
             "Plan",
             "PerExample",
-            "Policy",
             "Population",
             "Problem",
             "Pullback",
