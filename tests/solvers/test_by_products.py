@@ -1,7 +1,6 @@
 """Solving by products: non-negative least squares, the conditions themselves, and what it costs in memory."""
 
 import numpy as np
-import pytest
 import torch
 from bounds import check_within, projection_bound
 from hypothesis import given
@@ -28,16 +27,6 @@ def found_for(A, x, allowed=None):
     free = torch.ones_like(q, dtype=torch.bool) if allowed is None else allowed.unsqueeze(0)
     found = solve_by_products((A @ A.mT).unsqueeze(0), q, free, TOLERANCE)
     return products.Found(*(field[0] for field in found))
-
-
-@pytest.mark.parametrize(("m", "n"), [(1, 3), (9, 12), (30, 60), (64, 128), (80, 400)])
-def test_well_conditioned_problems_are_solved_as_by_least_squares(m, n):
-    A, x = unit_rows(m, n), unit_rows(7, n, seed=1)
-    found = found_for(A, x)
-    assert found.solved.all()
-    for s, vector in zip(found.s, x, strict=True):
-        expected = torch.from_numpy(nnls(A.mT.numpy(), -vector.numpy())[0])
-        check_within(s @ A, expected @ A, projection_bound(A, expected))
 
 
 @given(

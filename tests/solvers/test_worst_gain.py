@@ -1,10 +1,8 @@
 """The greatest least gain in a ball: its conditions, a bisection on the rows, and the operator."""
 
-import numpy as np
 import pytest
 import torch
 from bounds import check_within, eps
-from scipy.optimize import nnls
 
 from functional_jd.solvers import worst_gain
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
@@ -21,32 +19,6 @@ def problem(m, seed=0, spread=1.0):
 
 def solve(N, x, sizes, radius, solver="host"):
     return worst_gain_multipliers(N @ N.mT, (N @ x.unsqueeze(-1)).squeeze(-1), sizes, radius, solver)
-
-
-def bisected(N, x, sizes, radius):
-    """The greatest tau such that the polyhedron `N y >= tau sizes` comes as near to x as the radius."""
-    low, high = -4.0 / float(sizes.min()), 4.0
-
-    def change(tau):
-        # Least distance programming: the dual vector of `N z >= h` by non-negative least squares, Lawson & Hanson 23.4.
-        h = tau * sizes - N @ x
-        E = torch.cat([N.T, h.unsqueeze(0)]).numpy()
-        f = np.append(np.zeros(N.shape[1]), 1.0)
-        u, _ = nnls(E, f, maxiter=10_000)
-        r = E @ u - f
-        return torch.from_numpy(-r[:-1] / r[-1]) if abs(r[-1]) > 1e-13 else torch.full_like(x, torch.inf)
-
-    for _ in range(200):
-        tau = (low + high) / 2
-        low, high = (tau, high) if change(tau).norm() <= radius else (low, tau)
-    return change(low)
-
-
-@pytest.mark.parametrize("radius", [0.2, 0.8, 3.0])
-@pytest.mark.parametrize("m", [1, 2, 4, 9])
-def test_equal_to_bisection_by_least_distance_programs(m, radius):
-    N, x, sizes = problem(m)
-    torch.testing.assert_close(solve(N, x, sizes, radius) @ N, bisected(N, x, sizes, radius), rtol=0, atol=1e-8)
 
 
 def check_conditions(N, x, sizes, radius, solver="host"):
