@@ -18,6 +18,7 @@ import functional_jd as jd
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script finds the neighbours of its folder too
 from simulated import Device, announce, simulated
+from steps import loop, of_mean, of_tasks
 
 announce()
 
@@ -75,45 +76,24 @@ def ours(case: tuple[str, int], rule: str, form: str = FORMS[0], limit: int | No
 def peers(case: tuple[str, int], rule: str, form: str = FORMS[0]) -> Count | None:
     """TorchJD's loop, with torch's fused AdamW and its GradScaler; it has no scale for each objective."""
     from torchjd.aggregation import MGDA, CAGrad, ConFIG, Mean, NashMTL, UPGrad
-    from torchjd.autojac import jac_to_grad, mtl_backward
 
     rules = {"mean": Mean, "upgrad": UPGrad, "config": ConFIG, "mgda": MGDA, "cagrad": partial(CAGrad, c=0.5)}
     rules |= {"nash_mtl": partial(NashMTL, n_tasks=case[1])}
 
-    def to_grad(model: Tasks, aggregator: Any, scale: Callable[[Any], Any]) -> None:
-        with _autocast(form):
-            losses, h = model.forward()
-        mtl_backward([scale(loss) for loss in losses], features=h)
-        jac_to_grad(model.trunk.parameters(), aggregator)
-
-    return None if form == FORMS[1] else _loop(case, form, partial(to_grad, aggregator=rules[rule]()))
+    return _looped(case, form, lambda model: of_tasks(model, None, rules[rule]()))
 
 
 def plain(case: tuple[str, int], form: str = FORMS[0]) -> Count | None:
     """Training of the mean loss as everybody writes it."""
-
-    def to_grad(model: Tasks, scale: Callable[[Any], Any]) -> None:
-        with _autocast(form):
-            loss = model.mean()
-        scale(loss).backward()
-
-    return None if form == FORMS[1] else _loop(case, form, to_grad)
+    return _looped(case, form, lambda model: of_mean(model.mean))
 
 
-def _loop(case: tuple[str, int], form: str, to_grad: Callable[..., None]) -> Count:
+def _looped(case: tuple[str, int], form: str, way: Callable[[Tasks], Any]) -> Count | None:
+    if form == FORMS[1]:
+        return None
     with simulated() as device:
-        model = _model(case)
-        weights = [p for module in model.modules for p in module.parameters()]
-        optimizer = torch.optim.AdamW(weights, lr=_RATE, fused=True)
-        scaler = torch.amp.GradScaler("sim", init_scale=_SCALE, enabled=form == FORMS[2])
-
-        def call() -> None:
-            optimizer.zero_grad()
-            to_grad(model, scale=scaler.scale)
-            scaler.step(optimizer)
-            scaler.update()
-
-        return _counted(device, call)
+        precision = "float16" if form == FORMS[2] else "float32"
+        return _counted(device, loop(way, partial(_model, case), precision, fused=True).call)
 
 
 def _model(case: tuple[str, int]) -> Tasks:
@@ -121,11 +101,7 @@ def _model(case: tuple[str, int]) -> Tasks:
     return tasks(trunk, case[1], batch, "sim")
 
 
-def _autocast(form: str) -> Any:
-    return torch.autocast("sim", torch.float16, enabled=form == FORMS[2])
-
-
-def _counted(device: Device, call: Callable[[], None]) -> Count:
+def _counted(device: Device, call: Callable[[], Any]) -> Count:
     device.reset()
     call()
     gc.collect()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models import Trunk, dense, tasks, transformer
+from models import Tasks, Trunk, dense, tasks, transformer
 from torch import Tensor, nn
 
 import functional_jd as jd
@@ -74,26 +74,10 @@ class GPT2(nn.Module):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A trunk with heads, a batch `(x, y)` with one target per task, and the dtype of autocast."""
+class Case(Tasks):
+    """Tasks on a trunk that may have buffers, and the precision of autocast."""
 
-    name: str
-    trunk: nn.Module
-    heads: nn.ModuleList
-    batch: tuple[Tensor, Tensor]
-    dtype: torch.dtype
-
-    def low(self) -> Any:
-        """The context of plain training."""
-        on = self.dtype != torch.float32
-        return torch.autocast(self.batch[0].device.type, self.dtype if on else None, enabled=on)
-
-    def forward(self) -> tuple[list[Tensor], Tensor]:
-        """The losses as modules compute them, and the features."""
-        with self.low():
-            h = self.trunk(self.batch[0])
-            found = [nn.functional.mse_loss(head(h), y) for head, y in zip(self.heads, self.batch[1], strict=True)]
-        return found, h
+    precision: str = "float32"
 
     def losses(self) -> Any:
         """The losses as functions of parameters and, if the trunk has any, of buffers."""
@@ -111,27 +95,22 @@ class Case:
             top = lambda params, h, buffers, x, y: (of_heads(params, h, x, y), buffers)
         else:
             features, top = (lambda params, x, y: apply(params, {}, x)[0]), of_heads
-        if self.dtype == torch.float32:
+        if self.precision == "float32":
             return jd.multitask(features, top)
-        return jd.multitask(jd.autocast(features, self.dtype), jd.autocast(top, self.dtype))
+        return jd.multitask(*(jd.autocast(f, getattr(torch, self.precision)) for f in (features, top)))
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the trunk."""
         return dict(self.trunk.named_buffers())
 
-    def params(self) -> Any:
-        """The parameters, copied."""
-        copies = lambda module: {name: p.detach().clone() for name, p in module.named_parameters()}
-        return {"shared": copies(self.trunk), "heads": {str(i): copies(head) for i, head in enumerate(self.heads)}}
 
-
-def _case(name: str, trunk: Trunk, n: int, batch: int, dtype: torch.dtype, device: str) -> Case:
+def _case(trunk: Trunk, n: int, batch: int, precision: str, device: str) -> Case:
     made = tasks(lambda: trunk, n, batch, device)
-    return Case(name, made.trunk, made.heads, made.batch, dtype)
+    return Case(made.trunk, made.heads, made.batch, precision)
 
 
-def _gpt2(name: str, batch: int, positions: int, n: int, toy: bool, device: str) -> Case:
+def _gpt2(batch: int, positions: int, n: int, toy: bool, device: str) -> Case:
     torch.manual_seed(n)
     sizes = {"tokens": 50, "width": 16, "heads": 2, "blocks": 1} if toy else {}
     trunk = GPT2(positions, **sizes)
@@ -139,32 +118,18 @@ def _gpt2(name: str, batch: int, positions: int, n: int, toy: bool, device: str)
     heads = nn.ModuleList(nn.Linear(width, 1) for _ in range(n))
     x = torch.randint(trunk.token.num_embeddings, (batch, positions))
     y = torch.randn(n, batch, positions, 1)
-    return Case(name, trunk.to(device), heads.to(device), (x.to(device), y.to(device)), torch.bfloat16)
+    return Case(trunk.to(device), heads.to(device), (x.to(device), y.to(device)), "bfloat16")
 
 
 def cases(device: str, toy: bool = False) -> dict[str, Callable[[], Case]]:
     """What makes each case; `toy`: so small that a CPU runs all of them in seconds."""
-    small = torch.bfloat16 if device == "cpu" else torch.float16
-    if toy:
-        wide, layers, image = dense(6, 16, 16), transformer(8, 4), (nn.Sequential(nn.Flatten(), nn.Linear(12, 8)), 8)
-        image = (nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), *image[0]), 8, (3, 2, 2))
-        image[0][-1] = nn.Linear(32, 8)
-    else:
-        wide, layers, image = dense(96, 200, 160), transformer(64, 16), None
+    small = "bfloat16" if device == "cpu" else "float16"
+    wide, layers = (dense(6, 16, 16), transformer(8, 4)) if toy else (dense(96, 200, 160), transformer(64, 16))
+    tiny = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 8)), 8, (3, 2, 2)
+    image, images, text = (lambda: tiny, 4, (2, 4)) if toy else (resnet50, 64, (16, 256))
     return {
-        "MLP, T = 8, float32": partial(_case, "MLP, T = 8, float32", wide, 8, 64, torch.float32, device),
-        "2 transformer layers, T = 3, float16": partial(
-            _case, "2 transformer layers, T = 3, float16", layers, 3, 16, small, device
-        ),
-        "ResNet-50, 64 x 224 x 224, T = 3, bfloat16": lambda: _case(
-            "ResNet-50, 64 x 224 x 224, T = 3, bfloat16",
-            image or resnet50(),
-            3,
-            4 if toy else 64,
-            torch.bfloat16,
-            device,
-        ),
-        "GPT-2 small, 16 x 256, T = 4, bfloat16": partial(
-            _gpt2, "GPT-2 small, 16 x 256, T = 4, bfloat16", *((2, 4) if toy else (16, 256)), 4, toy, device
-        ),
+        "MLP, T = 8, float32": partial(_case, wide, 8, 64, "float32", device),
+        "2 transformer layers, T = 3, float16": partial(_case, layers, 3, 16, small, device),
+        "ResNet-50, 64 x 224 x 224, T = 3, bfloat16": lambda: _case(image(), 3, images, "bfloat16", device),
+        "GPT-2 small, 16 x 256, T = 4, bfloat16": partial(_gpt2, *text, 4, toy, device),
     }

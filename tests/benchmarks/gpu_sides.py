@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from gpu_cases import Case
+from models import values
+from steps import loop, of_mean, of_tasks
 
 import functional_jd as jd
-from functional_jd.core.tree import tree_leaves
 
 Step = Callable[[], Any]
 LR = 1e-4
@@ -31,24 +32,9 @@ def sides(case: Case) -> dict[str, Callable[[], Step]]:
     return made
 
 
-def _optimizer(case: Case, **how: Any) -> torch.optim.Optimizer:
-    parameters = [*case.trunk.parameters(), *case.heads.parameters()]
-    return torch.optim.AdamW(parameters, lr=LR, fused=True, **how)
-
-
 def plain(case: Case, capturable: bool = False) -> Step:
     """The mean of the losses, native autocast, `GradScaler` under float16, the fused AdamW of torch."""
-    optimizer = _optimizer(case, capturable=capturable)
-    scaler = torch.amp.GradScaler(case.batch[0].device.type, 2.0**10, enabled=case.dtype == torch.float16)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        losses, _ = case.forward()
-        scaler.scale(torch.stack(losses).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+    return loop(lambda model: of_mean(model.mean), lambda: case, case.precision, fused=True, capturable=capturable).call
 
 
 def captured_plain(case: Case) -> Step:
@@ -68,34 +54,21 @@ def captured_plain(case: Case) -> Step:
 
 def peer(case: Case) -> Step:
     """TorchJD's loop with its UPGrad."""
-    from torchjd.aggregation import UPGrad
-    from torchjd.autojac import jac_to_grad, mtl_backward
-
-    optimizer, rule, chunk = _optimizer(case), UPGrad(), 1 if case.dtype == torch.bfloat16 else None
-    scaler = torch.amp.GradScaler(case.batch[0].device.type, 2.0**10, enabled=case.dtype == torch.float16)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        losses, h = case.forward()
-        # Under vmap, batch normalisation raises for half precision: large models go row by row.
-        mtl_backward([scaler.scale(loss) for loss in losses], features=h, parallel_chunk_size=chunk)
-        jac_to_grad(case.trunk.parameters(), rule)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+    # Under vmap, batch normalisation raises for half precision: large models go row by row.
+    chunk = 1 if case.precision == "bfloat16" else None
+    return loop(lambda model: of_tasks(model, chunk), lambda: case, case.precision, fused=True).call
 
 
 def ours(case: Case, rule: str, form: Any) -> Step:
     """`jd.step`, eager or compiled by a backend; captured, the state is donated."""
     losses, buffers = case.losses(), case.buffers
-    scale = jd.scale_state(2.0**10, shape=(len(case.heads),)) if case.dtype == torch.float16 else None
+    scale = jd.scale_state(2.0**10, shape=(len(case.heads),)) if case.precision == "float16" else None
     aggregator = RULES[rule](solver="device") if form == "cudagraphs" and rule == "upgrad" else RULES[rule]()
     method: dict[str, Any] = {"losses": losses, "aggregator": aggregator, "optimizer": jd.adamw(LR)}
     begin: dict[str, Any] = {} if scale is None else {"scale": scale}
     if buffers:
         begin["buffers"] = {name: x.clone() for name, x in buffers.items()}
-    held = [jd.train_state(case.params(), *case.batch, **method, **begin)]
+    held = [jd.train_state(case.tree(values), *case.batch, **method, **begin)]
     take: Callable[..., Any] = partial(jd.step, **method)
     if isinstance(form, str):
         take = jd.compiled(take, backend=form, **({"donate": True} if form == "cudagraphs" else {}))
@@ -105,8 +78,3 @@ def ours(case: Case, rule: str, form: Any) -> Step:
         return info
 
     return step
-
-
-def numbers(case: Case) -> int:
-    """How many parameters are trained."""
-    return sum(leaf.numel() for leaf in tree_leaves(case.params()))

@@ -11,9 +11,6 @@ from burgers import Burgers
 from models import Examples, Tasks, flat, values
 from races import Side
 from torch import Tensor, nn
-from torchjd.aggregation import UPGrad, UPGradWeighting
-from torchjd.autogram import Engine
-from torchjd.autojac import backward, jac_to_grad, mtl_backward
 
 import functional_jd as jd
 
@@ -50,15 +47,15 @@ def peer(make: Make, precision: str) -> Side:
     """The peer's loop: of several ways for examples the fastest; for tasks and losses its default, if that runs."""
     model = make()
     if isinstance(model, Examples):
-        return _fastest([partial(_loop, way, make, precision) for way in (_engine, _rows)])
-    way = _tasks if isinstance(model, Tasks) else _rows
-    return _first_that_runs([partial(_loop, partial(way, chunk=chunk), make, precision) for chunk in (None, 1)])
+        return _fastest([partial(loop, way, make, precision) for way in (_engine, _rows)])
+    way = of_tasks if isinstance(model, Tasks) else _rows
+    return _first_that_runs([partial(loop, partial(way, chunk=chunk), make, precision) for chunk in (None, 1)])
 
 
 def plain(make: Make, precision: str, compile_: Callable[[Any], Any] | None = None) -> Side:
     """Training of the mean loss as everybody writes it, `compile_` around the loss."""
-    way = lambda model: _mean(compile_(model.mean) if compile_ else model.mean)
-    return _loop(way, make, precision)._replace(direction=None)
+    way = lambda model: of_mean(compile_(model.mean) if compile_ else model.mean)
+    return loop(way, make, precision)._replace(direction=None)
 
 
 def limit(make: Make, precision: str) -> Side | None:
@@ -97,29 +94,28 @@ Loss = Callable[[AbstractContextManager[Any], Callable[[Any], Any]], None]
 """`loss(autocast, scale)`: forward and backward, with what autocast is around and what scales; fills `.grad`."""
 
 
-def _loop(way: Callable[[Any], Loss], make: Make, precision: str) -> Side:
+def loop(way: Callable[[Any], Loss], make: Make, precision: str, **how: Any) -> Side:
     """The loop around: gradients to zero, `way(model)`, torch's AdamW, in float16 with torch's GradScaler."""
     model = make()
     weights = [p for module in model.modules for p in module.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=_RATE)
+    optimizer = torch.optim.AdamW(weights, lr=_RATE, **how)
     scaler = torch.amp.GradScaler(model.batch[0].device.type, init_scale=_SCALE, enabled=precision == "float16")
     autocast, to_grad = _autocast(model, precision), way(model)
 
-    def call() -> Any:
+    def call() -> None:
         optimizer.zero_grad()
         to_grad(autocast(), scaler.scale)
         scaler.step(optimizer)
         scaler.update()
-        return model.tree(averages)
 
     def averages(module: nn.Module) -> dict[str, Tensor]:
         found = [(name, p, optimizer.state[p]) for name, p in module.named_parameters()]
         return {name: state.get("exp_avg", torch.zeros_like(p)) for name, p, state in found}  # none: a skipped step
 
-    return Side(call, flat)
+    return Side(call, lambda _: flat(model.tree(averages)))
 
 
-def _mean(loss: Callable[[], Tensor]) -> Loss:
+def of_mean(loss: Callable[[], Tensor]) -> Loss:
     def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
         with autocast:
             value = loss()
@@ -128,8 +124,11 @@ def _mean(loss: Callable[[], Tensor]) -> Loss:
     return to_grad
 
 
-def _tasks(model: Tasks, chunk: int | None) -> Loss:
-    rule = UPGrad()
+def of_tasks(model: Tasks, chunk: int | None, rule: Any = None) -> Loss:
+    from torchjd.aggregation import UPGrad
+    from torchjd.autojac import jac_to_grad, mtl_backward
+
+    rule = rule or UPGrad()
 
     def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
         with autocast:
@@ -141,6 +140,9 @@ def _tasks(model: Tasks, chunk: int | None) -> Loss:
 
 
 def _rows(model: Examples | Burgers, chunk: int | None = None) -> Loss:
+    from torchjd.aggregation import UPGrad
+    from torchjd.autojac import backward, jac_to_grad
+
     rule = UPGrad()
 
     def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:
@@ -153,6 +155,9 @@ def _rows(model: Examples | Burgers, chunk: int | None = None) -> Loss:
 
 
 def _engine(model: Examples) -> Loss:
+    from torchjd.aggregation import UPGradWeighting
+    from torchjd.autogram import Engine
+
     rule, engine = UPGradWeighting(), Engine(model.model, batch_dim=0)
 
     def to_grad(autocast: AbstractContextManager[Any], scale: Callable[[Any], Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from burgers import Burgers, burgers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import TOYS, examples, flat, tasks, values
+from models import TOYS, examples, tasks, values
 from races import Goal, Race, Side, run
 
 
@@ -146,7 +146,7 @@ def test_losses_of_an_equation_hold_its_derivatives():
 def test_steps_are_those_of_the_peer(kind):
     pytest.importorskip("torchjd")
     from as_run import compiled_races
-    from steps import limit, ours, peer, plain
+    from steps import limit, loop, of_mean, ours, peer
 
     make = {
         "tasks": partial(tasks, TOYS["MLP"], 3, 4),
@@ -157,10 +157,11 @@ def test_steps_are_those_of_the_peer(kind):
     for _ in range(3):
         found, expected = (side.direction(side.call()) for side in (mine, theirs))
         assert measure.apart(found, expected) < 0.05  # the peer's ridge
-    compiled = plain(make, "float32", partial(torch.compile, fullgraph=True, backend="eager"))
-    eager = plain(make, "float32")
+    compiled = partial(torch.compile, fullgraph=True, backend="eager")
+    ways = [lambda model, f=f: of_mean(f(model.mean)) for f in (compiled, lambda loss: loss)]
+    sides = [loop(way, make, "float32") for way in ways]
     for _ in range(2):
-        torch.testing.assert_close(flat(compiled.call()), flat(eager.call()))
+        torch.testing.assert_close(*(side.direction(side.call()) for side in sides))
     assert (limit(make, "float32") is None) == (kind == "examples")
     sides = compiled_races(toy=True)[0].build()
     assert list(sides) == ["JD", "plain", "limit", "plain compiled", "ours", "mean"]
