@@ -1,14 +1,11 @@
-"""The site: its formulas, its pictures, and how its pages look in a browser."""
+"""The site: its formulas and its pictures."""
 
 import importlib
 import inspect
-import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import site_pages
 
 from functional_jd import plotting
 
@@ -58,39 +55,3 @@ def test_every_function_that_draws_has_a_picture_in_both_themes(maker, tmp_path)
     assert set(maker("make_pictures").write(tmp_path)) == names
     stored = {path.stem.removeprefix("plot_") for path in tmp_path.glob("*.png")}
     assert stored == {f"{name}_{theme}" for name in names for theme in ("light", "dark")}
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built from a copy of what it is made of."""
-    if not (site_pages.CHROMIUM and all(map(find_spec, ("sphinx", "furo", "myst_nb", "sphinx_copybutton")))):
-        pytest.skip("needs Chromium and the extra docs")
-    return site_pages.build(ROOT, tmp_path_factory.mktemp("site"))
-
-
-@pytest.mark.slow
-def test_nothing_overflows_or_is_cut_on_a_phone_and_on_a_desk(site):
-    assert site_pages.faults(site, site_pages.pages_of(site)) == []
-
-
-@pytest.mark.slow
-def test_what_readers_look_for_is_found(site):
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    terms = json.loads(text[text.index("(") + 1 : text.rindex(")")])["terms"]
-    assert {"lightn", "tensorboard", "csv", "resum"} <= terms.keys()
-    assert "make docs" not in (site / "index.html").read_text(encoding="utf-8")
-    rules = (site / "docs" / "rules.html").read_text(encoding="utf-8")
-    assert 'href="reference/rule_upgrad.html"' in rules
-    assert "<math" in (site / "docs" / "reference" / "rule_upgrad.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.skipif(not site_pages.CHROMIUM, reason="needs Chromium")
-def test_what_is_wrong_is_seen(tmp_path):
-    page = "<!doctype html><body><article>{}</article></body>"
-    (tmp_path / "wide.html").write_text(page.format("<p style='width: 500px'>wide</p>"))
-    (tmp_path / "cut.html").write_text(page.format("<pre style='overflow: hidden'>" + "cut " * 500 + "</pre>"))
-    (tmp_path / "fine.html").write_text(page.format("<p>fine</p>"))
-    found = "\n".join(site_pages.faults(tmp_path, ["wide.html", "cut.html", "fine.html"], [390]))
-    assert "wide.html at 390 px, light: P ends at" in found
-    assert "cut.html at 390 px, dark: code is cut: cut cut" in found
-    assert "fine.html" not in found
