@@ -13,9 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from measure import Case
-    from races import Race
-    from report import Row
+    from races import Race, Standing
 
 
 # Tables that compile, and run only by name.
@@ -35,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _emptied_at_exit())  # the first calls shall compile
     warnings.filterwarnings("ignore")  # the peer's and its solvers'; our own tests turn warnings into errors
     chosen = _chosen(options)
-    rows: list[Row] = []
+    rows: list[Standing] = []
     try:
         for row in _rows(chosen, options):
             rows.append(row)
@@ -49,7 +47,7 @@ def _emptied_at_exit() -> str:
     return folder.name
 
 
-def _rows(chosen: "list[Case | Race]", options: argparse.Namespace) -> "Iterator[Row]":
+def _rows(chosen: "list[Race]", options: argparse.Namespace) -> "Iterator[Standing]":
     """Measure case by case, and print."""
     from report import heading, line
 
@@ -66,7 +64,7 @@ def _rows(chosen: "list[Case | Race]", options: argparse.Namespace) -> "Iterator
         yield row
 
 
-def _finish(rows: "list[Row]", options: argparse.Namespace) -> None:
+def _finish(rows: "list[Standing]", options: argparse.Namespace) -> None:
     from report import NOTES, goals, record, verdicts
 
     print(f"{NOTES}\n{goals(verdicts(rows))}")
@@ -98,7 +96,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _chosen(options: argparse.Namespace) -> "list[Case | Race]":
+def _chosen(options: argparse.Namespace) -> "list[Race]":
     cases = _cases(options)
     names = set(options.only or ())
     known = [dict.fromkeys(column) for column in zip(*map(_called, cases), strict=True)]
@@ -110,38 +108,36 @@ def _chosen(options: argparse.Namespace) -> "list[Case | Race]":
     return [case for case in chosen if case.table not in _GRAPHS or case.table in names]
 
 
-def _called(case: "Case | Race") -> tuple[str, str, str, str]:
+def _called(case: "Race") -> tuple[str, str, str, str]:
     """Its table, its rule or model, its size, its precision: of a kind of which names are given, only those run."""
     size, _, precision = case.size.partition(" ")
     whole = case.table in ("as run", *_GRAPHS)
     return case.table, case.name.partition(",")[0], size, (precision or "float32") if whole else ""
 
 
-def _cases(options: argparse.Namespace) -> "list[Case | Race]":
+def _cases(options: argparse.Namespace) -> "list[Race]":
     import torch
     from as_run import as_run_races, compiled_races
     from pinn import pinn_races
     from potential import potential_races
-    from weights import QUICK_ROWS, ROWS, batch_cases, weight_cases
+    from weights import QUICK_ROWS, ROWS, batch_races, weight_races
 
     devices = [options.device] if options.device else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    found: list[Case | Race] = []
+    found: list[Race] = []
     for device in devices:
         found += pinn_races(options.toy, device, options.backend)
         found += potential_races(options.toy, device, options.backend)
         found += as_run_races(options.toy, device) + compiled_races(options.toy, device, options.backend)
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
-    found += weight_cases(rows) + batch_cases(rows)
+    found += weight_races(rows) + batch_races(rows)
     return [case for case in found if case.quick or not options.quick]
 
 
-def _run(case: "Case | Race", options: argparse.Namespace) -> "Row":
-    from measure import measure
-    from races import Race, run
+def _run(case: "Race", options: argparse.Namespace) -> "Standing":
+    from races import run
 
-    if isinstance(case, Race):
-        return run(case, 0.05 if options.toy else 0.5 if options.quick else 2.5, options.rounds)
-    return measure(case, 0.05 if options.quick or options.toy else 0.3, options.rounds)
+    short, usual = (0.05, 0.3) if case.table in ("weights", "batches") else (0.5, 2.5)
+    return run(case, 0.05 if options.toy else short if options.quick else usual, options.rounds)
 
 
 def _progress(text: str) -> None:

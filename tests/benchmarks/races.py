@@ -2,26 +2,32 @@
 
 import gc
 import statistics
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from measure import FEWEST, apart, in_turns, plan, quartiles
+import torch
 from memory import peak_memory
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 # The largest distance between directions, relatively: rounding of float32, summed in other orders.
 _TOLERANCE = 1e-3
+# A sample is at least this long, so that the clock is no part of it.
+_SAMPLE = 1e-3
+# What takes seconds still gets so many rounds: without them there are no quartiles.
+FEWEST = 3
 # A round that takes longer is worth a look for garbage: gigabytes of the peer's graphs would pile up otherwise.
 _HEAVY = 0.2
+
+
+Call = Callable[[], Any]
 
 
 class Side(NamedTuple):
     """What is timed, and the direction in what it returned or left behind; `None`: it computes none."""
 
-    call: Callable[[], Any]
+    call: Call
     direction: Callable[[Any], Tensor] | None = None
 
 
@@ -136,19 +142,59 @@ def _graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _timed(sides: list[Callable[[], Any]], seconds: float, rounds: int, device: str) -> tuple[int, list[list[float]]]:
-    indexed = [partial(_indexed, side) for side in sides]
+def _timed(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> tuple[int, list[list[float]]]:
     start = perf_counter()
-    calls, planned = plan(indexed, seconds, rounds, device)
+    calls, planned = _plan(sides, seconds, rounds, device)
     if perf_counter() - start < _HEAVY:
-        return planned, in_turns(indexed, calls, planned, device)
+        return planned, _in_turns(sides, calls, planned, device)
     rounds = min(rounds, max(planned, FEWEST))
-    each = [in_turns(indexed, calls, 1, device) for _ in range(rounds)]
+    each = [_in_turns(sides, calls, 1, device) for _ in range(rounds)]
     return rounds, [[turn[index][0] for turn in each] for index in range(len(sides))]
 
 
-def _indexed(call: Callable[[], Any], _: int) -> Any:
-    return call()
+def _plan(sides: Sequence[Call], seconds: float, rounds: int, device: str) -> tuple[list[int], int]:
+    """How many calls make a sample of each side, and how many rounds of samples take about so many seconds."""
+    once = [_sample(side, 1, device) for side in sides]
+    calls = [max(1, int(_SAMPLE / t)) for t in once]
+    length = sum(t * n for t, n in zip(once, calls, strict=True))
+    return calls, min(rounds, max(FEWEST, int(seconds / length)))
+
+
+def _in_turns(sides: Sequence[Call], calls: Sequence[int], rounds: int, device: str) -> list[list[float]]:
+    """Seconds per call, for each side a list: one sample per round."""
+    times: list[list[float]] = [[] for _ in sides]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for side, n, column in zip(sides, calls, times, strict=True):
+                column.append(_sample(side, n, device))
+    finally:
+        gc.enable()
+    return times
+
+
+def _sample(side: Call, calls: int, device: str) -> float:
+    """Seconds per call; on CUDA by the device's own clock, from the first kernel to the last, between empty queues."""
+    if device == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(calls):
+            side()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / calls
+    start = perf_counter()
+    for _ in range(calls):
+        side()
+    return (perf_counter() - start) / calls
+
+
+def apart(ours: Tensor, peer: Tensor) -> float:
+    """The distance between two directions, relative to our own; the largest of a batch `[*, n]`."""
+    scale = ours.norm(dim=-1)
+    return ((ours - peer).norm(dim=-1) / scale.where(scale > 0, 1)).max().item()
 
 
 def _judged(goal: Goal, columns: dict[str, list[float]]) -> Figure:
@@ -159,4 +205,5 @@ def _judged(goal: Goal, columns: dict[str, list[float]]) -> Figure:
 
 
 def _ratio(column: list[float], other: list[float]) -> list[float]:
-    return quartiles([a / b for a, b in zip(column, other, strict=True)])
+    """The lower quartile, the median, the upper quartile."""
+    return statistics.quantiles([a / b for a, b in zip(column, other, strict=True)], n=4, method="inclusive")

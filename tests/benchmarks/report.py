@@ -7,10 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measure import Measurement
 from races import Figure, Standing
-
-Row = Measurement | Standing
 
 TITLES = {
     "as run": "the whole step as users call it, optimizer included; milliseconds, ratios beside their goals, MB",
@@ -59,35 +56,33 @@ class Verdict(NamedTuple):
     reached: bool
 
 
-def heading(row: Row) -> str:
+def heading(row: Standing) -> str:
     """What stands above a table that begins with this row."""
     title = f"\n{TITLES.get(row.table, row.table)}\n"
     if row.table in RATIOS:
         cells = "".join(f"{name:>21}" for name in (*RATIOS[row.table], "MB, JD's"))
         return title + f"{'':34}{'ours':>9}{cells}" + ("   first call, graphs" if row.table == "compiled" else "")
-    if isinstance(row, Standing):
+    if row.table == "physics":
         return title + f"{'':28}" + "".join(f"{name:>18}" for name in SIDES) + f"{'ratio':>9} quartiles"
     names = f"{'ours':>11}{'peer':>11}  {'ratio':>6} {'quartiles':16}{'goal':>5} {'':8}{'apart':>7}"
     return title + f"{'':27}{names}"
 
 
-def line(row: Row) -> str:
+def line(row: Standing) -> str:
     """A row of a table."""
-    if isinstance(row, Measurement):
-        return _measurement(row)
-    return (_step if row.table in RATIOS else _standing)(row) + _refused(row)
+    form = _step if row.table in RATIOS else _standing if row.table == "physics" else _weights
+    return form(row) + _refused(row)
 
 
-def _measurement(row: Measurement) -> str:
-    text = f"{row.name:21}{row.size:>6}{row.ours * 1e6:11.1f}"
-    if row.peer is None or row.ratio is None:
+def _weights(row: Standing) -> str:
+    text = f"{row.name:21}{row.size:>6}{row.seconds['ours'] * 1e6:11.1f}"
+    if "JD" not in row.seconds:
         return f"{text}{'-':>11}"
-    low, middle, high = row.ratio
-    goal = "" if row.goal is None else f"{row.goal:.2f}"
-    verdict = {None: "", True: "reached", False: "MISSED"}[row.reached]
-    apart = "" if row.difference is None else f"{row.difference:.0e}"
+    low, middle, high = row.ratios["ours/JD"]
+    goal, verdict = next(((f"{f.goal:.2f}", "reached" if f.reached else "MISSED") for f in row.figures), ("", ""))
+    apart = f"{row.difference['JD']:.0e}" if "JD" in row.difference else ""
     spread = f"[{low:.3f} {high:.3f}]"
-    return f"{text}{row.peer * 1e6:11.1f}  {middle:6.3f} {spread:16}{goal:>5} {verdict:8}{apart:>7}"
+    return f"{text}{row.seconds['JD'] * 1e6:11.1f}  {middle:6.3f} {spread:16}{goal:>5} {verdict:8}{apart:>7}"
 
 
 def _step(row: Standing) -> str:
@@ -131,18 +126,13 @@ def _refused(row: Standing) -> str:
     return "".join(f"\n    {name}: {reason}" for name, reason in row.refused.items())
 
 
-def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+def verdicts(rows: Iterable[Standing]) -> list[Verdict]:
     """All goals, in the order in which they were measured."""
-    found: list[Verdict] = []
-    for row in rows:
-        case = f"{row.table}: {row.name} {row.size}"
-        if isinstance(row, Measurement):
-            if row.goal is not None and row.ratio is not None:
-                found.append(Verdict(case, row.against, "", row.ratio, row.goal, bool(row.reached)))
-            continue
-        case = case if row.device == "cpu" else f"{case} {row.device}"
-        found += [Verdict(case, f.against, f.ours, f.ratio, f.goal, f.reached) for f in row.figures]
-    return found
+    return [
+        Verdict(f"{row.table}: {row.name} {_place(row)}", f.against, f.ours, f.ratio, f.goal, f.reached)
+        for row in rows
+        for f in row.figures
+    ]
 
 
 def goals(found: Sequence[Verdict]) -> str:
@@ -161,18 +151,16 @@ def _goal(verdict: Verdict) -> str:
     return f"{text}{middle:8.3f} {spread:16}{verdict.goal:5.2f} {end}"
 
 
-def record(rows: Iterable[Row], threads: int = 1) -> dict[str, Any]:
+def record(rows: Iterable[Standing], threads: int = 1) -> dict[str, Any]:
     """Everything, with versions and machine."""
     rows = list(rows)
     names = ("torch", "torchjd", "functional_jd", "numpy")
     machine = {"system": platform.system(), "architecture": platform.machine(), "processor": _processor()}
     malloc = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
-    standings = [row for row in rows if isinstance(row, Standing)]
     return {
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "machine": machine | {"cores": os.cpu_count(), "threads": threads, "load": os.getloadavg(), "malloc": malloc},
-        "measurements": [row._asdict() for row in rows if isinstance(row, Measurement)],
-        "races": [row._asdict() | {"figures": [figure._asdict() for figure in row.figures]} for row in standings],
+        "races": [row._asdict() | {"figures": [figure._asdict() for figure in row.figures]} for row in rows],
         "goals": [verdict._asdict() for verdict in verdicts(rows)],
     }
 

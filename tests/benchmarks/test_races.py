@@ -3,7 +3,6 @@
 from functools import partial
 from math import pi
 
-import measure
 import memory
 import pytest
 import races
@@ -20,8 +19,7 @@ from races import Goal, Race, Side, run
 def clock(monkeypatch):
     """A clock that only the sides move on, and memory as they say; the calls of sides, in order."""
     now, log = [0.0], []
-    for module in (measure, races):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(races, "perf_counter", lambda: now[0])
     monkeypatch.setattr(races, "peak_memory", lambda call, device: call() or 20)
 
     def side(name, seconds, direction=(1.0, 2.0)):
@@ -47,7 +45,15 @@ def test_the_sides_take_turns_and_each_answers_for_its_time(clock):
     assert found.seconds == pytest.approx({"JD": 4e-3, "plain": 1e-3, "ours": 2e-3})
     assert found.memory == dict.fromkeys(sides, 20)
     # Checked, tried once, then in turns, at last weighed.
-    assert clock.log == [*sides] * (1 + 1 + measure.FEWEST + 1)
+    assert clock.log == [*sides] * (1 + 1 + races.FEWEST + 1)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-3, 3), (0.0701, 10), (1e9, 99)])
+def test_the_time_allowed_bounds_the_rounds_but_for_the_first_three(clock, seconds, rounds):
+    sides = {"JD": clock("JD", 4e-3), "ours": clock("ours", 3e-3)}
+    found = run(Race("weights", "mean", "m=2", lambda: sides), seconds, rounds=99)
+    assert found.rounds == rounds
+    assert found.ratios["ours/JD"] == pytest.approx([0.75] * 3)
 
 
 def test_a_side_with_another_direction_or_an_error_is_not_timed_and_reaches_no_goal(clock):
@@ -156,7 +162,7 @@ def test_steps_are_those_of_the_peer(kind):
     mine, theirs = ours(make, "float32"), peer(make, "float32")
     for _ in range(3):
         found, expected = (side.direction(side.call()) for side in (mine, theirs))
-        assert measure.apart(found, expected) < 0.05  # the peer's ridge
+        assert races.apart(found, expected) < 0.05  # the peer's ridge
     compiled = partial(torch.compile, fullgraph=True, backend="eager")
     ways = [lambda model, f=f: of_mean(f(model.mean)) for f in (compiled, lambda loss: loss)]
     sides = [loop(way, make, "float32") for way in ways]

@@ -1,11 +1,13 @@
 """The cases of `weights` and `batches`: what a rule makes of a Gramian, and of 64 of them at once."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 import torchjd.aggregation as peers
-from measure import Case, Contest, apart
+from races import Goal, Race, Side
 from torch import Tensor
 from torchjd import Stateful
 
@@ -72,24 +74,30 @@ _GOALS: dict[str, Callable[[int], float | None]] = {
 }
 
 
-def weight_cases(rows: Sequence[int]) -> list[Case]:
+def weight_races(rows: Sequence[int]) -> list[Race]:
     """Each rule at each number of rows, one problem per call."""
+    goal = lambda name, m: _GOALS.get(name, lambda m: None)(m)
     return [
-        Case("weights", name, f"m={m}", _GOALS.get(name, lambda m: None)(m), lambda name=name, m=m: _single(name, m))
-        for name in RULES
-        for m in rows
-        if m >= RULES[name].fewest
+        _race("weights", name, m, goal(name, m), _single) for name in RULES for m in rows if m >= RULES[name].fewest
     ]
 
 
-def batch_cases(rows: Sequence[int]) -> list[Case]:
+def batch_races(rows: Sequence[int]) -> list[Race]:
     """64 problems per call: ours by vmap; the peer by vmap where that runs, else one after the other."""
+    goal = lambda name: 0.2 if name == "upgrad" else None
     return [
-        Case("batches", name, f"m={m}", 0.2 if name == "upgrad" else None, lambda name=name, m=m: _batch(name, m))
+        _race("batches", name, m, goal(name), _batch)
         for name in RULES
         for m in rows
         if RULES[name].fewest <= m <= BATCHED_ROWS
     ]
+
+
+def _race(table: str, name: str, m: int, goal: float | None, build: Callable[..., dict[str, Side]]) -> Race:
+    goals = () if goal is None else (Goal("ours", "JD", goal),)
+    # The peer approximates: how far is told, and not judged.
+    how: dict[str, Any] = {"quick": True, "tolerance": float("inf"), "weighed": ()}
+    return Race(table, name, f"m={m}", partial(build, name, m), goals, **how)
 
 
 def _problems(m: int, k: int) -> Problems:
@@ -97,29 +105,22 @@ def _problems(m: int, k: int) -> Problems:
     return Problems(noise[0], noise[0] + noise[1] / 2)
 
 
-def _single(name: str, m: int) -> Contest:
+def _single(name: str, m: int) -> dict[str, Side]:
     entry, problems = RULES[name], _problems(m, _PROBLEMS)
     solve, views, states = _ours(entry, m, problems)
-    ready = [(view, tree_map(lambda leaf, i=i: leaf[i], states)) for i, view in enumerate(views)]
-    given, peer = _given(entry, problems), _peer(name, m)
-
-    return Contest(
-        lambda i: solve(*ready[i % _PROBLEMS]),
-        peer and (lambda i: peer(given[i % _PROBLEMS])),
-        None if entry.random else _compare(entry, problems.first[0]),
-    )
+    ready = cycle([(view, tree_map(lambda leaf, i=i: leaf[i], states)) for i, view in enumerate(views)])
+    given, peer = cycle(_given(entry, problems)), _peer(name, m)
+    direction = None if entry.random else _direction(entry, problems.first[0])
+    return {"JD": Side(lambda: peer(next(given)), direction), "ours": Side(lambda: solve(*next(ready)), direction)}
 
 
-def _batch(name: str, m: int) -> Contest:
+def _batch(name: str, m: int) -> dict[str, Side]:
     entry, problems = RULES[name], _problems(m, BATCH)
     solve, views, states = _ours(entry, m, problems)
     given, peer = _given(entry, problems), _peer(name, m)
-
-    return Contest(
-        lambda i: torch.vmap(solve)(views, states),
-        peer and _peer_over_batch(peer, given),
-        None if entry.random or isinstance(peer, Stateful) else _compare(entry, problems.first),
-    )
+    direction = None if entry.random or isinstance(peer, Stateful) else _direction(entry, problems.first)
+    ours = Side(lambda: torch.vmap(solve)(views, states), direction)
+    return {"JD": Side(_peer_over_batch(peer, given), direction), "ours": ours}
 
 
 def _ours(entry: Entry, m: int, problems: Problems) -> tuple[Callable[..., Tensor], Tensor, Any]:
@@ -135,12 +136,16 @@ def _ours(entry: Entry, m: int, problems: Problems) -> tuple[Callable[..., Tenso
 def _peer(name: str, m: int) -> Any:
     try:
         return RULES[name].peer(m)
-    except ImportError:  # its solver is not installed
-        return None
+    except ImportError as missing:  # of its solver: the peer is out, by the first call
+
+        def peer(_: Tensor, missing: ImportError = missing) -> Tensor:
+            raise missing
+
+        return peer
 
 
-def _peer_over_batch(peer: Any, given: Tensor) -> Callable[[int], Tensor]:
-    one_by_one = lambda i: torch.stack([peer(problem) for problem in given])
+def _peer_over_batch(peer: Any, given: Tensor) -> Callable[[], Tensor]:
+    one_by_one = lambda: torch.stack([peer(problem) for problem in given])
     if isinstance(peer, Stateful):  # its buffers hold one state, not 64
         return one_by_one
     together = torch.vmap(peer, randomness="different")
@@ -148,7 +153,7 @@ def _peer_over_batch(peer: Any, given: Tensor) -> Callable[[int], Tensor]:
         together(given)
     except Exception:
         return one_by_one
-    return lambda i: together(given)
+    return lambda: together(given)
 
 
 def _given(entry: Entry, problems: Problems) -> Tensor:
@@ -158,8 +163,8 @@ def _given(entry: Entry, problems: Problems) -> Tensor:
     return problems.first @ other.mT
 
 
-def _compare(entry: Entry, jacobian: Tensor) -> Callable[[Tensor, Tensor], float]:
-    """How far apart the directions are; weights may differ where rows depend on each other."""
+def _direction(entry: Entry, jacobian: Tensor) -> Callable[[Tensor], Tensor]:
+    """The direction of an answer; weights may differ where rows depend on each other."""
     if entry.given == "jacobian":
-        return apart
-    return lambda ours, peer: apart(*((weights.unsqueeze(-2) @ jacobian).squeeze(-2) for weights in (ours, peer)))
+        return lambda answer: answer
+    return lambda weights: (weights.unsqueeze(-2) @ jacobian).squeeze(-2)
