@@ -19,7 +19,8 @@ from functional_jd.objectives.calls import LOOKING, READS_MODULES, TRACED, Call
 from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
 from functional_jd.torch_compat.module_parts import ModuleParts
 from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
-from functional_jd.torch_compat.torch_internals import change_count, is_wrapped, torch_function_disabled, unwrapped
+from functional_jd.torch_compat.torch_internals import change_count, torch_function_disabled
+from functional_jd.torch_compat.vmap_levels import innermost
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
@@ -200,17 +201,7 @@ def _marks(tensors: Any) -> list[Any]:
         try:
             return [(change_count(x), x.data_ptr() if x.__class__ in PLAIN_TENSORS else 0) for x in tensors]
         except RuntimeError:  # hidden by a transform, or made in inference mode
-            return [_mark(x) for x in tensors]
-
-
-def _mark(x: Tensor) -> Any:
-    counts: list[int] = []
-    while not x.is_inference():
-        counts.append(change_count(x))
-        if not is_wrapped(x):
-            break
-        x = unwrapped(x)
-    return counts
+            return [None if (y := innermost(x)).is_inference() else change_count(y) for x in tensors]
 
 
 def _tensors_in(output: Any, parts: ModuleParts) -> list[Tensor]:

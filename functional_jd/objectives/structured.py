@@ -45,9 +45,7 @@ class PerExample(Declared):
 
         def watched(*given: Any, alone: bool = False) -> Any:
             with journal.watch(examples=True):
-                result = self.of_one(*given) if alone else self.loss(*given)
-            _check_tensors(result)
-            return result
+                return self.of_one(*given) if alone else self.loss(*given)
 
         def together() -> Losses:
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
@@ -297,15 +295,6 @@ def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> Example
         )
     parts = {name: per_example(loss, in_dims) for name, loss in losses.items()}
     return ExampleSets({name: replace(part, name=name) for name, part in parts.items()})
-
-
-def _check_tensors(result: Any) -> None:
-    for leaf in tree_leaves(result):
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"per_example: the loss of one example and its aux must be tensors, found {type(leaf).__name__}. Leave "
-                "it out, or return torch.as_tensor(...) of numbers."
-            )
 
 
 def _select(argument: Tree, dim: int, index: int) -> Tree:
