@@ -44,10 +44,10 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
 
     Raises:
         TypeError: `module` is not an `nn.Module`; `params` or `buffers` is not a dict of tensors.
-        ValueError: names are missing or unknown; the module has other parts than when it was read; parameters have no
-            shape yet; the module is one of `fully_shard`; forward changes or replaces a parameter, gives a buffer its
-            first value, or returns an object that would compute later; forward computes with a parameter of its own
-            that was not passed, frozen ones included (looked at in the first call, `train_state` and `weights_fn`).
+        ValueError: names are missing or unknown; the module has changed since it was read, is lazy, or is one of
+            `fully_shard`; forward changes or replaces a parameter, makes a buffer, or returns an object that would
+            compute later; forward computes with a parameter of its own that was not passed, frozen ones included
+            (looked at in the first call, `train_state` and `weights_fn`).
         RuntimeError: `functional` itself is called inside a function that is compiled in a full graph; the module is
             scripted, or an `nn.DataParallel`.
 
@@ -58,8 +58,8 @@ def functional(module: nn.Module) -> Callable[..., tuple[Any, State]]:
         `apply` composes with vmap, grad, jvp and compile, as far as the module does.
 
     Differences:
-        `torch.func.functional_call` moves the buffers that it is given. It lets what runs again in the backward pass
-        find the module's own parameters, so that gradients are silently wrong. Threads must not share its module.
+        After `torch.func.functional_call`, what runs again in the backward pass finds the module's own parameters, so
+        that gradients are silently wrong; buffers that it is given move, and threads must not share its module.
 
     Limits:
         A parameter in a list, a lambda or another object is not replaced: it raises. Read it from the module, or

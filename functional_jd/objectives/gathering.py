@@ -29,15 +29,14 @@ class Leaf(NamedTuple):
 class Gathers:
     """The leaves that one evaluation of the losses has gathered on this rank, so far.
 
-    Where training starts, ranks tell one another what comes next before each gather, and before each gradient is
-    scattered. Later a digest of all names travels with the losses. Otherwise shards of different leaves would be mixed,
-    or messages of different sizes would end the processes.
+    When training starts, ranks compare what comes next before each gather and each scatter. Later a digest of all names
+    travels with the losses. Otherwise shards of different leaves would be mixed.
 
     Args:
         where: the function that the user called.
         mesh: over which leaves are gathered.
         starting: whether training starts.
-        rule: the rule that is to weigh the losses, which must be alike on all ranks; None if there is none.
+        rule: the rule that weighs the losses, alike on all ranks; or None.
         reshard: whether leaves are freed after each use, and gathered again.
     """
 
@@ -47,7 +46,6 @@ class Gathers:
         self.wholes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Leaf]] = {}
 
     def gathered(self, leaf: Leaf) -> Tensor:
-        """The whole of this leaf."""
         self.names.append(leaf.name)
         self.announce(f"gathers {leaf.name!r}, number {len(self.names)}", leaf.shard.device)
         whole = gathered(leaf.shard, leaf.like, self.mesh)
@@ -105,14 +103,11 @@ _CURE = "Let all ranks compute their losses alike, whatever their batches hold, 
 
 
 class GatheredWhereUsed(Tensor):
-    """A leaf as the losses see it: every function that takes it gets the whole leaf, which is gathered just before.
+    """A leaf as the losses see it: every function of torch that takes it gets the whole leaf, gathered just before.
 
-    So a leaf is whole for the time of one function, and in the backward pass its gradient is reduced and scattered as
-    soon as it is known: autograd runs what was recorded last first, and a leaf that is gathered before all others would
-    wait for all of them. Its shape, dtype and device need no gathering.
-
-    A `torch.autograd.Function` takes the leaf itself, and returns a gradient of the whole, which goes back to the
-    shard. Code below Python that reads its memory raises.
+    So a leaf is whole for the time of one function, and its gradient is scattered as soon as it is known: that of a
+    leaf that is gathered before all others would wait for all of them. A `torch.autograd.Function` takes the leaf
+    itself, and returns a gradient of the whole. Code below Python that reads its memory raises.
     """
 
     leaf: Leaf
@@ -120,7 +115,6 @@ class GatheredWhereUsed(Tensor):
 
     @staticmethod
     def of(leaf: Leaf, gathers: Gathers) -> "GatheredWhereUsed":
-        """The leaf in a form that functions of torch gather."""
         entered: Any = _Entered.apply(leaf.shard, leaf, gathers)
         entered.leaf, entered.gathers = leaf, gathers
         return entered

@@ -66,7 +66,7 @@ class Sharded(Declared):
 
         Args:
             over_shards: how losses of that kind become those of shards: see `Kind`.
-            likes: the arguments that may be sharded, as they were given: their layouts count.
+            likes: the arguments that may be sharded, as they were given, with their layouts.
             gathers: gathers leaves.
             has_aux: whether the losses return `(losses, aux)`.
             at: the positions of these arguments.
@@ -98,13 +98,8 @@ class Sharded(Declared):
         return over_shards(self.losses, likes, enter)
 
     def entered(self, tree: Tree, likes: Tree | None, prefix: str, gathers: Gathers) -> Tree:
-        """An argument as the losses take it, whose leaves have names that begin with a prefix.
-
-        Args:
-            tree: this rank's shards of leaves that are differentiated; or a constant, such as a frozen base.
-            likes: the leaves with their layouts; None for a constant.
-            prefix: comes before the names of the leaves.
-            gathers: gathers leaves.
+        """An argument as the losses take it, from this rank's shards and the leaves with their layouts; `likes` is None
+        for a constant, such as a frozen base. A prefix comes before the names of the leaves.
         """
         constant = likes is None
         if constant and (self.mesh is None or not any_sharded(tree_leaves(tree))):

@@ -27,7 +27,7 @@ def partition(tree: Tree, predicate: Callable[[str, Tensor], bool]) -> tuple[Tre
         TypeError: `predicate` is not callable, or no leaf is a tensor.
 
     Laws:
-        `merge(*partition(tree, predicate))` is the tree. Every leaf is in exactly one of the two.
+        `merge(*partition(tree, predicate))` is the tree.
 
     Example:
         >>> tree = {"a.w": torch.ones(1), "b.w": torch.zeros(1)}
@@ -56,13 +56,10 @@ def merge(chosen: Tree, rest: Tree) -> Tree:
         rest: the other leaves.
 
     Returns:
-        The pytree with all leaves.
+        The pytree with all leaves. Differentiable in both.
 
     Raises:
         ValueError: a leaf is in both, or the two do not fit together.
-
-    Laws:
-        Linear: differentiable in both, and composes with every transform.
 
     Example:
         >>> objectives.merge({"a": 1.0}, {"b": 2.0})
