@@ -87,14 +87,6 @@ def test_a_device_without_float64_refuses_it():
         assert torch.equal(device.get(torch.where(x > 1, x, 0.0)), torch.where(ROWS > 1, ROWS, 0.0))
 
 
-def test_gradients_transforms_and_products_with_vectors_are_those_of_the_cpu():
-    function = lambda w, v: (v @ w.T).tanh() @ w @ v
-    transformed = torch.vmap(torch.func.grad(function), (None, 0))
-    with simulated() as device:
-        on_device = transformed(device.put(ROWS), device.put(ROWS / 4))
-        assert torch.equal(device.get(on_device), transformed(ROWS, ROWS / 4))
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_a_training_step_of_torch_is_that_of_the_cpu(dtype):
     def train(device_type, put):

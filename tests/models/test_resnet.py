@@ -1,13 +1,12 @@
 """A ResNet with BatchNorm on handwritten digits, beside an ordinary loop."""
 
-import io
 from functools import partial
 
 import pytest
 import torch
-from plain_loops import ADAMW, SGD, Problem, by_rule, check_trains_alike, keys, our_loop, start_of
+from plain_loops import ADAMW, SGD, Problem, by_rule, check_trains_alike, our_loop, start_of
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import functional_jd as fj
 
@@ -70,27 +69,6 @@ def test_upgrad_trains_as_rows_of_an_ordinary_loop(engine):
     check_trains_alike(problem(), SGD, fj.upgrad(), by_rule(fj.upgrad()), engine=engine)
 
 
-def test_constant_weights_train_as_a_weighted_sum():
-    weights = torch.tensor([0.25, 2.0])
-    weighed = lambda rows: [torch.tensordot(weights.double(), row, 1) for row in rows]
-    check_trains_alike(problem(), SGD, fj.constant(weights), weighed)
-
-
-def test_seeds_under_vmap_train_as_one_by_one():
-    p, how = problem(n=5), {"aggregator": fj.upgrad(), "optimizer": fj.sgd(0.02, momentum=0.9)}
-    starts = [start_of(p, seed, **how)[1] for seed in range(4)]
-    method, _ = start_of(p, **how)
-    alone = [our_loop(p, method, state)[0] for state in starts]
-    state = tree_map(lambda *x: torch.stack(x), *starts)
-    take = torch.vmap(partial(fj.step, **method), in_dims=(0, None, None, None, None))
-    for key, batch in zip(keys(5), p.batches, strict=True):
-        state, _ = take(state, key, *batch)
-    for found, expected in zip(
-        tree_leaves(state), tree_leaves(tree_map(lambda *x: torch.stack(x), *alone)), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_learns_under_autocast_with_a_scale_for_each_task(dtype):
     p = Half(resnet, two_losses, [batches(n=1, size=64, dtype=torch.float32)[0]] * 20)
@@ -109,20 +87,3 @@ class Half(Problem):
 
     def module(self, seed=0):
         return super().module(seed).float()
-
-
-def test_a_state_from_a_file_goes_on_bit_for_bit_and_a_skipped_step_keeps_it():
-    p = problem(n=6)
-    method, state = start_of(p, aggregator=fj.upgrad(), optimizer=fj.adamw(1e-2))
-    state, _ = our_loop(p, method, state)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    x, y, ink = p.batches[0]
-    skipped, info = fj.step(state, keys()[0], x.index_fill(0, torch.tensor([3]), torch.nan), y, ink, **method)
-    assert not info.moved
-    for start in (torch.load(file, weights_only=True), skipped):
-        for found, expected in zip(
-            tree_leaves(our_loop(p, method, start)[0]), tree_leaves(our_loop(p, method, state)[0]), strict=True
-        ):
-            assert torch.equal(found, expected)
