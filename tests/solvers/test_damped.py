@@ -9,7 +9,7 @@ from bounds import check_stable, check_within, eps
 from exact.decimals import decimals, floats, precisely, solved
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import grad, jacfwd, jacrev, vmap
+from torch.func import jacfwd, jacrev
 
 from functional_jd.solvers.damped import damped_solve, damped_weights
 from functional_jd.testing.strategies import gramians
@@ -124,15 +124,3 @@ def test_derivatives_are_those_of_finite_differences():
     assert torch.autograd.gradgradcheck(f, inputs)
     for argument in range(3):
         check_stable(jacfwd(f, argument)(J, b, damping), jacrev(f, argument), J, b, damping)
-
-
-def test_a_batch_is_the_loop_and_compiles_with_its_derivatives():
-    batch = torch.stack([normal(3, 3, seed=seed) @ normal(3, 3, seed=seed).T for seed in range(3)])
-    b, dampings = normal(3), torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
-    f = lambda G, damping: damped_solve(G, b, damping)
-    loop = lambda batch, dampings: torch.stack([f(*at) for at in zip(batch, dampings, strict=True)])
-    check_stable(vmap(f)(batch, dampings), loop, batch, dampings)
-    both = vmap(grad(lambda G, damping: f(G, damping).square().sum(), argnums=(0, 1)))
-    torch.compiler.reset()
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    check_stable(compiled(batch, dampings), both, batch, dampings)

@@ -162,19 +162,6 @@ def test_derivatives_in_the_power_are_those_of_differences(p):
     assert f(power * torch.nan).isnan().all()
 
 
-def test_a_batch_is_the_loop_and_compiles_with_its_gradient():
-    batch = torch.stack([problem(3, 5, seed)[0] for seed in range(4)])
-    k = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    loop = torch.stack([fair_shares(C, k, 0.5) for C in batch])
-    bound = 64 * eps() * torch.linalg.cond(batch).unsqueeze(1) * loop
-    check_within(torch.vmap(lambda C: fair_shares(C, k, 0.5))(batch), loop, bound)
-    check_within(fair_shares(batch, k.expand(4, 3), 0.5), loop, bound)
-
-    gradients = torch.vmap(grad(lambda C: fair_shares(C, k, 0.5).square().sum()))
-    compiled = torch.compile(gradients, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch), gradients(batch))
-
-
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_the_search_is_a_sound_operator_with_the_layout_that_compiled_code_expects(batch):
     C, k = problem(4, 6, 0)

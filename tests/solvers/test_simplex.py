@@ -59,13 +59,3 @@ def test_derivatives_are_those_of_finite_differences():
     y = torch.tensor([[0.3, 0.8, -2.0, 0.6], [0.1, 0.2, 0.3, 0.35]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(simplex_projection, y, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(simplex_projection, y)
-
-
-@pytest.mark.filterwarnings("ignore:.*isinstance.*:FutureWarning")  # torch's own, when it traces
-def test_a_batch_is_the_loop_also_compiled():
-    y = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    loop = torch.stack([simplex_projection(row) for row in y])
-    bound = 4 * sum_bound(loop, 1).unsqueeze(1)
-    check_within(torch.vmap(simplex_projection)(y), loop, bound)
-    compiled = torch.compile(torch.vmap(simplex_projection), fullgraph=True, backend="aot_eager")
-    check_within(compiled(y), loop, bound)

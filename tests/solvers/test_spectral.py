@@ -93,17 +93,6 @@ def test_what_is_not_finite_stays_so_and_does_not_raise(value):
     assert all(part.isnan().all() for part in (*pseudo_inverse(G), *inverse_root(G)))
 
 
-def test_a_batch_is_the_loop_and_compiles_with_its_derivatives():
-    batch = torch.stack([normal(3, 3, seed=seed) @ normal(3, 3, seed=seed).T for seed in range(3)])
-    for f in (lambda G: pseudo_inverse(G)[0], lambda G: inverse_root(G)[0]):
-        loop = torch.stack([f(G) for G in batch])
-        size = torch.linalg.cond(batch) * loop.abs().amax((1, 2))
-        check_within(torch.vmap(f)(batch), loop, 64 * eps() * size.view(-1, 1, 1))
-    both = torch.vmap(grad(lambda G: (pseudo_inverse(G)[0] @ inverse_root(G)[0]).sum()))
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch), both(batch))
-
-
 @pytest.mark.parametrize("m", [1, 2, 5, 40])
 def test_the_well_conditioned_are_solved_with_derivatives(m):
     J = normal(m, m + 4, seed=m)
