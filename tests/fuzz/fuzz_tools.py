@@ -187,24 +187,7 @@ def _subject() -> dict[str, Any]:
     }
 
 
-LAWS = (
-    "pure",
-    "shaped",
-    "finite",
-    "batched",
-    "tree_equals_flat",
-    "low_precision",
-    "non_finite",
-    "permutation_equivariant",
-    "non_conflicting",
-    "homogeneous",
-    "linear_under_row_scaling",
-    "on_the_simplex",
-    "weakly_stationary",
-    "strongly_stationary",
-    "rotation_blind",
-    "differentiable",
-)
+LAWS = [law.__name__ for law in (*testing.ALWAYS, *testing.BY_CLAIM, testing.differentiable) if law != testing.compiled]
 
 TESTING = {
     **{name: _law(name) for name in LAWS},
