@@ -368,16 +368,6 @@ def test_only_until_its_first_step_a_state_may_hold_the_memory_of_the_module():
     assert held == [True, False]
 
 
-@pytest.mark.parametrize("norm", [1e-3, 1.0, 50.0])
-def test_the_norm_to_clip_by_differs_from_that_of_torch_by_the_share_that_the_page_says(norm):
-    assert "by a share of 1e-6 / norm" in (GUIDES / "recipes_optimizers.md").read_text(encoding="utf-8")
-    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    p.grad = norm * torch.tensor([0.6, 0.8], dtype=torch.float64)
-    ours = jd.optimizers.clip_by_norm(p.grad.clone(), norm / 2)
-    torch.nn.utils.clip_grad_norm_([p], norm / 2)
-    torch.testing.assert_close(1 - p.grad / ours, torch.full_like(ours, 1e-6 / norm), rtol=2e-3, atol=1e-15)
-
-
 def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
     model, split = copy.deepcopy(shown["model"]), jd.random.split
     start = jd.train_state(
@@ -412,19 +402,6 @@ def test_the_whole_of_trunk_and_heads_is_what_autograd_finds(shown):
         torch.testing.assert_close(ours, dict(head.state_dict()), rtol=1e-4, atol=1e-5)
     assert torch.equal(state.buffers["key"], key)
     assert not torch.equal(state.params["shared"]["0.weight"], shown["pieces"]["shared"]["0.weight"])
-
-
-def test_a_trunk_of_rate_zero_stays_until_its_steps_have_come(shown):
-    how, start = shown["by_rate"], shown["waiting"]
-    waited = trained(shown, start, how, 99)
-    torch.testing.assert_close(waited.params["shared"], shown["whole"]["shared"], rtol=0, atol=0)
-    assert waited.buffers["1.num_batches_tracked"] == 100
-    assert not torch.equal(waited.buffers["1.running_mean"], shown["statistics"]["1.running_mean"])
-    assert not torch.equal(waited.params["heads"]["kind"]["weight"], start.params["heads"]["kind"]["weight"])
-    moments = optree.tree_leaves(waited.optimizer["shared"])
-    assert all(leaf.abs().max() > 0 for leaf in moments), "they fill"
-    moved = trained(shown, waited, how, 1).params["shared"]
-    assert all(not torch.equal(leaf, waited.params["shared"][name]) for name, leaf in moved.items())
 
 
 def test_a_phase_without_the_trunk_is_plain_training_of_the_heads(shown):
@@ -468,15 +445,6 @@ def test_masks_and_statistics_go_on_together(shown):
     torch.testing.assert_close(shown["with_both"](params, start, *batch)[0], losses, rtol=0, atol=0)
     others, _ = shown["with_both"](params, carried | {"statistics": start["statistics"]}, *batch)
     assert float((others["fit"] - losses["fit"]).detach().abs()) > 1e-4, "another mask"
-
-
-def test_parameters_and_statistics_go_back_into_the_module_without_the_key(shown):
-    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
-    section = page.partition("## Dropout by a key, with BatchNorm")[2].partition("\n## ")[0]
-    (load,) = re.findall(r"`(block\.load_state_dict\(.*?\))`", section)
-    block, together = copy.deepcopy(shown["block"]), shown["together"]
-    eval(load, {"block": block, "together": together})
-    torch.testing.assert_close(dict(block.state_dict()), together.params | together.buffers["statistics"])
 
 
 def test_the_best_state_is_kept_and_the_patience_ends(shown):
