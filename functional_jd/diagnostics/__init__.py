@@ -1,7 +1,6 @@
 """Diagnostics: conflicts between the objectives, the distance to Pareto stationarity, and advice on a rule."""
 
-from functional_jd.diagnostics.advise import Advice, advise
-from functional_jd.diagnostics.describe import describe
+from functional_jd.diagnostics.advise import Advice, advise, describe
 from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
 
 __all__ = ["Advice", "Diagnosis", "advise", "describe", "diagnose"]

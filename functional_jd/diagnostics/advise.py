@@ -1,4 +1,4 @@
-"""Advice on a rule, from a window of training steps: the record, and how it is found."""
+"""Advice on a rule, from a window of training steps, and a diagnosis as text."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import refuse
-from functional_jd.core.record_display import Table, displayed_as, number
+from functional_jd.core.arguments import check_type, refuse
+from functional_jd.core.record_display import Table, as_text, displayed_as, number
 from functional_jd.core.types import Gramian
-from functional_jd.diagnostics.diagnose import Diagnosis, diagnose
+from functional_jd.diagnostics.diagnose import Diagnosis, diagnose, diagnosis_table
 from functional_jd.torch_compat.torch_internals import has_values
 
 # A pair of objectives conflicts throughout a window if its mean cosine lies so many standard errors below zero: chance
@@ -122,8 +122,11 @@ def advise(
     conflict, noise = _conflict_and_noise(cosines)
     rising = math.nan if values is None else _rising(values[finite])
     given_up = _given_up(norms, cosines)
-    figures = (conflict, _imbalance(norms), float(ranks.median()) / norms.shape[1], noise, rising, given_up)
-    said, rule, reason = verdict(figures[0], figures[1], Thresholds())
+    medians = norms.median(0).values
+    medians = medians[medians > 0]
+    imbalance = float(medians.max() / medians.min()) if len(medians) else 1.0
+    figures = (conflict, imbalance, float(ranks.median()) / norms.shape[1], noise, rising, given_up)
+    said, rule, reason = verdict(conflict, imbalance, Thresholds())
     if given_up and rule != "mean":
         said = "explore the front"
         reason = (
@@ -149,7 +152,14 @@ def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[
 def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
     if isinstance(given, Sequence) and not isinstance(given, Diagnosis | str):
-        given = _stacked(given)
+        kind = Diagnosis if given and isinstance(given[0], Diagnosis) else Tensor
+        for found in given or [given]:
+            if not isinstance(found, kind):
+                _refuse_window(found)
+        counts = sorted({len(x) for found in given if (x := found.norms if kind is Diagnosis else found).ndim})
+        if len(counts) > 1:
+            raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
+        given = torch.stack(list(given)) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*given, strict=True)))
     if isinstance(given, Tensor):
         given = _from_gramians(given)
     if not isinstance(given, Diagnosis):
@@ -163,27 +173,14 @@ def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _refuse_window(found: Any) -> NoReturn:
     cure = "See diagnose."
     if isinstance(found, tuple) and not found:
-        cure = "A step has () as Gramian where its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
+        cure = "A step has () as Gramian if its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
     refuse("advise", "diagnoses", "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]", found, cure)
 
 
-def _stacked(given: Sequence[Any]) -> Diagnosis | Tensor:
-    """The diagnoses, or the Gramians, of single steps as those of a batch."""
-    kind = Diagnosis if given and isinstance(given[0], Diagnosis) else Tensor
-    for found in given or [given]:
-        if not isinstance(found, kind):
-            _refuse_window(found)
-    counts = sorted({len(x) for found in given if (x := found.norms if kind is Diagnosis else found).ndim})
-    if len(counts) > 1:
-        raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts} of them. Part the window.")
-    return torch.stack(list(given)) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*given, strict=True)))
-
-
 def _from_gramians(gramians: Tensor) -> Diagnosis:
-    if gramians.ndim != 3 or gramians.shape[1] != gramians.shape[2] or not gramians.is_floating_point():
-        refuse("advise", "diagnoses", "Gramians [k, m, m]", gramians, "Stack them.", ValueError)
-    if not gramians.numel():
-        refuse("advise", "diagnoses", "Gramians of at least two steps", gramians, "Pass ten or more.", ValueError)
+    square = gramians.ndim == 3 and gramians.shape[1] == gramians.shape[2]
+    if not square or not gramians.is_floating_point() or not gramians.numel():
+        refuse("advise", "diagnoses", "Gramians [k, m, m]", gramians, "Stack those of ten steps or more.", ValueError)
     gramians = _with_values(gramians)
     found: Diagnosis = torch.vmap(lambda G: diagnose(G, gramian=True))(gramians)
     invalid = gramians.isfinite().flatten(1).all(1) & found.norms.isnan().any(1)  # `diagnose` gives NaN under vmap
@@ -249,14 +246,27 @@ def _given_up(norms: Tensor, cosines: Tensor) -> float:
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
-def _imbalance(norms: Tensor) -> float:
-    """The ratio of the largest to the smallest median norm, of those that are not zero; 1 if all are."""
-    medians = norms.median(0).values
-    medians = medians[medians > 0]
-    return float(medians.max() / medians.min()) if len(medians) else 1.0
-
-
 def _rising(losses: Tensor) -> float:
     """The share of objectives with a higher mean loss in the last quarter than in the first."""
     quarter = max(1, len(losses) // 4)
     return float((losses[-quarter:].mean(0) > losses[:quarter].mean(0)).double().mean())
+
+
+def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None, advice: Advice | None = None) -> str:
+    """Format a diagnosis as a table, to print.
+
+    Args:
+        diagnosis: from `diagnose`; for a batch, the table has shapes instead of values.
+        names: m names, for instance `objective_names(losses)`; `None`: the row indices.
+        advice: from `advise`, for a last line with its rule and reason.
+
+    Returns:
+        One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
+        rows; from 9 rows on, the lowest of these and the name of that row.
+    """
+    check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
+    table = as_text(diagnosis_table(diagnosis, names))
+    if advice is None:
+        return table
+    check_type("describe", "advice", advice, Advice, "Pass what advise returned.")
+    return f"{table}\n{advice_line(advice)}"

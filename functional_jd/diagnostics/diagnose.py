@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.views import cross_gramian
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.aggregators.mgda import mgda
-from functional_jd.core.arguments import check_flag
+from functional_jd.core.arguments import check_flag, refuse
 from functional_jd.core.heads import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
@@ -94,11 +94,11 @@ def diagnose(
 
     Laws:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
-        cosines are differentiable, alignment and stationarity where they are not 0, rank and condition where the rank
-        is locally constant, and twice where singular values differ.
+        cosines are differentiable, alignment and stationarity if they are not 0, rank and condition if the rank is
+        locally constant, and twice if singular values differ.
         Norms and stationarity are homogeneous in the Jacobian, the rest is invariant; cosines, conflict and the
-        alignment with a given direction are also invariant to scaling single rows. A non-finite row does not change
-        norms and cosines of the others; the values for all rows become NaN.
+        alignment with a given direction also to scaling single rows. A non-finite row changes no norms and cosines of
+        the others; the values for all rows become NaN.
         Values within the rounding error of G are zero: cosines within 16 eps are no conflicts; singular values are 0
         below `sqrt(16 m eps)` of the longest row, and norms of combinations of rows below about 1e-7 (2e-3 for a
         float32 Gramian).
@@ -144,17 +144,13 @@ def _is_square_matrix(value: Any) -> bool:
 def _gramian_and_jacobian(value: Any, gramian: bool | None) -> tuple[Tensor, Jacobian | None, float]:
     """Return the Gramian in float64, the Jacobian if there is one, and the machine epsilon of the products."""
     if gramian and not _is_square_matrix(value):
-        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"diagnose: with gramian=True, the first argument must be a matrix [m, m], found {found}. "
-            "Omit gramian for a Jacobian."
-        )
+        cure = "Omit gramian for a Jacobian."
+        refuse("diagnose", "the first argument", "a matrix [m, m] with gramian=True", value, cure, ValueError)
     given: object = value
     if isinstance(given, tuple) and not given:
         raise ValueError(
-            "diagnose: the first argument must be a Jacobian or a Gramian, found (), which a step has as Gramian if "
-            "its rule looks at rows, at norms or at no gradients. Pass gramian_fn(losses)(params, *batch)[0] or "
-            "jacobian_fn(losses)(params, *batch)[0]; norms alone: squared_norms_fn(losses)(params, *batch)[0].sqrt()."
+            "diagnose: the first argument must be a Jacobian or a Gramian, found (): the rule of the step needs none. "
+            "Call gramian_fn(losses) or jacobian_fn(losses) with (params, *batch); for norms alone squared_norms_fn."
         )
     if not (_is_square_matrix(value) if gramian is None else gramian):
         rows = rows_of(value)
@@ -185,11 +181,8 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
         coefficients = target.to(G.dtype) * lengths
         return _quotient(C @ coefficients, _norm_of_combination(C, coefficients, eps))
     if J is None:
-        found = f"shape {list(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(
-            f"diagnose: weights must be [{m}] with a Gramian, found {found}. For a direction, pass the Jacobian; if it "
-            "is a square matrix, with gramian=False."
-        )
+        cure = "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."
+        refuse("diagnose", "weights", f"[{m}] with a Gramian", target, cure, ValueError)
     rows, heads = split_heads(J)
     if heads and isinstance(target, dict):
         target = target.get("shared", ())
@@ -261,14 +254,9 @@ def diagnosis_table(diagnosis: Diagnosis, names: Sequence[str] | None) -> Table:
     headers = ["objective", "norm", "direction", *(names if few else ["lowest cosine", "with"])]
     rows: list[list[str]] = []
     for i, (name, others) in enumerate(zip(names, cosines, strict=True)):
+        cells = [f"{cosine:+.2f}" for cosine in others]
         if not few:
             lowest = min((j for j in range(m) if j != i), key=others.__getitem__)
-            cells = [_cosine(others[lowest]), names[lowest]]
-        else:
-            cells = [_cosine(cosine) for cosine in others]
-        rows.append([name, number(norms[i]), _cosine(alignment[i]), *cells])
+            cells = [cells[lowest], names[lowest]]
+        rows.append([name, number(norms[i]), f"{alignment[i]:+.2f}", *cells])
     return title, headers, shortened(rows)
-
-
-def _cosine(value: float) -> str:
-    return f"{value:+.2f}"

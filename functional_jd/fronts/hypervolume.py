@@ -23,9 +23,6 @@ def hypervolume(points: Tensor, reference: Tensor) -> Tensor:
         float64 `[]`, in the product of the units of the losses. Exact to rounding; differentiable with respect to both,
         wherever no two points share a coordinate: the derivative with respect to a dominated point is 0.
 
-    Raises:
-        TypeError, ValueError: points or a reference that do not fit; more than four losses.
-
     Laws:
         Invariant to permutations of the points and of the losses, to duplicates and dominated points; grows with every
         new point that is not dominated. Points beyond the reference, and no points at all, add nothing. Scaling loss i,

@@ -21,11 +21,8 @@ def lattice(m: int, divisions: int) -> Tensor:
         divisions: into how many parts each edge of the simplex is divided.
 
     Returns:
-        float64 `[K, m]`, with `K = (divisions + m - 1)! / (divisions! (m - 1)!)`: `divisions + 1` for two objectives.
-
-    Raises:
-        TypeError, ValueError: `m` or `divisions` is not an integer of at least 1, or there would be more than 2^20
-            preferences.
+        float64 `[K, m]`, with `K = (divisions + m - 1)! / (divisions! (m - 1)!)`: `divisions + 1` for two objectives;
+        at most 2^20.
 
     Laws:
         The rows are distinct; a permutation of the columns gives the same set. The corners, which leave all objectives

@@ -31,9 +31,6 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         Weights `[K, m]`, float64, not negative: their sum is not one. Differentiable with respect to Gramians, losses
         and hyper-parameters, but for the set of positive weights, of `mgda` too, and the pair of the median.
 
-    Raises:
-        TypeError, ValueError: a hyper-parameter that is no number, or out of range.
-
     Laws:
         Equivariant to permutations of the solutions and of the losses. A solution far from all others descends by
         `mgda`. Of two losses, a solution at the end of the front, where one gradient vanishes, stays there. A solution

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.core.arguments import check_flag, check_function, check_integer, refuse
+from functional_jd.core.arguments import check_function, check_integer, refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import LossFunction, Params, Tree
@@ -77,17 +77,13 @@ def train(
         optimizer: the optimizer.
         preferences: `[K, m]`, one in a row: `lattice(m, divisions)`. `None`: those of the front to go on with, or
             for a population.
-        scale: as for `train_state`; every solution has its own.
-        buffers: as for `train_state`; every solution has its own.
-        engine: as for `step`.
-        has_aux: as for `step`.
+        scale, buffers, engine, has_aux: as for `train_state`; every solution has its own scale and buffers.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
         compile: how the step of all solutions is run. `False`: its Python code each time. `"eager"`: its operators,
             recorded by `compiled` at the first step: the same bits, in a third of the time for small solutions. `True`,
             or `"inductor"`: machine code. What the losses read besides their arguments is then read once.
-        on_step: as for `fit`; leaves of infos and states have K as their first dimension.
-        progress: as for `fit`.
-        patience: as for `fit`; a step counts as skipped if no solution took it.
+        on_step, progress, patience: as for `fit`; leaves of infos and states have K as their first dimension, and a
+            step counts as skipped if no solution took it.
 
     Returns:
         `Front(states, losses, preferences)`.
@@ -150,13 +146,10 @@ def train(
 
 def _backend_of(compile: bool | str) -> str | None:
     """The backend of `compiled`; `None`: none."""
-    if isinstance(compile, str):
-        if compile not in ("eager", "inductor"):
-            cure = "'eager' runs the operators of a step without a compiler."
-            refuse("fronts.train", "compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
-        return compile
-    check_flag("fronts.train", "compile", compile)
-    return "inductor" if compile else None
+    if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor"):
+        cure = "'eager' runs the operators of a step without a compiler."
+        refuse("fronts.train", "compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
+    return "inductor" if compile is True else compile or None
 
 
 def _solutions(

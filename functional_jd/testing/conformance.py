@@ -1,9 +1,7 @@
 """Conformance tests of rules: `obeys` returns a pytest test, `laws_of` a report."""
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from html import escape
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.views import as_view
-from functional_jd.core.arguments import check_function, check_mapping, check_type, described
+from functional_jd.core.arguments import check_function, check_mapping, check_type, described, refuse
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Jacobian, Losses, Tree
 from functional_jd.testing.derivatives import hyper_parameters_are_values
@@ -79,7 +77,7 @@ class Counterexample(NamedTuple):
 class Findings(dict[str, "bool | Counterexample"]):
     """A dict from the names of laws to `True` or a `Counterexample`, which is false.
 
-    Prints as a list; a notebook shows it as a table, with the code of each counterexample to unfold.
+    Prints as a list, with the code of each counterexample.
     """
 
     def __str__(self) -> str:
@@ -93,18 +91,6 @@ class Findings(dict[str, "bool | Counterexample"]):
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = [_html_row(name, result) for name, result in self.items()]
-        return f"<table><tr><th>law</th><th></th><th>counterexample</th></tr>{''.join(rows)}</table>"
-
-
-def _html_row(name: str, result: "bool | Counterexample") -> str:
-    shown = "holds</td><td>"
-    if isinstance(result, Counterexample):
-        message, code = escape(_message(result.error)), escape(str(result))
-        shown = f"<b>broken</b></td><td><details><summary>{message}</summary><pre>{code}</pre></details>"
-    return f"<tr><td>{escape(name)}</td><td>{shown}</td></tr>"
 
 
 def obeys(
@@ -130,9 +116,6 @@ def obeys(
         A parametrised pytest test. If a law is broken it raises an `AssertionError`, whose message is the smallest such
         Jacobian, as code to paste into a notebook.
 
-    Raises:
-        TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
-
     Laws:
         `compiled` is tested on one nonzero Jacobian and variants of it, because every shape needs a compilation; on the
         others the rule must not raise, uncompiled.
@@ -144,8 +127,7 @@ def obeys(
         >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
         >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
-    check_search("obeys", laws, jacobians, settings)
-    _check_subject(rule, hyper, "obeys")
+    _check("obeys", rule, laws, jacobians, hyper, settings)
 
     @pytest.mark.parametrize("law", laws or (*ALWAYS, hyper_parameters_are_values)[: None if hyper else -1])
     def test(law: Law) -> None:
@@ -177,14 +159,10 @@ def laws_of(
     Returns:
         `Findings`: a dict from the names of the laws to `True` or a `Counterexample`. Print it.
 
-    Raises:
-        TypeError: `rule` is not a rule; with `hyper`, not a function that returns one.
-
     Laws:
         Deterministic. A counterexample disproves a law; `True` means that none was found.
     """
-    check_search("laws_of", laws, jacobians, settings)
-    _check_subject(rule, hyper, "laws_of")
+    _check("laws_of", rule, laws, jacobians, hyper, settings)
     chosen = laws or (*ALWAYS, *BY_CLAIM, hyper_parameters_are_values)[: None if hyper else -1]
     examples = {law.__name__: counterexample(rule, law, jacobians, settings, hyper) for law in chosen}
     return Findings({name: True if example is None else example for name, example in examples.items()})
@@ -198,12 +176,19 @@ def counterexample(
     hyper: Mapping[str, Range] | None = None,
 ) -> Counterexample | None:
     """Return the smallest case found by hypothesis in which the rule breaks the law, or `None`."""
-    strategy = cases_of(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
+    strategy = _cases_of(rule, any_jacobians() if jacobians is None else jacobians, hyper or {})
     if law is compiled:
         if (raising := counterexample(rule, runs, jacobians, settings, hyper)) is not None:
             return raising._replace(law=law)
-        with _without_logs():
-            return _counterexample(rule, law, *nontrivial_case(strategy, settings))
+        case = _nontrivial_case(strategy, settings)
+        handlers = list(logging.root.handlers)
+        for handler in handlers:  # pytest would print the log of the compiler below a counterexample
+            handler.addFilter(_drop)
+        try:
+            return _counterexample(rule, law, *case)
+        finally:
+            for handler in handlers:
+                handler.removeFilter(_drop)
     failed: list[Counterexample] = []
 
     def fails(drawn: Drawn) -> bool:
@@ -220,48 +205,26 @@ def counterexample(
     return _shrunk(rule, law, failed[0])
 
 
-@contextmanager
-def _without_logs() -> Generator[None, None, None]:
-    """Keep records from the root logger: pytest would print the log of the compiler below a counterexample."""
-    handlers = list(logging.root.handlers)
-    for handler in handlers:
-        handler.addFilter(_refuse_record)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_refuse_record)
-
-
-def _refuse_record(_: logging.LogRecord) -> bool:
+def _drop(_: logging.LogRecord) -> bool:
     return False
 
 
-def check_search(where: str, laws: Any, jacobians: Any, settings: Any) -> None:
-    """Refuse what is no law, no strategy, or no settings of hypothesis."""
+def _check(where: str, rule: Any, laws: Any, jacobians: Any, hyper: Any, settings: Any) -> None:
+    """Refuse what is no rule, no builder of one, no law, no strategy, no range, or no settings of hypothesis."""
     for law in laws:
         check_function(where, "laws", law, "Pass functions of functional_jd.testing, uncalled.")
     if jacobians is not None:
         check_type(where, "jacobians", jacobians, st.SearchStrategy, "Call it: jacobians(rows=3).")
     if settings is not None or where != "obeys":
         check_type(where, "settings", settings, hypothesis.settings, "Pass hypothesis.settings(...).")
-
-
-def _check_hyper(where: str, hyper: Any) -> None:
-    if hyper is not None:
-        check_mapping(where, "hyper", hyper, "Pass for instance {'c': Range(0.1, 2.0)}.")
-        for within in hyper.values():
-            check_type(where, "hyper", within, Range, "Pass for instance {'c': Range(0.1, 2.0)}.")
-
-
-def _check_subject(rule: Aggregator | Builder, hyper: Mapping[str, Range] | None, where: str) -> None:
-    _check_hyper(where, hyper)
-    if hyper and (isinstance(rule, Aggregator) or not callable(rule)):
-        raise TypeError(
-            f"{where}: expected a function that builds a rule from {', '.join(hyper)}, found {type(rule).__name__}. "
-            "Pass cagrad, not cagrad(0.5)."
-        )
-    check_rule(_built(rule, {name: within.high for name, within in (hyper or {}).items()}), where)
+    ranges: Any = {} if hyper is None else hyper
+    check_mapping(where, "hyper", ranges, "Pass for instance {'c': Range(0.1, 2.0)}.")
+    for within in ranges.values():
+        check_type(where, "hyper", within, Range, "Pass for instance {'c': Range(0.1, 2.0)}.")
+    if ranges and (isinstance(rule, Aggregator) or not callable(rule)):
+        expected = f"a function that builds a rule from {', '.join(ranges)}"
+        refuse(where, "rule", expected, rule, "Pass cagrad, not cagrad(0.5).")
+    check_rule(rule(**{name: within.high for name, within in ranges.items()}) if ranges else rule, where)
 
 
 def _built(rule: Aggregator | Builder, hyper: Mapping[str, float]) -> Any:
@@ -315,17 +278,22 @@ def _counterexample(
     return None
 
 
-def nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
+def _nontrivial_case(strategy: Cases, settings: hypothesis.settings) -> Drawn:
     """Return a case with several rows and no leaf of zeros; if there is none, any case."""
+
+    def nontrivial(drawn: Drawn) -> bool:
+        leaves = tree_leaves(drawn[0][0])
+        return len(leaves[0]) > 1 and all(leaf.any() for leaf in leaves)
+
     generate_only = hypothesis.settings(settings, phases=[Phase.generate])
     try:
-        return find(strategy, _is_nontrivial, settings=generate_only)
+        return find(strategy, nontrivial, settings=generate_only)
     except NoSuchExample:
         return find(strategy, lambda _: True, settings=generate_only)
 
 
 @st.composite
-def cases_of(draw: st.DrawFn, rule: Aggregator | Builder, jacobians: Cases, ranges: Mapping[str, Range]) -> Drawn:
+def _cases_of(draw: st.DrawFn, rule: Aggregator | Builder, jacobians: Cases, ranges: Mapping[str, Range]) -> Drawn:
     """Draw hyper-parameters, a Jacobian, and the other Jacobians and losses that the rule needs."""
     hyper = {name: draw(numbers(within)) for name, within in ranges.items()}
     jacobian = draw(jacobians)
@@ -349,11 +317,6 @@ def _needed_arguments(rule: Aggregator, jacobian: Jacobian) -> tuple[tuple[Jacob
             continue
         return others, values
     return (jacobian,), losses
-
-
-def _is_nontrivial(drawn: Drawn) -> bool:
-    leaves = tree_leaves(drawn[0][0])
-    return len(leaves[0]) > 1 and all(leaf.any() for leaf in leaves)
 
 
 def _message(error: BaseException) -> str:

@@ -339,16 +339,7 @@ def rotation_blind(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, loss
     check_close(found, expected._replace(direction=direction), jacobian, "a rotation changes the weights")
 
 
-ALWAYS: tuple[Law, ...] = (
-    pure,
-    shaped,
-    finite,
-    batched,
-    compiled,
-    tree_equals_flat,
-    low_precision,
-    non_finite,
-)
+ALWAYS: tuple[Law, ...] = (pure, shaped, finite, batched, compiled, tree_equals_flat, low_precision, non_finite)
 """The laws that every rule obeys."""
 
 BY_CLAIM: tuple[Law, ...] = (

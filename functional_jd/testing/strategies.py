@@ -34,14 +34,7 @@ class Range(NamedTuple):
 
 
 def numbers(within: Range) -> st.SearchStrategy[float]:
-    """Draw numbers of a range: its ends, multiples of 1/64 of its length, and small numbers above its lower end.
-
-    Args:
-        within: the range.
-
-    Returns:
-        A strategy for `low + t (high - low)`, t a multiple of 1/64, or a power of two down to 2^-16. Shrinks to `low`.
-    """
+    """Draw `low + t (high - low)`, t a multiple of 1/64 or a power of two down to 2^-16; shrinks to `low`."""
     ends = st.sampled_from([0.0, 1.0])
     fractions = st.one_of(ends, st.integers(0, 64).map(lambda k: k / 64), st.integers(1, 16).map(lambda k: 2.0**-k))
     return fractions.map(lambda t: within.low + t * (within.high - within.low))
@@ -77,10 +70,6 @@ def jacobians(
     Returns:
         A strategy for a tensor `[m, n]`, or for a pytree with leaves `[m, *p]`. Shrinks to few rows of zeros and ones.
 
-    Raises:
-        TypeError: `dtype` is no floating-point dtype, `wide` no flag, or a leaf of `like` no floating-point tensor.
-        ValueError: sizes that are none.
-
     Laws:
         `J J'` is exact in float64 in any order of summation. With too few rows, a kind returns Z or zero rows.
     """
@@ -103,10 +92,6 @@ def gramians(rows: Size = (1, 5), rank: Size = (1, 5), wide: bool = True) -> st.
 
     Returns:
         A hypothesis strategy of tensors.
-
-    Raises:
-        TypeError: `wide` is no flag.
-        ValueError: sizes that are none.
     """
     _check_size("gramians", "rows", rows)
     _check_size("gramians", "rank", rank)
@@ -124,9 +109,6 @@ def param_trees(dtype: torch.dtype = torch.float64) -> st.SearchStrategy[Params]
 
     Returns:
         A hypothesis strategy of pytrees.
-
-    Raises:
-        TypeError: `dtype` is no floating-point dtype.
     """
     _check_dtype("param_trees", dtype)
 
@@ -166,20 +148,10 @@ def _jacobians(draw: st.DrawFn, rows: Size, columns: Size, dtype: torch.dtype, l
 def _check_size(where: str, name: str, size: Any) -> None:
     """Refuse what is neither a number nor a minimum and a maximum."""
     ends: Any = (size, size) if is_size(size) else size
-    if (
-        not isinstance(ends, tuple | list)
-        or len(ends) != 2
-        or not all(map(is_size, ends))
-        or not 1 <= ends[0] <= ends[1]
-    ):
-        refuse(
-            where,
-            name,
-            "a number of at least 1, or a minimum and a maximum",
-            size,
-            "Pass for instance (1, 5).",
-            ValueError,
-        )
+    several = isinstance(ends, tuple | list) and len(ends) == 2 and all(map(is_size, ends))  # pyright: ignore[reportUnknownArgumentType]
+    if not several or not 1 <= ends[0] <= ends[1]:
+        expected = "a number of at least 1, or a minimum and a maximum"
+        refuse(where, name, expected, size, "Pass for instance (1, 5).", ValueError)
 
 
 def _check_dtype(where: str, dtype: Any) -> None:
@@ -191,16 +163,12 @@ def _sizes(size: Size) -> st.SearchStrategy[int]:
     return st.just(size) if isinstance(size, int) else st.integers(*size)
 
 
-def _last_row_is_multiple_of_first(factor: float) -> Any:
-    return lambda J: torch.cat([J[:-1], factor * J[:1]])
-
-
 _KINDS = [
     lambda J: J,
     torch.zeros_like,
     lambda J: torch.cat([0 * J[:1], J[1:]]),
-    _last_row_is_multiple_of_first(1),
-    _last_row_is_multiple_of_first(-1),
+    lambda J: torch.cat([J[:-1], J[:1]]),
+    lambda J: torch.cat([J[:-1], -J[:1]]),
     lambda J: torch.cat([J[:-1], J[:-1].sum(0, keepdim=True)]),
     lambda J: torch.cat([J[:-1], -J[:-1].sum(0, keepdim=True)]),
     lambda J: J[:, :1] * J[:1],

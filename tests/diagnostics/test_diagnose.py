@@ -265,7 +265,7 @@ def test_is_pure():
         (([[1.0, 2], [3, 4]],), "read as a Gramian"),
         (([[1.0, 2], [2, 1]],), "gramian=False"),
         (([[-1.0, 0], [0, 1]],), "read as a Gramian"),
-        (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"weights must be \[2\] with a Gramian, found shape \[3\]"),
+        (([[1.0, 0], [0, 1]], [1.0, 2, 3]), r"weights must be \[2\] with a Gramian, found .* \[3\]"),
         (([[1.0, 0], [0, 1]], {"w": torch.ones(2)}), "pass the Jacobian"),
         (({"w": torch.ones(2, 3)}, [1.0, 2, 3]), "direction with the structure of params, found"),
         (({"w": torch.ones(2, 3)}, {"v": torch.ones(3)}), r"found \{'v': \[3\]\}"),
@@ -281,7 +281,9 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_what_is_said_to_be_a_gramian_is_square():
-    with pytest.raises(ValueError, match=r"gramian=True, the first .* \[m, m\], found shape \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"the first argument must be .* \[m, m\] with gramian=True, found .* \[2, 3\]"
+    ):
         diagnose(torch.ones(2, 3), gramian=True)
     with pytest.raises(ValueError, match="found dict"):
         diagnose({"w": torch.eye(2)}, gramian=True)
@@ -369,7 +371,7 @@ def test_a_diagnosis_that_somebody_differentiates_prints_without_a_warning():
 
 
 def test_what_a_step_without_a_gramian_returned_is_refused_by_name():
-    said = r"^diagnose: .* found \(\), .* rows, at norms or at no grad.*gramian_fn.*jacobian_fn.*squared_norms_fn"
+    said = r"^diagnose: .* found \(\): the rule of the step needs none.*gramian_fn.*jacobian_fn.*squared_norms_fn"
     with pytest.raises(ValueError, match=said):
         diagnose(())
 

@@ -175,7 +175,7 @@ def test_all_steps_are_one_graph(together, monkeypatch):
         ({"batches": []}, ValueError, "fronts.train: batches must have an item, found none"),
         ({"chunk_size": 0}, ValueError, "fronts.train: chunk_size must be an integer of at least 1"),
         ({"compile": "fast"}, ValueError, "compile must be False, True, 'eager' or 'inductor', found 'fast'"),
-        ({"compile": 1}, TypeError, "fronts.train: compile must be True or False, found 1"),
+        ({"compile": 1}, ValueError, "fronts.train: compile must be False, True, 'eager' or 'inductor', found 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, kind, message):

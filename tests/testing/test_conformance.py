@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -131,7 +130,7 @@ def test_with_hyper_parameters_their_law_is_one_of_the_default():
 
 @pytest.mark.parametrize("ask", [obeys, laws_of])
 def test_hyper_parameters_need_a_builder(ask):
-    with pytest.raises(TypeError, match=r"expected a function that builds a rule from temperature, found Aggregator"):
+    with pytest.raises(TypeError, match="rule must be a function that builds a rule from temperature, found Agg"):
         ask(shy(), hyper={"temperature": Range(0.1, 10.0)})
 
 
@@ -274,11 +273,6 @@ def test_laws_of_tells_which_hold_and_reads_well():
     assert "    J = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)" in lines
 
 
-def test_laws_of_says_the_same_every_time():
-    first, second = (str(laws_of(mean(), laws.homogeneous, laws.non_conflicting, settings=FEW)) for _ in range(2))
-    assert first == second
-
-
 @pytest.mark.parametrize("ask", [obeys, laws_of])
 def test_what_is_no_rule_is_refused(ask):
     with pytest.raises(TypeError, match=r"aggregator must be a rule, found function. Call its builder"):
@@ -331,17 +325,3 @@ def test_a_missing_extra_is_named_with_its_cure(missing, monkeypatch):
         f"functional_jd.testing: needs hypothesis, pytest and scipy, found no {missing}. "
         'Install them: pip install "functional_jd[test]".'
     )
-
-
-def _broken_by(findings):
-    return str(findings["non_conflicting"])
-
-
-def test_a_notebook_shows_findings_as_a_table():
-    findings = laws_of(mean(), laws.homogeneous, laws.non_conflicting, settings=FEW)
-    rows = [[*row] for row in ElementTree.fromstring(findings._repr_html_())][1:]
-    assert ["".join(cell.itertext()) for cell in rows[0]] == ["homogeneous", "holds", ""]
-    assert ["".join(cell.itertext()) for cell in rows[1][:2]] == ["non_conflicting", "broken"]
-    summary, code = rows[1][2][0]
-    assert summary.text == "rows are conflicted with: J direction = [-0.5, 1.0]"
-    assert code.text == _broken_by(findings)
