@@ -9,13 +9,14 @@ said otherwise.
 
 from collections.abc import Sequence
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
+from functional_jd.core.tree import tree_leaves
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Sizes, Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
@@ -24,6 +25,7 @@ from functional_jd.torch_compat.torch_internals import under_transform
 
 if TYPE_CHECKING:
     from functional_jd.engines.gramian.factors import Factors
+    from functional_jd.engines.kinds.kind import Kind
 
 
 class EngineChoice(NamedTuple):
@@ -70,10 +72,9 @@ def choose_engine(
     m: int,
     leaves: Sequence[Tensor],
     scale: Tensor,
+    batch: tuple[Any, ...],
+    kind: "Kind",
     *,
-    positions: int = 1,
-    examples: bool = False,
-    several_sets: bool = False,
     sharded: bool = False,
 ) -> EngineChoice:
     """The engine of a step.
@@ -83,10 +84,9 @@ def choose_engine(
         m: the number of objectives, or an estimate.
         leaves: the parameters that have rows.
         scale: the loss scale, `[]` or `[m]`: one backward pass has one scale.
-        positions: at how many positions a linear layer is applied in all: the examples of a batch, times the length of
-            a sequence.
-        examples: whether every example is an objective, which has its share of the positions.
-        several_sets: whether these are several sets of examples.
+        batch: its first tensor, mostly the input, tells at how many positions a linear layer is applied: as many as it
+            has elements, except for the last dimension of features. An example has its share of them.
+        kind: the kind of the losses.
         sharded: whether some leaf is a `DTensor`.
     """
     if view.products == "none" and scale.ndim:
@@ -96,7 +96,7 @@ def choose_engine(
         return EngineChoice("weighted", f"the rule needs {view.needs}, and one scale serves {passes}")
     if not view.inner_products_suffice:
         return EngineChoice("jacobian", f"the rule needs {view.needs}")
-    if view.groups is not None and several_sets:
+    if view.groups is not None and kind.several_sets:
         return EngineChoice("jacobian", "groups of parameters under several sets of examples have their rows")
     if sharded:
         return EngineChoice("jacobian", "sharded rows have the sum of the shards' Gramians: m^2 numbers travel")
@@ -106,6 +106,7 @@ def choose_engine(
     if narrowest < 4:
         # Rows in half precision may overflow where their factors do not: the engines would not skip the same steps.
         return EngineChoice("jacobian", "parameters in half precision have rows in half precision")
+    positions, examples = _positions(batch), kind.rows_are_examples
     own = max(1, positions // m) if examples else positions
     if m * n >= MANY_ELEMENTS and n > _LAYERS * own**2:
         return EngineChoice("gramian", "m n is at least 2^23: the rows take much memory")
@@ -114,6 +115,14 @@ def choose_engine(
     if few:
         return EngineChoice("jacobian", f"parameters are few {_BESIDE}: forming all gradients costs less than {_INNER}")
     return EngineChoice("gramian", f"parameters are many {_BESIDE}: {_INNER} costs less than forming all gradients")
+
+
+def _positions(batch: tuple[Any, ...]) -> int:
+    for argument in batch:
+        for x in [argument] if isinstance(argument, Tensor) else tree_leaves(argument):
+            if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                return x.shape[:-1].numel() if x.ndim > 1 and x.is_floating_point() else x.numel()
+    return 1
 
 
 _BESIDE = "beside the batch (examples times the length of a sequence)"

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from functional_jd.core.declared import Declared
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Losses, Tree
 from functional_jd.random import fold_in
@@ -71,6 +72,17 @@ def with_carried(result: Any, extras: Extras) -> tuple[Losses, Carried]:
         )
     values, *rest = cast("tuple[Any, ...]", result)
     return values, (rest[0] if extras.takes_buffers else (), rest[-1] if extras.has_aux else ())
+
+
+def carrying_losses(losses: Any, batch: tuple[Any, ...], extras: Extras) -> CarryingLosses:
+    """Losses that are called with these extras, for a kind that has no way of its own."""
+
+    def adapted(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, *args: with_carried(f(params, *args), extras)
+
+    found = losses.each(adapted) if isinstance(losses, Declared) else adapted(losses)
+    args = (own_buffers(extras), *batch) if extras.takes_buffers else batch
+    return CarryingLosses(found, args, next_as_found(extras))
 
 
 def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Container, Iterable
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -48,11 +47,6 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
         if len(entries) <= index or entries[index].dtype != y.dtype:
             return [(y, y)]
     return [(value, GradientEdge(*edge)) for value, edge in zip(y.detach().unbind(), edges, strict=True)]
-
-
-def passes_float16(nodes: list[Any]) -> bool:
-    """Whether a gradient is float16 on its way through these nodes; False where torch does not tell."""
-    return any(entry.dtype == torch.float16 for node in nodes for entry in getattr(node, "_input_metadata", ()))
 
 
 def largest_gradient(graph: list[Any], inputs: tuple[Tensor, ...]) -> int:

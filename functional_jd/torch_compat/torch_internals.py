@@ -101,11 +101,6 @@ def under_functional_transform() -> bool:
     return _peek() is not None or _forward_ad._current_level >= 0 or torch.is_inference_mode_enabled()
 
 
-def is_compiled(f: Any) -> bool:
-    """Whether a function or a module was returned by torch.compile."""
-    return hasattr(f, "_torchdynamo_orig_callable") or hasattr(f, "_orig_mod")
-
-
 def transform_level() -> tuple[Any, int]:
     """The number of active transforms: of torch.func, and of forward mode."""
     if torch.compiler.is_compiling():  # torch.compile traces this form only

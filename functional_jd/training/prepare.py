@@ -1,8 +1,7 @@
 """The plan of a step: what is asked of losses, rule and state, once."""
 
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -15,13 +14,11 @@ from functional_jd.engines.by_name import ENGINES
 from functional_jd.engines.choose import EngineChoice, choose_engine
 from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
-from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
-from functional_jd.precision.scale_state import ScaleState, is_scaled, no_scale
-from functional_jd.torch_compat.control_flow import refuse_control_flow
-from functional_jd.training.state import TrainState, check_state
+from functional_jd.precision.scale_state import ScaleState
+from functional_jd.training.state import TrainState
 
 
 def prepare(
@@ -31,54 +28,55 @@ def prepare(
     batch: tuple[Any, ...],
     rule: Aggregator,
     *,
-    scale: ScaleState | None = None,
+    scale: ScaleState,
     buffers: Tree = (),
     has_aux: bool = False,
     engine: str | Engine = "auto",
-    guarded: bool = True,
-    starting: bool = False,
-    optimizer: Any = None,
-) -> tuple[Plan, Engine]:
-    """What is to be done, and the engine that does it: the arguments are those of `step`, and fields of `Plan`.
+    **fields: Any,
+) -> tuple[Plan, Engine, EngineChoice]:
+    """The plan of a step, its engine and why. The arguments are those of `step`, and other fields of `Plan`.
 
     Raises:
+        TypeError: a scale that is no `ScaleState`.
         ValueError: an engine that is unknown, or does not give the rule what it needs.
     """
-    if torch.compiler.is_compiling():
-        refuse_control_flow(where)
-    own_kind, view = kind_of(losses), as_view(rule.view)
+    if not isinstance(scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(where, "scale", "a ScaleState", scale, "Start it with scale_state(2.0**16); without one, no_scale().")
+    kind, view = kind_of(losses), rule.view if isinstance(rule.view, View) else as_view(rule.view)
     place = engine.place() if isinstance(engine, Engine) and tree_leaves(buffers) else (0, 1)
-    carrying = own_kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
-    scale = no_scale() if scale is None else scale
-    factor = multiplier(scale, where) if is_scaled(scale) else None
-    leaves = tree_leaves(params)
+    carrying = kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
+    factor = multiplier(scale, where) if isinstance(scale.growth_interval, Tensor) else None
+    differentiable, leaves = is_differentiable((params, carrying.args, factor)), tree_leaves(params)
     sharded = any_sharded(leaves)
     whole = losses_of_shards(carrying.losses) if sharded else carrying.losses
     plan = Plan(
         where,
         True,
         factor,
-        is_differentiable((params, carrying.args, factor)),
+        differentiable,
         products=view.products,
-        groups=None if view.groups is None else leaf_groups(own_kind.row_params(losses, params), view.groups),
+        groups=None if view.groups is None else leaf_groups(kind.row_params(losses, params), view.groups),
         rule=rule,
-        optimizer=optimizer,
-        starting=starting,
         losses=whole,
         args=(params, *carrying.args),
-        kind=own_kind if whole is carrying.losses else kind_of(whole),
+        kind=kind if whole is carrying.losses else kind_of(whole),
         view=view,
         scale_state=scale,
-        guarded=guarded,
         next_buffers=carrying.next_buffers,
+        **fields,
     )
     if isinstance(engine, str) and engine == "auto":
-        return plan, ENGINES[_choice(own_kind, losses, params, batch, view, scale.scale, leaves, sharded).engine]
+        with_rows, shape = kind.row_params(losses, params), scale.scale.shape
+        own = leaves if with_rows is params else tree_leaves(with_rows)
+        m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
+        choice = choose_engine(view, m, own, scale.scale, batch, kind, sharded=sharded)
+        return plan, ENGINES[choice.engine], choice
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):
-        refuse_engine(where, engine)
+        expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
+        refuse(where, "engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
     found.check(plan)
-    return plan, found
+    return plan, found, EngineChoice("", "it was named")
 
 
 def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregator: Aggregator) -> EngineChoice:
@@ -93,12 +91,9 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
     Returns:
         `EngineChoice(engine, reason)`: a name and a sentence.
 
-    Raises:
-        TypeError, ValueError: what is no state or no rule; a batch or parameters that do not fit the losses' structure.
-
-    Laws:
+    Guarantees:
         Shapes and dtypes decide, never values: eager and compiled steps, and steps under vmap, choose alike. A step
-        that then meets what its engine cannot follow forms all rows, and warns.
+        with layers that its engine cannot follow forms all rows, and warns.
 
     Example:
         >>> params, x = {"w": torch.ones(3)}, torch.ones(2, 3)
@@ -107,52 +102,7 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
         >>> chosen_engine(state, x, losses=losses, aggregator=upgrad()).engine
         'jacobian'
     """
-    check_state("chosen_engine", state)
     check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
-    kind, leaves, view = kind_of(losses), tree_leaves(state.params), as_view(aggregator.view)
-    return _choice(kind, losses, state.params, batch, view, state.scale.scale, leaves, any_sharded(leaves))
-
-
-def _choice(
-    kind: Kind,
-    losses: LossFunction,
-    params: Params,
-    batch: tuple[Any, ...],
-    view: View,
-    scale: Tensor,
-    leaves: list[Tensor],
-    sharded: bool,
-) -> EngineChoice:
-    """`chosen_engine` of arguments that were checked."""
-    others, positions = len(leaves), _positions(batch)
-    if (with_rows := kind.row_params(losses, params)) is not params:
-        leaves = tree_leaves(with_rows)
-    m = len(scale) if scale.ndim else kind.expected_m(losses, batch, others - len(leaves))
-    return choose_engine(
-        view,
-        m,
-        leaves,
-        scale,
-        positions=positions,
-        examples=kind.rows_are_examples,
-        several_sets=kind.several_sets,
-        sharded=sharded,
-    )
-
-
-def _positions(batch: tuple[Any, ...]) -> int:
-    """At how many positions a linear layer would be applied to the first tensor of the batch, mostly the input: as many
-    as it has elements, but for the last dimension of features.
-    """
-    for argument in batch:
-        for x in [argument] if isinstance(argument, Tensor) else tree_leaves(argument):
-            if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                return x.shape[:-1].numel() if x.ndim > 1 and x.is_floating_point() else x.numel()
-    return 1
-
-
-def refuse_engine(where: str, engine: Any) -> NoReturn:
-    """Raise the error of what is neither the name of an engine nor an engine."""
-    expected = f"one of auto, {', '.join(ENGINES)}, or made by jacobian_engine(...) and the like"
-    refuse(where, "engine", expected, engine, "'auto' takes the cheapest that the rule allows.", ValueError)
+    how: Any = {"scale": state.scale, "buffers": state.buffers}
+    return prepare("chosen_engine", losses, state.params, batch, aggregator, **how)[2]

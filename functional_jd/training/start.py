@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
-from functional_jd.core.arguments import check_type, described
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
 from functional_jd.core.types import LossFunction, Params, Tree
-from functional_jd.engines.plan import Engine, Plan
+from functional_jd.engines.plan import Engine
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
@@ -25,8 +24,7 @@ from functional_jd.torch_compat.watching import StateJournal
 from functional_jd.training.checks import check_learning, check_noise
 from functional_jd.training.driver import started
 from functional_jd.training.prepare import prepare
-from functional_jd.training.signatures import note_losses
-from functional_jd.training.state import TrainState, check_method
+from functional_jd.training.state import TrainState, check_method, note_losses
 
 
 def train_state(
@@ -48,17 +46,13 @@ def train_state(
             `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs. Leaves may be `DTensor`s,
             placed `Shard` or `Replicate`: see `distributed.sharded`.
         batch: one batch, to learn what the rule looks at and which parameters the losses reach.
-        losses: as for `step`.
-        aggregator: the rule.
-        optimizer: a pair `(init, update)`.
+        losses: as for `step`, and so are `aggregator`, `optimizer`, `engine` and `has_aux`.
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It
             goes where the parameters are, and so do buffers and keys.
-        buffers: pytree of tensors that the losses take after the parameters and return beside the losses, such as
+        buffers: pytree of tensors that the losses take after the parameters and return with the losses, such as
             `dict(model.named_buffers())` for `functional(model)`, or a key. They are copied, and do not move yet.
             Derivatives reach them under a transform; for plain autograd, put them in by `state._replace(buffers=...)`.
             `()` for losses without buffers.
-        engine: as for `step`.
-        has_aux: as for `step`.
         constant: names of losses, as `objective_names` gives them, that may have no gradient on this batch, such as
             those of a task without labels in it.
 
@@ -66,24 +60,21 @@ def train_state(
         `TrainState(params, buffers, optimizer, aggregator, scale)`.
 
     Raises:
-        TypeError: parameters or losses that are none, as `jacobian_fn` says; losses that do not return what the buffers
-            and `has_aux` need. An error of losses that do not take this batch has a note.
-        ValueError: losses of which none reaches the parameters, or one does not (return it as aux, or name it in
-            `constant`); `multitask` losses of which none reaches the trunk; a module that uses a parameter of its own
-            beside those it is given; noise that protects nobody (`noised`); losses that change parameters in place; a
-            frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit m. The graph of the
-            losses decides, never values.
+        TypeError: parameters that are no floating-point tensors; losses that do not return what the buffers and
+            `has_aux` need. An error of losses that do not take this batch has a note.
+        ValueError: losses without a gradient (return them as aux, or name them in `constant`); a module that uses a
+            parameter of its own as well as those it is given; noise that protects nobody (`noised`); losses that change
+            parameters in place; a frozen `nn.Parameter` (pass it as a constant: `partition`); a scale that does not fit
+            m. The graph of the losses decides, never values.
 
     Warns:
         UserWarning: parameters that no loss reaches; running statistics of normalization that move and are not returned
-            as buffers; buffers other than keys that the losses move under `private` or `noised`; single losses and
-            something larger in one tuple; gradients that pass through float16 without a scale.
+            as buffers; buffers other than keys that the losses move under `private` or `noised`.
 
-    Laws:
+    Guarantees:
         The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place
-        or by `.data =` are put back to what they were. Attributes that modules set stay. Under a transform they are
-        evaluated once, and not checked, and generators alone are put back; under torch.compile nothing is. Under vmap,
-        every element of the state has memory of its own.
+        or by `.data =` are put back. Attributes that modules set stay.
+        Under a transform they are evaluated once, and not checked; under torch.compile nothing is put back.
 
     Example:
         >>> net = nn.Linear(3, 2)
@@ -97,69 +88,47 @@ def train_state(
     """
     where = "train_state"
     check_method(where, losses, aggregator, optimizer, has_aux)
-    if scale is not None:
-        check_type(where, "scale", scale, ScaleState, "Start it with scale_state(2.0**16).")
     leaves, _ = floating_leaves(params, where)
     refuse_frozen(where, params)
     check_noise(where, losses, aggregator, optimizer)
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
-    params = replicate(detach_parameters(params))
-    place = _beside(leaves)
-    _check_tensors("buffers", buffers, "Pass for instance dict(module.named_buffers()), or leave buffers out.")
+    params, place = replicate(detach_parameters(params)), _place(leaves)
     buffers = tree_map(lambda x: place((x if _is_tracked(x) else x.detach()).clone()), buffers)
-    placed = no_scale(device=leaves[0].device) if scale is None else tree_map(place, scale)
+    placed = no_scale(device=leaves[0].device) if scale is None else scale
+    placed = tree_map(place, placed) if isinstance(placed, ScaleState) else placed  # `prepare` raises for others
     values = {"parameters": params, "buffers": buffers, "scale": placed}
     check_ranks(where, losses, leaves, values, {"rule": aggregator, "optimizer": optimizer})
-    plan, chosen = prepare(
-        where,
-        losses,
-        params,
-        batch,
-        aggregator,
-        scale=placed,
-        buffers=buffers,
-        has_aux=has_aux,
-        engine=engine,
-        starting=True,
-        optimizer=optimizer,
-    )
-    check = partial(check_learning, optimizer=optimizer, buffers=buffers, constant=constant)
-    note = partial(note_losses, where, losses, len(plan.args) > 1 + len(batch), batch)
-    rule_state = _started(plan, chosen, check, note)
-    _check_tensors("the memory of a rule", rule_state, "Let its init return tensors: torch.zeros(()) for a number.")
+    how: Any = {"buffers": buffers, "has_aux": has_aux, "engine": engine, "starting": True, "optimizer": optimizer}
+    plan, chosen, _ = prepare(where, losses, params, batch, aggregator, scale=placed, **how)
+    traced, journal = torch.compiler.is_compiling(), StateJournal()
+    draws, put_back = (None, lambda: None) if traced else (random_state(), random_state_outside_torch())
+    try:
+        if not traced and not under_transform():
+            check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
+            put_back()
+        rule_state = started(plan, chosen)[0]
+    except TypeError as error:
+        note_losses(where, losses, len(plan.args) > 1 + len(batch), batch, error)
+        raise
+    finally:
+        if not traced:
+            journal.undo()  # the second evaluation changed what the first one did
+            set_random_state(draws)
+            put_back()
     check_ranks(where, losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
 
 
-def _beside(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function that brings a tensor to the device of the first leaf, unless it stands where some leaf does."""
+def _place(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that moves a tensor to the device of the first leaf, unless it is where some leaf is."""
     places, device = {leaf.device for leaf in leaves}, leaves[0].device
 
     def placed(x: Tensor) -> Tensor:
         return x if x.device in places else x.to(device, widest(device) if x.dtype == torch.float64 else x.dtype)
 
     return placed
-
-
-def _started(plan: Plan, engine: Engine, check: Callable[..., None], note: Callable[..., None]) -> Tree:
-    """The rule's initial state, from losses that leave no trace."""
-    if torch.compiler.is_compiling():
-        return started(plan, engine)[0]
-    journal, draws, put_back = StateJournal(), random_state(), random_state_outside_torch()
-    try:
-        if not under_transform():
-            check(plan, journal)
-            put_back()
-        return started(plan, engine)[0]
-    except TypeError as error:
-        note(error)
-        raise
-    finally:
-        journal.undo()  # the second evaluation changed what the first one did
-        set_random_state(draws)
-        put_back()
 
 
 def detach_parameters(params: Params) -> Params:
@@ -170,25 +139,17 @@ def detach_parameters(params: Params) -> Params:
 def check_ranks(
     where: str, losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
 ) -> None:
-    """Refuse shards of different trainings: what follows would mix them.
-
-    Args:
-        where: the function that the user called.
-        losses: the losses, and below the leaves of the parameters: their meshes tell the ranks.
-        leaves: the leaves.
-        values: by name, trees of tensors whose values are the same on all ranks, or shards.
-        method: by name, records of functions, such as a rule.
+    """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
+    records of functions, such as a rule. The meshes of the losses and of the leaves name the ranks.
     """
     meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(leaves)]) if mesh is not None]
     if not meshes or under_transform():
         return
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {f"the same {name}": [description(record)] for name, record in method.items()}
     for name, tree in values.items():
         found: list[Any] = tree_leaves(tree)
         held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
         parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
-    for name, record in method.items():
-        parts[f"the same {name}"] = [description(record)]
     for mesh in meshes:
         least = partial(over_mesh, "least", mesh=mesh)
         check_alike(where, parts, least, mesh.device_type, "Build them alike everywhere.")
@@ -215,24 +176,13 @@ def _is_tracked(buffer: Tensor) -> bool:
     return under_functorch() and not isinstance(buffer, nn.Parameter)
 
 
-def _check_tensors(name: str, tree: Tree, cure: str) -> None:
-    for index, leaf in enumerate(tree_leaves(tree)):
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            found = f"{described(leaf)} in {tree_names(tree)[index]!r}"
-            raise TypeError(f"train_state: {name} must be a pytree of tensors, found {found}. {cure}")
-
-
 def refuse_frozen(where: str, params: Params) -> None:
     """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
-    frozen = [
-        name
-        for name, p in zip(tree_names(params), tree_leaves(params), strict=True)
-        if isinstance(p, nn.Parameter) and not p.requires_grad
-    ]
-    if frozen:
-        raise ValueError(
-            f"{where}: all parameters must require grad, since all of them are trained, found frozen "
-            f"{', '.join(map(repr, frozen[:3]))}{' and others' * (len(frozen) > 3)}. Keep them apart: "
-            "trained, constant = objectives.partition(params, lambda name, p: p.requires_grad), and in the losses "
-            "(of multitask losses in `features`) objectives.merge(trained, constant)."
-        )
+    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
+        if isinstance(p, nn.Parameter) and not p.requires_grad:
+            raise ValueError(
+                f"{where}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
+                "Keep such parameters apart: trained, constant = objectives.partition(params, lambda name, p: "
+                "p.requires_grad), and in the losses (of multitask losses in `features`) objectives.merge(trained, "
+                "constant)."
+            )

@@ -1,5 +1,7 @@
 """What training carries from step to step, what a step reports, and checks of what a step is given."""
 
+from collections.abc import Sequence
+from inspect import signature
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
+from functional_jd.objectives import Multitask
 from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import is_out_of_memory
@@ -116,43 +119,51 @@ class StepInfo(NamedTuple):
     aux: Tree = ()
 
 
-def check_state(where: str, state: Any) -> None:
-    """Refuse parameters, and all else that is no `TrainState`."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"{where}: state must be a TrainState, found {type(state).__name__}. Start with "
-            "state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
-        )
-    if not isinstance(state.scale, ScaleState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"{where}: state.scale must be a ScaleState, found {type(state.scale).__name__}. Without scaling it is "
-            "no_scale()."
+def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
+    """Raise for what is no function, no rule for one batch, no optimizer, or no flag."""
+    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
+    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
+        check_function(where, "losses", losses, "Pass losses(params, ...).")
+        check_flag(where, "has_aux", has_aux)
+        check_rule(aggregator, where)
+        check_optimizer(where, optimizer)
+    if getattr(aggregator.view, "batches", 1) > 1:
+        raise ValueError(
+            f"{where}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            "aggregate(rule, jacobian, memory, other_jacobian)."
         )
 
 
-def refuse_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, error: Exception) -> None:
-    """Say so, if what failed is that the state is one of another optimizer or for other parameters."""
+def note_losses(where: str, losses: Any, with_buffers: bool, batch: Sequence[Any], error: TypeError) -> None:
+    """Add a note to an error of losses that do not take what they received."""
+    called = losses.features if isinstance(losses, Multitask) else getattr(losses, "loss", losses)
+    text = f"received params{', buffers' * with_buffers} and {len(batch)} arguments of the batch. Spread tuples: *batch"
+    if not with_buffers:
+        text += "; if the losses take buffers, pass buffers=dict(module.named_buffers())"
+    note_call(error, called, 1 + with_buffers + len(batch), f"{where}: losses", text)
+
+
+def note_call(error: TypeError, f: Any, count: int, name: str, text: str) -> None:
+    """Add a note with the signature of a function to an error, if it does not take so many arguments."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        taken = signature(f)
+    except (TypeError, ValueError):  # no function, or one written in C
+        return
+    try:
+        taken.bind(*range(count))
+    except TypeError:
+        error.add_note(f"{name}({', '.join(taken.parameters)}) {text}.")
+
+
+def note_other_optimizer(where: str, state: TrainState, optimizer: Optimizer, error: Exception) -> None:
+    """Add a note to an error, if the state is one of another optimizer or for other parameters."""
     if torch.compiler.is_compiling() or is_out_of_memory(error):
         return
     difference = tree_difference(optimizer.init(state.params), state.optimizer)
     if difference:
-        raise ValueError(
-            f"{where}: the state must be one of this optimizer for these parameters: {difference} in "
-            "state.optimizer. Start it anew with train_state, or state._replace(optimizer=optimizer.init(params))."
-        ) from error
-
-
-def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
-    """Refuse what is no function, no rule for one batch, no optimizer, or no flag."""
-    if getattr(getattr(aggregator, "view", None), "batches", 1) > 1:
-        raise ValueError(
-            f"{where}: expected a rule that is content with one batch, found one that compares two. Take its steps by "
-            "hand: aggregate(rule, jacobian, memory, other_jacobian)."
+        error.add_note(
+            f"{where}: the state must be one of this optimizer for these parameters: {difference} in state.optimizer. "
+            "Start again with train_state, or with state._replace(optimizer=optimizer.init(params))."
         )
-    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
-    if callable(losses) and are_fit and (has_aux is True or has_aux is False):
-        return  # as nearly always: no call for each
-    check_function(where, "losses", losses, "Pass losses(params, ...).")
-    check_flag(where, "has_aux", has_aux)
-    check_rule(aggregator, where)
-    check_optimizer(where, optimizer)

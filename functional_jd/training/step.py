@@ -5,21 +5,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.tree import any_sharded, own_containers, tree_leaves
 from functional_jd.core.types import Losses, LossFunction, Params
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.optimizers.base import Optimizer
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select, zeros_unless
 from functional_jd.torch_compat.torch_internals import under_functional_transform
 from functional_jd.torch_compat.watching import watched
 from functional_jd.training.checks import check_noise
-from functional_jd.training.driver import Directed, directed
+from functional_jd.training.driver import observe, pulled, weighed
 from functional_jd.training.prepare import prepare
-from functional_jd.training.signatures import note_losses
-from functional_jd.training.state import StepInfo, TrainState, check_method, check_state, refuse_other_optimizer
+from functional_jd.training.state import StepInfo, TrainState, check_method, note_losses, note_other_optimizer
 from functional_jd.training.through_skips import closed, opened
 
 
@@ -32,7 +31,7 @@ def step(
     engine: str | Engine = "auto",
     has_aux: bool = False,
 ) -> tuple[TrainState, StepInfo]:
-    """One step of Jacobian descent, in mixed precision if the losses are.
+    """Take one step of Jacobian descent, in mixed precision if the losses are.
 
     Args:
         state: from `train_state` or from the last step.
@@ -47,31 +46,32 @@ def step(
         optimizer: the optimizer, the same in every step.
         engine: `"jacobian"` computes all rows; `"gramian"`, for rules that need their inner products or norms, computes
             these without forming `[m, n]` where layers allow; `"weighted"`, for rules that need no gradients, takes one
-           backward pass with the weights as cotangent. `"auto"` takes the engine that `chosen_engine`
-            returns. Or an `Engine`: `jacobian_engine(chunk_size=8)`.
+            backward pass with the weights as cotangent. `"auto"` takes the engine that `chosen_engine` returns. Or an
+            `Engine`: `jacobian_engine(chunk_size=8)`.
         has_aux: whether the losses return further values, last: `(losses, aux)`, with buffers `(losses, buffers, aux)`.
 
     Returns:
         `(TrainState, StepInfo(losses, weights, finite, moved, gramian, aux))`.
 
     Raises:
-        TypeError, ValueError: what `jacobian_fn` and `aggregate` raise; losses that do not take this batch, or
-            do not return what `has_aux` and the buffers ask for; an engine that is unknown, or does not give the rule
-            what it needs; a state of another rule, optimizer or model, or with numbers for other
-            objectives; noise that protects nobody (`noised`). Never because of values.
+        TypeError, ValueError: errors of `jacobian_fn` and `aggregate`; losses that do not take this batch, or do not
+            return what `has_aux` and the buffers need; an engine that is unknown, or does not serve the rule; a state
+            of another rule, optimizer or model; noise that protects nobody (`noised`). Never because of values.
 
-    Laws:
-        Pure. A step is skipped unless every loss, every row and the direction are finite (a rule may refuse losses by
-        weights that are NaN); a skipped step changes nothing but the scale. Each row's scale follows its own flag, but
-        stays as it is where the loss itself is not finite, which no scale would mend. With `engine="weighted"` and one
-        scale per objective, the backward pass runs at the largest scale that serves all, and all flags are equal. The
-        engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile. Does not synchronize with
-        the device, unless the rule does: its docstring says so.
+    Guarantees:
+        Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
+        skipped step changes nothing but the scale.
+        Each row's scale follows its own flag, and stays if the loss itself is not finite. With `engine="weighted"` the
+        backward pass runs at the largest scale that serves all objectives, and all flags are equal.
+        The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
+        Does not synchronize with the device, unless the rule does: its docstring has it.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;
-        in what torch.compile traces they are NaN. What it reports has derivatives of its own; those of a sum of these
-        and the later state are NaN: take `torch.where(info.moved, loss, 0)`. In forward mode the tangents of float16
-        rows carry the scale: second derivatives above 65504 / scale make them infinite, and derivatives NaN. Start
-        with a smaller scale, such as 2**10, or take reverse mode.
+        in what torch.compile traces they are NaN.
+
+    Limits:
+        To differentiate a sum of what a skipped step reports and the later state, take
+        `torch.where(info.moved, loss, 0)`: else derivatives are NaN. In forward mode the tangents of float16 rows carry
+        the scale: start with a smaller one, such as 2**10, or take reverse mode.
 
     Example:
         >>> params, x = {"w": torch.zeros(2)}, torch.tensor([[1.0, 2.0], [3.0, -1.0]])
@@ -84,108 +84,64 @@ def step(
         >>> bool(info.moved), sorted(info.losses)
         (True, ['fit', 'near'])
     """
-    check_state("step", state)
     check_method("step", losses, aggregator, optimizer, has_aux)
     if optimizer.sensitivity is not None:
         check_noise("step", losses, aggregator, optimizer, reading=False)
-    plan, chosen = prepare(
-        "step",
-        losses,
-        state.params,
-        batch,
-        aggregator,
-        scale=state.scale,
-        buffers=state.buffers,
-        has_aux=has_aux,
-        engine=engine,
-    )
-    token, used = None, state
-    if plan.differentiable:
-        token, plan, used = _opened(plan, state)
-    if optimizer.search is not None:
-        optimizer = _with_losses(optimizer.search, optimizer, plan, chosen)
-    try:
-        # Nobody else holds the direction.
-        return _finished(plan, state, optimizer, directed(plan, chosen, used.aggregator), token, used)
-    except TypeError as error:
-        note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)
-        raise
-
-
-def _with_losses(search: Callable[..., Any], optimizer: Optimizer, plan: Plan, engine: Engine) -> Optimizer:
-    """An optimizer whose `update` is this search, with the losses of this step."""
-    if engine.is_replicated:
-        raise ValueError(
-            "step: expected an optimizer that needs no losses, since replicas have different batches and would move "
-            "apart, found one that compares losses (line_search). Pass the optimizer inside it."
-        )
-    if any_sharded(tree_leaves(plan.args[0])):
-        raise ValueError(
-            "step: expected an optimizer that needs no losses, for sharded parameters, found one that compares losses "
-            "(line_search). Pass the optimizer inside it."
-        )
-
-    evaluate = watched(plan.losses)
-
-    def losses_at(params: Params) -> Losses:
-        return evaluate(params, *map(own_containers, plan.args[1:]))[0]
-
-    return Optimizer(optimizer.init, partial(search, losses_at))
-
-
-def _opened(plan: Plan, state: TrainState) -> tuple[Tensor | None, Plan, TrainState]:
-    """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
-    inputs = plan.args, plan.scale, state.optimizer, state.aggregator
-    token, (args, factor, moments, rule_state) = opened(inputs)
-    plan = plan._replace(args=args, scale=factor)
-    return token, plan, state._replace(params=args[0], optimizer=moments, aggregator=rule_state)
-
-
-def _finished(
-    plan: Plan, state: TrainState, optimizer: Optimizer, found: Directed, token: Tensor | None, used: TrainState
-) -> tuple[TrainState, StepInfo]:
-    """Take the step, or skip it: what remains when the direction is known."""
-    direction, weights, rule_state, values, finite, moved, scale, (own, aux), gramian = found
-    buffers = plan.next_buffers(own)
+    how: Any = {"scale": state.scale, "buffers": state.buffers, "has_aux": has_aux, "engine": engine}
+    plan, chosen, _ = prepare("step", losses, state.params, batch, aggregator, **how)
+    token, plan, used = _opened(plan, state) if plan.differentiable else (None, plan, state)
     plain = token is None and not (plan.differentiable and under_functional_transform())
-    guarded_update = optimizer.guarded_update if plain else None
-    update = optimizer.update if guarded_update is None else partial(guarded_update, moved)
-    # One after the other, and the direction gone: each is as large as the parameters.
-    del found
+    guarded = optimizer.guarded_update if plain else None  # leaves the state as it was if the step is skipped
     try:
+        seen = observe(plan, chosen)
+        with autocast_disabled():
+            found = weighed(plan, seen, used.aggregator)
+            direction, (finite, moved, scale) = pulled(plan, seen, found)
+        (own, aux), (weights, memory, products, *_) = seen.carried, found
+        info, buffers = StepInfo(seen.losses, weights, finite, moved, products, aux), state.buffers
+        if type(buffers) is not tuple or buffers:
+            buffers = plan.next_buffers(own)
+        del seen, found  # rows and direction go as soon as they can: each is as large as the parameters
+        update = optimizer.update if guarded is None else partial(guarded, moved)
+        update = update if optimizer.search is None else partial(optimizer.search, _losses_at(plan, chosen))
         direction = direction if token is None else zeros_unless(moved, direction)
         params, moments = update(direction, used.optimizer, used.params)
         for leaf in tree_leaves(params) if plain and torch.is_grad_enabled() else ():
-            if leaf.requires_grad:  # as a rate does, whose derivative is infinite times zero where this is skipped
+            if leaf.requires_grad:  # as a rate does, whose derivative is infinite times zero if this is skipped
                 params, moments = update(zeros_unless(moved, direction), used.optimizer, used.params)
                 break
         del direction
-        if token is not None:
-            params, moments, buffers, rule_state = closed(token, moved, (params, moments, buffers, rule_state))
+        new = TrainState(params, buffers, moments, memory, ())  # pyright: ignore[reportArgumentType]
+        if token is not None:  # what is reported is differentiated whether the step was taken or not
+            new, info = closed(token, moved, new), closed(token, moved, info)
+        if guarded is None:
+            new = select(moved, new, state._replace(scale=new.scale))
+        elif not (type(memory) is type(buffers) is tuple and not memory and not buffers):
+            buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
+            new = new._replace(buffers=buffers, aggregator=memory)
+        return new._replace(scale=scale), info
     except Exception as error:
-        refuse_other_optimizer("step", state, optimizer, error)
+        if isinstance(error, TypeError):
+            note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)
+        note_other_optimizer("step", state, optimizer, error)
         raise
-    try:
-        if guarded_update is None:
-            params = select(moved, params, state.params)
-            moments = select(moved, moments, state.optimizer)
-    except (TypeError, ValueError) as error:
-        refuse_other_optimizer("step", state, optimizer, error)
-        raise _unlike(error, "the optimizer's update parameters and a memory like those that it receives") from error
-    # Most rules and losses keep `()`, which `select` would only walk through.
-    no_memory, no_buffers = type(rule_state) is tuple and not rule_state, type(buffers) is tuple and not buffers
-    try:
-        memory = state.aggregator if no_memory else select(moved, rule_state, state.aggregator)
-    except (TypeError, ValueError) as error:
-        views = "(views are float64, but rows, mostly float32: start from zeros_like(x, dtype=torch.float64))"
-        raise _unlike(error, "the rule's update a memory like that of its init", f" {views}") from error
-    buffers = state.buffers if no_buffers else select(moved, buffers, state.buffers)
-    new = TrainState(params, buffers, moments, memory, scale)
-    if token is not None:  # what is reported is differentiated whether the step was taken or not
-        values, weights, gramian, aux = closed(token, moved, (values, weights, gramian, aux))
-    return new, StepInfo(values, weights, finite, moved, gramian, aux)
 
 
-def _unlike(error: TypeError | ValueError, expected: str, hint: str = "") -> TypeError | ValueError:
-    """The error of `select`, in the words of the step."""
-    return type(error)(f"step: expected of {expected}, with the same shapes and dtypes{hint}. {error}")
+def _opened(plan: Plan, state: TrainState) -> tuple[Any, Plan, TrainState]:
+    """The plan and the state of a step whose inputs receive no derivatives where it is skipped."""
+    inputs = plan.args, plan.scale, state.optimizer, state.aggregator
+    token, (args, factor, moments, memory) = opened(inputs)
+    used = state._replace(params=args[0], optimizer=moments, aggregator=memory)
+    return token, plan._replace(args=args, scale=factor), used
+
+
+def _losses_at(plan: Plan, engine: Engine) -> Callable[[Params], Losses]:
+    """The losses of this step, for an optimizer that compares them."""
+    found = "replicas have different batches and would move apart" if engine.is_replicated else ""
+    if found or any_sharded(tree_leaves(plan.args[0])):
+        raise ValueError(
+            f"step: the optimizer must not compare losses (line_search), since {found or 'parameters are sharded'}. "
+            "Pass the optimizer inside it."
+        )
+    evaluate = watched(plan.losses)
+    return lambda params: evaluate(params, *map(own_containers, plan.args[1:]))[0]

@@ -97,7 +97,7 @@ def test_rules_and_optimizers_are_checked_before_anything_is_sent():
     state = fj.train_state(params, x, **how)
     for wrong, words in (
         ({"aggregator": fj.upgrad}, "aggregator must be a rule, found function"),
-        ({"aggregator": fj.modo()}, "expected a rule that is content with one batch"),
+        ({"aggregator": fj.modo()}, "the rule must use one batch"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer must be a pair .*found SGD"),
     ):
         kind = ValueError if "content" in words else TypeError

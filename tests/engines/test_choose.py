@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import functional_jd as fj
+from functional_jd.engines import PLAIN
 from functional_jd.engines.choose import choose_engine
 
 TINY = [(32, 16), (32,), (16, 32), (16,)]
@@ -73,7 +74,7 @@ def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, s
 )
 def test_reasons_name_what_costs_less(shapes, reason):
     leaves = [torch.empty(shape, device="meta") for shape in shapes]
-    assert reason in choose_engine(fj.upgrad().view, 2, leaves, torch.ones(()), positions=16).reason
+    assert reason in choose_engine(fj.upgrad().view, 2, leaves, torch.ones(()), (torch.empty(16, 1),), PLAIN).reason
 
 
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
@@ -90,7 +91,7 @@ def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
 def test_rows_that_take_much_memory_are_not_formed():
     leaf, one = torch.empty(1 << 20, device="meta"), torch.ones(())
     names = lambda positions: [
-        choose_engine(fj.upgrad().view, m, [leaf], one, positions=positions).engine for m in (7, 8)
+        choose_engine(fj.upgrad().view, m, [leaf], one, (torch.empty(positions, 1),), PLAIN).engine for m in (7, 8)
     ]
     assert names(200) == ["jacobian", "gramian"]
     assert names(1 << 20) == ["jacobian", "jacobian"], "gradients of layers at all positions take more"

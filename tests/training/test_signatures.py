@@ -46,7 +46,7 @@ def test_a_note_counts_buffers_and_names_them_if_there_are_none():
     how, buffers = METHOD | {"losses": carrying}, {"n": torch.zeros(())}
     call = partial(fj.train_state, W, (X, X, X), **how)
     assert "received params, buffers and 1 arguments of the batch" in notes(partial(call, buffers=buffers))
-    assert "If the losses take buffers, pass buffers=dict(module.named_buffers())" in notes(call)
+    assert "if the losses take buffers, pass buffers=dict(module.named_buffers())" in notes(call)
 
 
 def test_an_error_from_inside_the_losses_has_no_note():

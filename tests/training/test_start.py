@@ -1,6 +1,5 @@
 """How training starts: what `train_state` refuses, by the graph of the losses, and what it leaves as it was."""
 
-import collections
 import random
 import warnings
 
@@ -74,7 +73,7 @@ def test_a_trunk_or_a_head_that_is_called_directly_is_told(kind):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if kind == "trunk":
-            with pytest.raises(ValueError, match=r"features must depend on params\['shared'\]"):
+            with pytest.raises(ValueError, match=r"must depend on params\['shared'\]"):
                 begin(fj.multitask(features, heads), given)
         else:
             begin(fj.multitask(features, heads), given)
@@ -146,34 +145,6 @@ def test_the_plain_function_of_the_heads_moves_them_as_the_tasks_do():
         how = {"losses": losses, "aggregator": rule, "optimizer": fj.sgd(0.1)}
         found.append(fj.step(fj.train_state(params, X, **how), X, **how)[0].params["heads"])
     torch.testing.assert_close(*found)
-
-
-OUTPUTS = collections.namedtuple("OUTPUTS", "loss logits")
-AN_OUTPUT = {
-    "tuple": (lambda p, x: (output(p, x).mean(), output(p, x)), r"9 in all, found .* one tuple with '1' \[4, 2\]"),
-    "record": (lambda p, x: OUTPUTS(output(p, x).mean(), output(p, x)), r"one OUTPUTS with 'logits' \[4, 2\]"),
-}
-NO_OUTPUT = {
-    "scalars": lambda p, x: (output(p, x).mean(), p["v"].sum()),
-    "vectors": lambda p, x: (output(p, x).mean(0), output(p, x).mean(1)),
-    "list": lambda p, x: [output(p, x).mean(), output(p, x)],
-    "dict": lambda p, x: {"all": output(p, x).mean(), "each": output(p, x)},
-    "vector": lambda p, x: output(p, x),
-}
-
-
-@pytest.mark.parametrize(("losses", "words"), AN_OUTPUT.values(), ids=AN_OUTPUT)
-def test_an_output_beside_a_loss_is_told_by_name_and_shape(losses, words):
-    with pytest.warns(UserWarning, match=rf"^train_state: every element .* {words}\. .*has_aux=True") as seen:
-        begin(losses)
-    assert (len(seen), seen[0].filename) == (1, __file__)
-    state = begin(losses, has_aux=True)
-    assert len(fj.step(state, X, losses=losses, has_aux=True, **METHOD)[1].weights) == 1
-
-
-@pytest.mark.parametrize("losses", NO_OUTPUT.values(), ids=NO_OUTPUT)
-def test_losses_of_several_shapes_are_not_told(losses):
-    begin(losses)
 
 
 class Teacher(nn.Module):

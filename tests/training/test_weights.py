@@ -169,7 +169,7 @@ def test_parameters_that_no_loss_reaches_are_told():
 
     params = dict(net.named_parameters())
     with pytest.warns(
-        UserWarning, match=r"weights_fn: no loss reaches 'head\.bias', 'head\.weight' on this batch, so their"
+        UserWarning, match=r"weights_fn: no loss reaches 'head\.bias', 'head\.weight' on this batch, so they"
     ):
         found = jd.weights_fn(losses, jd.config())(params, x)
     jd.weights_fn(losses, jd.config())(params, x, state=found.state)
@@ -276,7 +276,7 @@ def test_a_rule_that_looks_at_no_gradient_remembers_a_batch_whose_gradients_over
 
 def test_a_number_is_no_scale():
     params, x = problem(range(9))
-    with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\(scaler"):
+    with pytest.raises(TypeError, match=r"weights_fn: scale must be a ScaleState, found 1024.*scale_state\("):
         jd.weights_fn(losses, jd.upgrad())(params, x, scale=1024.0)
 
 
@@ -294,7 +294,7 @@ def test_losses_that_do_not_reach_the_parameters_are_refused_or_named():
     with pytest.raises(ValueError, match=r"also use the tensor that '0\.bias' starts from"):
         jd.weights_fn(mixed, jd.upgrad())(params, x)
     partly = lambda params, x: {"a": mixed(params, x)["a"], "b": x.mean()}
-    with pytest.warns(UserWarning, match="found 'b' without a gradient: their weights mean nothing"):
+    with pytest.warns(UserWarning, match="found 'b' without a gradient.*their weights mean nothing"):
         jd.weights_fn(partly, jd.upgrad())(params, x)
 
 
@@ -323,7 +323,7 @@ def test_parameters_that_are_frozen_later_are_refused_too():
 
 def test_rules_that_weigh_single_entries_are_refused():
     params, x = problem(range(9))
-    with pytest.raises(ValueError, match="weights_fn: expected a rule that gives one weight per loss"):
+    with pytest.raises(ValueError, match="weights_fn: the rule must give one weight per loss"):
         jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
     with pytest.raises(TypeError, match="weights_fn: aggregator must be a rule"):
         jd.weights_fn(losses, jd.upgrad)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.core.declared import Declared
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Params, Tree
@@ -16,19 +15,9 @@ from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.kinds.from_rows import gramian_from_rows, weighted_from_rows
 from functional_jd.engines.kinds.results import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted
 from functional_jd.engines.plan import Plan
-from functional_jd.objectives.buffers import CarryingLosses, Extras, next_as_found, own_buffers, with_carried
+from functional_jd.objectives.buffers import CarryingLosses, Extras, carrying_losses
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.watching import StateJournal
-
-
-def _carrying(losses: Any, batch: Args, extras: Extras) -> CarryingLosses:
-    def adapted(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda params, *args: with_carried(f(params, *args), extras)
-
-    found = losses.each(adapted) if isinstance(losses, Declared) else adapted(losses)
-    return CarryingLosses(
-        found, (own_buffers(extras), *batch) if extras.takes_buffers else batch, next_as_found(extras)
-    )
 
 
 class Kind(NamedTuple):
@@ -63,7 +52,7 @@ class Kind(NamedTuple):
     row_params: Callable[[Any, Params], Tree] = lambda _losses, params: params
     # Not known before the losses are evaluated: four are usual.
     expected_m: Callable[[Any, Args, int], int] = lambda _losses, _batch, _others: 4
-    carrying: Callable[[Any, Args, Extras], CarryingLosses] = _carrying
+    carrying: Callable[[Any, Args, Extras], CarryingLosses] = carrying_losses
     sample: Callable[[Any, Args, str], tuple[Callable[..., Any], Args]] = lambda losses, args, _where: (losses, args)
     over_shards: Callable[..., Any] | None = None
     rows_are_examples: bool = False
