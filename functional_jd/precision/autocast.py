@@ -6,7 +6,7 @@ vmap splits a biased `linear` into parts that native autocast treats differently
 """
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -93,7 +93,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _switched(_devices(), enabled=True, dtype=dtype):
+        with _regions([(device, True, dtype) for device in _devices()]):
             return followed(*args, **kwargs)
 
     return run
@@ -138,23 +138,16 @@ def autocast_disabled() -> AbstractContextManager[Any]:
         torch.float32
     """
     devices = _devices() if torch.compiler.is_compiling() else _found_devices()
-    for device in devices:
-        if torch.is_autocast_enabled(device):
-            return _switched([device for device in devices if torch.is_autocast_enabled(device)], enabled=False)
-    return _NOTHING  # nearly always
+    on: list[_Setting] = [(device, False, None) for device in devices if torch.is_autocast_enabled(device)]
+    return _regions(on) if on else _NOTHING  # nearly always
 
 
 def autocast_as_now() -> Callable[[], AbstractContextManager[Any]]:
     """What makes contexts in which native autocast is as it is now, for functions that run in a backward pass."""
-    now = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()]
-
-    def again() -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        for device, enabled, dtype in now:
-            stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-        return stack
-
-    return again
+    now: list[_Setting] = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _devices()
+    ]
+    return lambda: _regions(now)
 
 
 def without_cache() -> AbstractContextManager[Any]:
@@ -168,6 +161,8 @@ def without_cache() -> AbstractContextManager[Any]:
 
 
 _NOTHING = nullcontext()
+_Setting = tuple[str, bool, torch.dtype | None]
+"""A device, whether native autocast is on there, and its dtype."""
 
 
 class _OpTables(RecomputedMode):
@@ -204,14 +199,15 @@ def _without_autocast(device: str, func: Any, args: Any, kwargs: Any) -> Any:
         torch.set_autocast_enabled(device, True)
 
 
-def _switched(devices: list[str], enabled: bool, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-    context = torch.autocast(devices[0], dtype=dtype, enabled=enabled, cache_enabled=False)
-    return context if len(devices) == 1 else _nested(context, _switched(devices[1:], enabled, dtype))
+def _regions(settings: list[_Setting]) -> AbstractContextManager[Any]:
+    """Native autocast as these settings have it, device by device: in a form that torch.compile traces."""
+    device, enabled, dtype = settings[0]
+    region = torch.autocast(device, dtype, enabled, cache_enabled=False)
+    return region if len(settings) == 1 else _nested(region, _regions(settings[1:]))
 
 
 @contextmanager
 def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Generator[None]:
-    """An ExitStack of two: the compiler traces this one."""
     with outer, inner:
         yield
 

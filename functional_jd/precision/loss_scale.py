@@ -177,18 +177,17 @@ def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
 
 def zeros_unless(finite: Tensor, tree: Tree) -> Tree:
     """The pytree, or zeros."""
-    everywhere = finite.all()
-    return tree_map(lambda leaf: sharded_as(torch.where(everywhere, shard_of(leaf), 0), leaf), tree)
+    return _rows_unless(finite.all(), tree, 0)
 
 
 def nan_rows_unless(finite: Tensor, jacobian: Tree) -> Tree:
     """The Jacobian, with NaN in the rows whose flag is false; one flag serves all."""
     rows, heads = split_heads(jacobian)
+    return with_heads(_rows_unless(finite, rows, torch.nan), heads)
 
-    def marked(leaf: Tensor) -> Tensor:
-        return sharded_as(torch.where(per_row(finite, leaf), shard_of(leaf), torch.nan), leaf)
 
-    return with_heads(tree_map(marked, rows), heads)
+def _rows_unless(finite: Tensor, tree: Tree, other: float) -> Tree:
+    return tree_map(lambda x: sharded_as(torch.where(per_row(finite, x), shard_of(x), other), x), tree)
 
 
 def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | None = None) -> ScaleState:
