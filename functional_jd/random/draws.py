@@ -45,15 +45,6 @@ class Numbers:
             return self.draw("uniform", shape, dtype, device) < probability
         return self.uniform(math.prod(shape), dtype, device).reshape(tuple(shape)) < probability
 
-    def integers(self, low: Any, high: Any, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Draw int64 from low to high - 1."""
-        if isinstance(low, int) and isinstance(high, int) and low >= high:
-            raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-        if isinstance(low, int) and isinstance(high, int) and high - low >= 2**63:
-            raise RuntimeError(f"keyed: high - low must be below 2**63, found {low} and {high}. Draw in two parts.")
-        words = draw(on_device(self.take(), device), math.prod(shape), "integer", torch.int64).reshape(tuple(shape))
-        return (words & (2**63 - 1)).remainder(high - low).add(low)
-
 
 def on_device(key: Tensor, device: torch.device) -> Tensor:
     """The key on a device. The host does not wait: a copy from its memory is made before the call returns."""
@@ -87,18 +78,6 @@ def _like(y: Tensor, values: Tensor) -> Tensor:
     if layout is not None and y.is_contiguous(memory_format=layout):
         values = values.contiguous(memory_format=layout)
     return values.requires_grad_() if y.requires_grad else values
-
-
-def _randint(
-    numbers: Numbers, *args: Any, low: Any = 0, high: Any = None, size: Any = None,
-    dtype: torch.dtype | None = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    given = [*args]
-    size = given.pop() if size is None else size
-    high = given.pop() if high is None else high
-    low = given.pop() if given else low
-    y = torch.empty(size, dtype=dtype or torch.int64, **kwargs)
-    return _like(y, numbers.integers(low, high, y.shape, y.device).to(y.dtype))
 
 
 def _randperm(numbers: Numbers, n: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
@@ -217,7 +196,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     torch.randn: _factory("normal", torch.empty),
     torch.rand_like: _factory("uniform", torch.empty_like),
     torch.randn_like: _factory("normal", torch.empty_like),
-    torch.randint: _randint,
     torch.randperm: _randperm,
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,

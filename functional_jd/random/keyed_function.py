@@ -43,17 +43,18 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         f: any function of tensors: a module, a function that calls modules, losses. Inside, these take their numbers
-            from the key: `torch.rand`, `randn`, `rand_like`, `randn_like`, `randint`, `randperm`, `normal`,
-            `bernoulli`, `multinomial`; the methods `uniform_`, `normal_`, `bernoulli_`; dropout of every kind, in
-            attention too; the distributions of `torch.distributions` that are made of these.
+            from the key: `torch.rand`, `randn`, `rand_like`, `randn_like`, `randperm`, `normal`, `bernoulli`,
+            `multinomial`; the methods `uniform_`, `normal_`, `bernoulli_`; dropout of every kind, in attention too; the
+            distributions of `torch.distributions` that are made of these.
 
     Returns:
         A function with a key, int64 `[2]`, before the arguments of `f`. Do not use the key again.
 
     Raises:
         TypeError, ValueError: `f` cannot be called, or `key` is not a key.
-        RuntimeError: `f` needs other random numbers, such as those of `torch.poisson`, `F.rrelu`, dropout between
-            recurrent layers or an explicit generator; the message names the function. Or torch's generator moved.
+        RuntimeError: `f` needs other random numbers, such as those of `torch.randint`, `torch.poisson`, dropout
+            between recurrent layers or an explicit generator; the message names the function. Or torch's generator
+            moved.
 
     Laws:
         The same key gives the same bits on one device: under vmap, grad, jvp and compile, for every row of a Jacobian,

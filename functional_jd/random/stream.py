@@ -21,7 +21,7 @@ from functional_jd.torch_compat.torch_internals import (
 )
 
 # Each function has its own range of counters, 2^60 apart: with one key, no two of them read the same word.
-_RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "integer": 6, "fold": 7}
+_RANGES = {"key": 0, "split": 1, "uniform": 2, "normal": 3, "permutation": 4, "exponential": 5, "fold": 7}
 
 UNIFORM_BITS = {
     torch.float64: (torch.int64, 53),

@@ -1,4 +1,4 @@
-"""Draws at their edges: where an interval ends, and what a probability or a bound of exactly 0 or 1 does."""
+"""Draws at their edges: where an interval ends, and what a probability of exactly 0 or 1 does."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from functional_jd.random import key
 from functional_jd.random.draws import DRAWS, Numbers
-from functional_jd.random.stream import draw
 
 
 class Given(Numbers):
@@ -70,18 +69,6 @@ def test_waiting_times_have_their_formulas():
     assert call(Tensor.normal_, [wait], x.clone(), 1.0, 0.0).item() == 1
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 4), (5, 2**62), (-(2**62), 2**62 - 1)])
-def test_integers_lie_between_their_bounds_and_reach_both_halves(low, high):
-    numbers = Numbers(lambda: key(7))
-    found = numbers.integers(low, high, (4096,), torch.device("cpu")).tolist()
-    assert all(low <= x < high for x in found)
-    middle = (low + high) // 2
-    share = sum(x >= middle for x in found) / 4096
-    assert abs(share - (high - middle) / (high - low)) <= 5 / 4096**0.5
-    with pytest.raises(RuntimeError, match="'from' to be less than 'to'"):
-        numbers.integers(3, 3, (1,), torch.device("cpu"))
-
-
 def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
     x = torch.full((2, 3, 4), 2.0)
     kept, dropped = torch.tensor(0.0), torch.tensor(1 - 2.0**-24)
@@ -94,13 +81,6 @@ def test_dropout_keeps_the_mean_and_alpha_dropout_mean_and_variance():
     x = torch.tensor([-1.0, 0.5])
     torch.testing.assert_close(call(torch.alpha_dropout, [kept], x, p, True), a * x + b)
     torch.testing.assert_close(call(torch.alpha_dropout, [dropped], x, p, True), torch.full((2,), a * low + b))
-
-
-@pytest.mark.parametrize(("low", "high"), [(-3, 4), (5, 2**62), (-(2**62), 2**62 - 1)])
-def test_integers_are_words_modulo_the_length_of_their_range(low, high):
-    words = draw(key(7), 256, "integer", torch.int64).tolist()
-    found = Numbers(lambda: key(7)).integers(low, high, (256,), torch.device("cpu")).tolist()
-    assert found == [low + word % 2**63 % (high - low) for word in words]
 
 
 def test_probabilities_out_of_range_are_errors_as_in_torch():
@@ -121,15 +101,6 @@ def test_the_ends_of_parameters_are_errors_where_torch_s_are(func, args):
     for drawn in (lambda: func(torch.empty(2), *args), lambda: call(func, [0.5], torch.empty(2), *args)):
         with pytest.raises(RuntimeError, match="expects"):
             drawn()
-
-
-def test_integers_begin_at_zero_where_no_lowest_is_given():
-    for found in (
-        call(torch.randint, [], 2, (64,)),
-        call(torch.randint, [], high=2, size=(64,)),
-    ):
-        assert found.unique().tolist() == [0, 1]
-    assert call(torch.randint, [], 1, 3, (64,)).unique().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
