@@ -83,6 +83,11 @@ def vjp(
     """
     if torch.compiler.is_compiling():
         refuse_control_flow(where or "functional_jd")
+    elif torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
+        raise ValueError(
+            f"{where or 'functional_jd'}: expected a call outside of torch.inference_mode, where torch records no "
+            "derivatives, found one inside. Use torch.no_grad() around it."
+        )
     if (differentiable or example) and under_transform():
         return _by_func(f, inputs, differentiable)
     return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where, ends)

@@ -364,7 +364,7 @@ def _broadcast(leaf: Tensor, given: Tensor | AffineWeights) -> Tensor:
 def _step(
     rule: Aggregator, state: Tree, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses
 ) -> Aggregation:
-    return aggregate(rule, jacobian, state, *others, losses=None if losses == () else losses)
+    return aggregate(rule, jacobian, state, *others, losses=None if isinstance(losses, tuple) else losses)
 
 
 @lru_cache(maxsize=1)

@@ -83,22 +83,15 @@ def under_functorch() -> bool:
 
 
 def under_transform() -> bool:
-    """Whether torch.func, torch.compile, forward mode or inference mode is active, so that plain autograd on detached
-    tensors would fail or would not be seen.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or _peek() is not None
-        or _forward_ad._current_level >= 0
-        or torch.is_inference_mode_enabled()
-    )
+    """Whether torch.func, torch.compile or forward mode is active: plain autograd would fail, or would not be seen."""
+    return torch.compiler.is_compiling() or _peek() is not None or _forward_ad._current_level >= 0
 
 
 def under_functional_transform() -> bool:
     """`under_transform`, but for torch.compile alone."""
-    if torch.compiler.is_compiling():  # to which the innermost transform is never None, and no inference mode known
+    if torch.compiler.is_compiling():  # to which the innermost transform is never None
         return functorch_depth() > 0 or _forward_ad._current_level >= 0
-    return _peek() is not None or _forward_ad._current_level >= 0 or torch.is_inference_mode_enabled()
+    return _peek() is not None or _forward_ad._current_level >= 0
 
 
 def transform_level() -> tuple[Any, int]:
