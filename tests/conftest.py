@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "how_it_is_tested.md"
 def not_for_torch_2_11():
     """Test and reason, from the table of the page."""
     table = PAGE.read_text().split("## Torch 2.11")[1]
-    return re.findall(r"^\| `(test_\w+)` \| (.+) \|$", table, re.MULTILINE)
+    return re.findall(r"^\| `(\S+)` \| (.+) \|$", table, re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items):
@@ -42,8 +42,10 @@ def pytest_collection_modifyitems(items):
     if torch.__version__.startswith(("2.11.", "2.12.")):
         reasons = dict(not_for_torch_2_11())
         for item in items:
-            if getattr(item, "originalname", "") in reasons:
-                item.add_marker(pytest.mark.skip(reason=reasons[item.originalname]))
+            file, _, name = item.nodeid.rpartition("/")[2].partition("::")
+            for key in (name, name.partition("[")[0], f"{file}::{name}"):
+                if key in reasons:
+                    item.add_marker(pytest.mark.skip(reason=reasons[key]))
 
 
 def pytest_collection_finish():

@@ -202,7 +202,12 @@ def _by_autograd(
     leaves = [] if where is None else [x for x in points if x.is_leaf] if differentiable else points
     targets = [*ends, *points]
 
-    def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:
+    def pullback(
+        cotangent: Cotangent,
+        among: slice = slice(None),
+        last: bool = False,
+        _alive: Any = outputs,  # torch 2.11 does not keep the nodes of custom functions for edges
+    ) -> list[Tensor | None]:
         # The cotangent itself may require grad, when nothing else does.
         outs, given, create_graph = [], [], differentiable
         for y, c in zip(sources, cotangent, strict=True):

@@ -99,7 +99,7 @@ class PerExample(Declared):
                     f", found {found}. {self._shared()}"
                 )
         sizes = [leaf.shape[dim] for leaf, dim in batched]
-        empty = bool(sizes) and sizes[0] == 0 and self.without_examples is None
+        empty = len(sizes) > 0 and sizes[0] == 0 and self.without_examples is None
         if not sizes or empty or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
             raise ValueError(
                 f"per_example: all batched arguments{self._named(' of the loss ')} must have the same number of "
