@@ -37,3 +37,14 @@ def reports_of(worker, count, folder, checks, patience=900):
         failed = [check for check in rest if not all(new.get(check, "").startswith("passed") for new in found)]
         rest = rest[rest.index(failed[0]) + 1 :] if failed else []
     return reports
+
+
+def checks_in(*files):
+    """The names of the functions `check_...` in these files, without importing them."""
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [line[len("def check_") : line.index("(")] for line in lines if line.startswith("def check_")]
+
+
+def assert_passed(reports, check):
+    for number, report in enumerate(reports):
+        assert report.get(check, "not reached").startswith("passed"), f"rank {number}: {report.get(check)}"

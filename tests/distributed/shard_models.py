@@ -2,6 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from replica_problems import mine as mine
+from replica_problems import rank as rank
+from replica_problems import replicas as ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import conv2d, cross_entropy, gelu, group_norm, layer_norm, scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves, tree_map
@@ -10,23 +13,11 @@ EXAMPLES = 8
 """In the whole batch."""
 
 
-def rank():
-    return dist.get_rank()
-
-
-def ranks():
-    return dist.get_world_size()
-
-
 def mesh():
     return MESHES["line"]
 
 
 MESHES = {}
-
-
-def mine(tree):
-    return tree_map(lambda leaf: leaf.chunk(ranks())[rank()], tree)
 
 
 def whole(tree):

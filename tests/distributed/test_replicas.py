@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import reports_of
+from launches import assert_passed, checks_in, reports_of
 
 import functional_jd as fj
 from functional_jd import distributed
 
 HERE = Path(__file__).parent
 WORKER = HERE / "worker.py"
-CHECKS = [
-    line[len("def check_") : line.index("(")]
-    for file in (WORKER, HERE / "replica_drift.py", HERE / "replica_weights.py")
-    for line in file.read_text().splitlines()
-    if "def check_" in line
-]
+CHECKS = checks_in(WORKER, HERE / "replica_drift.py", HERE / "replica_weights.py")
 SLOW = {
     "the_step_compiles_in_a_full_graph",
     "the_digest_of_names_leaves_no_trace_in_a_graph",
@@ -54,8 +49,7 @@ def reports(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "check"), [(n, c) for n in (2, 4) for c in CHECKS if n == 2 or c not in SLOW])
 def test_on_replicas(reports, replicas, check):
-    for number, report in enumerate(reports(replicas)):
-        assert report.get(check, "not reached").startswith("passed"), f"replica {number}: {report.get(check)}"
+    assert_passed(reports(replicas), check)
 
 
 def test_the_example_prints_what_it_says():

@@ -3,16 +3,12 @@
 from pathlib import Path
 
 import pytest
-from launches import THOROUGH, reports_of
+from launches import THOROUGH, assert_passed, checks_in, reports_of
 
 HERE = Path(__file__).parent
 WORKER = HERE / "shards.py"
-CHECKS = [
-    line[len("def check_") : line.index("(")]
-    for file in ("dtypes", "steps", "functions", "trainers", "disagreements", "layers", "checkpoints")
-    for line in (HERE / f"shard_{file}.py").read_text().splitlines()
-    if "def check_" in line
-]
+FILES = ("dtypes", "steps", "functions", "trainers", "disagreements", "layers", "checkpoints")
+CHECKS = checks_in(*(HERE / f"shard_{file}.py" for file in FILES))
 PATIENCE = 3000 if THOROUGH else 900
 ONLY_ON_FOUR = [
     "a_mesh_of_two_dimensions",
@@ -55,5 +51,4 @@ def reports(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "check"), [(ranks, check) for ranks in ON for check in ON[ranks]])
 def test_on_ranks(reports, ranks, check):
-    for number, report in enumerate(reports(ranks)):
-        assert report.get(check, "not reached").startswith("passed"), f"rank {number}: {report.get(check)}"
+    assert_passed(reports(ranks), check)

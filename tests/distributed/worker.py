@@ -3,13 +3,8 @@
 Every check runs on all replicas at the same time: they draw the same numbers and take their own part of them.
 """
 
-import json
 import sys
-import time
-import traceback
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,7 +12,7 @@ import replica_drift
 import replica_weights
 import torch
 import torch.distributed as dist
-from forks import started
+from forks import checks_of, launch
 from hypothesis import given
 from hypothesis import strategies as st
 from replica_problems import (
@@ -340,40 +335,11 @@ def check_nothing_runs_in_half_under_autocast_outside():
     assert same(within, around)
 
 
-CHECKS = {
-    name.removeprefix("check_"): f
-    for names in (globals(), vars(replica_drift), vars(replica_weights))
-    for name, f in list(names.items())
-    if name.startswith("check_")
-}
-
-
-def main(me, count, folder, only):
-    store = (folder / "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=me, world_size=count, timeout=timedelta(minutes=5))
-    results = {}
-    for name, check in CHECKS.items():
-        if name not in only:
-            continue
-        start = time.perf_counter()
-        try:
-            check()
-            results[name] = f"passed in {time.perf_counter() - start:.1f} s"
-        except BaseException:
-            results[name] = traceback.format_exc()
-            break  # the others wait for an answer in vain: all stop here
-    Path(folder, f"{rank()}.json").write_text(json.dumps(results))
-    distributed.leave()
-
-
-def launch(count, folder, *only):
-    """Start the replicas as forks of this process, so that torch is imported once."""
-    for process in started(main, [(me, int(count), Path(folder), only) for me in range(int(count))]):
-        process.join()
+def prepare(count, folder):
+    """Nothing but a group of processes is needed."""
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     hypothesis.settings.register_profile("replicas", deadline=None, derandomize=True, database=None, max_examples=15)
     hypothesis.settings.load_profile("replicas")
-    launch(*sys.argv[1:])
+    launch(checks_of(sys.modules[__name__], replica_drift, replica_weights), prepare, *sys.argv[1:])

@@ -161,17 +161,6 @@ def test_without_guards_there_is_none():
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_pure(name):
-    optimizer = grouped(name)
-    params, direction = tree(0), tree(1)
-    _, state = run(optimizer, params, [tree(2)])
-    before = tree_map(torch.clone, (params, direction, state))
-    first = optimizer.update(direction, state, params)
-    assert_close(first, optimizer.update(direction, state, params), rtol=0, atol=0)
-    assert_close((params, direction, state), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", CLASSES)
 def test_vmap_over_replicas_is_the_loop(name):
     optimizer, stack = grouped(name), lambda trees: tree_map(lambda *x: torch.stack(x), trees[0], *trees[1:])
     directions = [[tree(10 * i + k) for k in range(3)] for i in range(3)]

@@ -1,9 +1,11 @@
 """The optimizers: what torch.optim and TorchOpt compute, step by step, but pure and under every transform."""
 
+import math
 from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 import torchopt
@@ -79,20 +81,38 @@ def described(state):
     return structure, [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
 
+class Momentum(NamedTuple):
+    init: object
+    update: object
+
+
+def optax_momentum(lr):
+    """A pair in optax's own signature."""
+
+    def update(updates, state, params=None):
+        state = tree_map(lambda s, u: 0.9 * s + u, state, updates)
+        return tree_map(lambda s: -lr * s, state), state
+
+    return Momentum(lambda params: tree_map(torch.zeros_like, params), update)
+
+
 OPTIMIZERS = {
     "sgd": sgd(0.1),
     "sgd-momentum": sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd-schedule": sgd(lambda steps: 0.1 / (1 + steps)),
     "adamw": adamw(0.1),
     "adamw-schedule": adamw(lambda steps: 0.1 * 0.5**steps),
+    "by_label": by_label({"all": adamw(0.1)}, lambda *_: "all"),
 }
 COMPOSING = [pytest.param(optimizer, id=name) for name, optimizer in OPTIMIZERS.items()]
 ALL = [
     *COMPOSING,
     pytest.param(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), id="from_torch-SGD"),
     pytest.param(from_torch(torch.optim.Adam, lr=0.1, fused=True), id="from_torch-Adam-fused"),
+    pytest.param(from_torch(torch.optim.SGD, lr=lambda steps: 0.1 / (1 + steps)), id="from_torch-schedule"),
     pytest.param(from_transformation(torchopt.adam(0.1)), id="from_transformation-adam"),
 ]
+COMPOSING += [pytest.param(from_transformation(optax_momentum(0.1)), id="from_transformation")]
 
 
 @given(
@@ -196,13 +216,6 @@ def test_schedule_is_lambda_lr(seed, momentum):
     assert_close(found, expected(torch.optim.SGD, momentum=momentum), atol=1e-14)
     for road in (lambda optimizer: optimizer, differentiated):
         assert_close(run(road(adamw(schedule)), tree(seed), directions)[0], expected(torch.optim.AdamW), atol=1e-14)
-
-
-@pytest.mark.parametrize("build", [sgd, adamw])
-def test_tensor_rate_is_the_number(build):
-    directions = [tree(i) for i in range(1, 4)]
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    assert_close(run(build(rate), tree(0), directions)[0], run(build(0.1), tree(0), directions)[0], atol=1e-14)
 
 
 @pytest.mark.parametrize("optimizer", ALL)
@@ -518,29 +531,58 @@ CLASSES = {
     "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {}),
     "AdamW-fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW-foreach": (torch.optim.AdamW, {"foreach": True}),
     "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {}),
     "Adamax": (torch.optim.Adamax, {}),
     "NAdam": (torch.optim.NAdam, {}),
     "RAdam": (torch.optim.RAdam, {}),
     "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "Rprop": (torch.optim.Rprop, {}),
+    "Rprop": (torch.optim.Rprop, {}),  # the rate is that of the first step
     "ASGD": (torch.optim.ASGD, {"t0": 2}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "Muon": (torch.optim.Muon, {}),
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@given(seed=seeds, lr=st.floats(1e-3, 1))
-def test_from_torch_is_the_class(name, seed, lr):
-    cls, hyper = CLASSES[name]
+def matrices(seed, n):
     draw = torch.Generator().manual_seed(seed)
-    trees = [{"b": torch.randn(3, 3, generator=draw), "a": torch.randn(4, 2, generator=draw)} for _ in range(9)]
-    optimizer = from_torch(cls, lr=lr, **hyper)
-    found, state = run(optimizer, trees[0], trees[1:])
-    assert_close(found, run_torch(cls, trees[0], trees[1:], lr=lr, **hyper), rtol=0)
-    assert described(state) == described(optimizer.init(trees[0]))
+    return [{"b": torch.randn(3, 3, generator=draw), "a": torch.randn(4, 2, generator=draw)} for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@given(seed=seeds, lr=st.floats(1e-3, 1), decay=st.sampled_from([None, 0.5, 1.0]))
+def test_from_torch_is_the_class_with_a_number_or_a_schedule(name, seed, lr, decay):
+    (cls, hyper), (first, *directions) = CLASSES[name], matrices(seed, 9)
+    taken = []
+
+    def after_step(optimizer):
+        taken.append(1)
+        optimizer.param_groups[0]["lr"] = lr * (decay or 1.0) ** len(taken)
+
+    optimizer = from_torch(cls, lr=lr if decay is None else lambda steps: lr * decay ** steps.double(), **hyper)
+    found, state = run(optimizer, first, directions)
+    assert_close(found, run_torch(cls, first, directions, after_step, lr=lr, **hyper), rtol=0)
+    assert described(state) == described(optimizer.init(first))
+    assert state.steps == 8
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_tensor_is_the_number(name):
+    (cls, hyper), (first, *directions) = CLASSES[name], matrices(0, 5)
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    expected = run(from_torch(cls, lr=0.1, **hyper), first, directions)
+    for same in (rate, lambda _: 0.1):  # a schedule of numbers
+        assert_close(run(from_torch(cls, lr=same, **hyper), first, directions), expected, rtol=0)
+    assert rate == 0.1
+
+
+def test_schedules_are_called_with_the_number_of_steps_taken():
+    seen, params = [], torch.ones(2)
+    for build in (sgd, partial(from_torch, torch.optim.SGD)):
+        run(build(lr=lambda steps: seen.append(steps) or torch.tensor(0.1)), params, [params] * 3)
+    assert {(steps.dtype, steps.shape) for steps in seen} == {(torch.int64, ())}
+    assert {int(steps) for steps in seen} == {0, 1, 2}
 
 
 def test_from_torch_covers_every_class_of_torch_that_needs_no_closure():
@@ -574,8 +616,9 @@ def test_from_torch_refuses_transforms(transformed):
         transformed(lambda x: optimizer.init(x).entries[0]["exp_avg"], torch.ones(3))
 
 
-def test_from_torch_compiles_with_a_graph_break():
-    optimizer = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+@pytest.mark.parametrize("lr", [0.1, lambda steps: 0.1 / (1 + steps)])
+def test_from_torch_compiles_with_a_graph_break(lr):
+    optimizer = from_torch(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.5)
     compiled = Optimizer(optimizer.init, torch.compile(lambda d, s, p: optimizer.update(d, s, p), backend="aot_eager"))
     directions = [tree(i) for i in range(1, 4)]
     assert_close(run(compiled, tree(0), directions), run(optimizer, tree(0), directions), rtol=0)
@@ -633,21 +676,6 @@ def test_from_transformation_is_the_loop_of_torchopt(name, seed):
         assert_close(step, params, rtol=0)
 
 
-class Momentum(NamedTuple):
-    init: object
-    update: object
-
-
-def optax_momentum(lr):
-    """A pair in optax's own signature."""
-
-    def update(updates, state, params=None):
-        state = tree_map(lambda s, u: 0.9 * s + u, state, updates)
-        return tree_map(lambda s: -lr * s, state), state
-
-    return Momentum(lambda params: tree_map(torch.zeros_like, params), update)
-
-
 @given(seed=seeds)
 def test_from_transformation_takes_optax_pairs(seed):
     directions = [tree(seed + i) for i in range(1, 5)]
@@ -663,28 +691,15 @@ def test_from_transformation_leaves_params_without_update():
     assert_close(moved, {"a": torch.ones(2), "b": torch.zeros(2)})
 
 
-def test_from_transformation_composes():
-    optimizer = from_transformation(optax_momentum(0.1))
-    params, directions = torch.randn(3, 4), torch.randn(3, 4)
-    state = optimizer.init(params)
-    expected = optimizer.update(directions, state, params)
-    assert_close(torch.vmap(optimizer.update)(directions, state, params), expected)
-    compiled = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(directions, state, params), expected)
-
-
 # --- Errors
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: sgd(-0.1), "sgd: lr must be finite and not negative, found -0.1"),
-        (lambda: sgd(float("nan")), "sgd: lr must be finite and not negative, found nan"),
         (lambda: sgd(0.1, momentum=-1), "sgd: momentum must be finite and not negative, found -1"),
         (lambda: sgd(0.1, weight_decay=-1.0), "sgd: weight_decay must be finite and not negative"),
         (lambda: sgd(0.1, nesterov=True), "sgd: nesterov needs momentum > 0"),
-        (lambda: adamw(-1.0), "adamw: lr must be finite and not negative"),
         (lambda: adamw(eps=-1.0), "adamw: eps must be finite and not negative"),
         (lambda: adamw(weight_decay=-1.0), "adamw: weight_decay must be finite and not negative"),
         (lambda: adamw(betas=(1.0, 0.9)), r"adamw: betas\[0\] must be in \[0, 1\), found 1.0"),
@@ -694,6 +709,31 @@ def test_from_transformation_composes():
 def test_bad_hyper_parameters_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+WITH_RATES = {"sgd": sgd, "adamw": adamw, "from_torch": lambda lr: from_torch(torch.optim.SGD, lr=lr)}
+
+
+@pytest.mark.parametrize("lr", [-0.1, -1, math.inf, -math.inf, math.nan, numpy.float32("nan")])
+@pytest.mark.parametrize("name", WITH_RATES)
+def test_rates_that_are_negative_or_not_finite_are_refused(name, lr):
+    with pytest.raises(ValueError, match=f"^{name}: lr must be finite and not negative, found {lr}"):
+        WITH_RATES[name](lr)
+
+
+@pytest.mark.parametrize("lr", ["0.1", None, [0.1], 1j])
+@pytest.mark.parametrize("name", WITH_RATES)
+def test_what_is_no_rate_is_refused(name, lr):
+    with pytest.raises(TypeError, match=f"^{name}: lr must be a number, a tensor or a schedule, found "):
+        WITH_RATES[name](lr)
+
+
+@pytest.mark.parametrize("lr", [0, 0.0, 1, numpy.float32(0.1), torch.tensor(math.nan), torch.tensor(-1.0)])
+@pytest.mark.parametrize("name", WITH_RATES)
+def test_numbers_are_taken_and_tensors_are_not_read(name, lr):
+    optimizer = WITH_RATES[name](lr)
+    params = torch.ones(2)
+    optimizer.update(params, optimizer.init(params), params)
 
 
 @pytest.mark.parametrize("optimizer", [sgd(0.1), adamw(), from_torch(torch.optim.Adam)])
