@@ -1,15 +1,14 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combined
+from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view, loss_count
+from functional_jd.aggregation.views import View, as_view, gramian, loss_count
 from functional_jd.core.arguments import refuse
 from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import rows_of
@@ -116,11 +115,19 @@ def aggregate(
             "with the Jacobian."
         )
     view, seen = as_view(aggregator.view), Observation(losses, rows=jacobian, others=others)
+    if view.products == "gramian" and view.groups is None:
+        seen = seen._replace(products=gramian.receive(seen))
+    leaves = tree_leaves(rows_of(jacobian))
+
+    def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Weights, Tree]:
+        weights, state = weigh(aggregator, received, state, "aggregate")
+        return *weights_to_sum(weights, products, leaves), state
+
     with autocast_disabled():
-        received = view.receive(seen)
-        update = partial(weigh, aggregator, where="aggregate")
-        weights, state = where_it_runs(aggregator, view, seen, update, received, state, apart=True)
-        return Aggregation(combined("aggregate", jacobian, weights), weights, state)
+        given = view.receive(seen), seen.products, state
+        weights, own, state = where_it_runs(aggregator, view, seen, update, *given, apart=True)
+        direction = combined("aggregate", jacobian, own, wide=seen.products is not None)
+        return Aggregation(direction, weights, state)
 
 
 def check_rule(aggregator: Any, where: str) -> None:

@@ -1,6 +1,6 @@
 """The weighted sum of rows: weights are one per row, or one per entry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -13,6 +13,7 @@ from functional_jd.core.heads import direction_with_heads, split_heads
 from functional_jd.core.rows import (
     as_matrix,
     at_least_float32,
+    block_size,
     inner_products,
     joined,
     magnitudes,
@@ -22,8 +23,13 @@ from functional_jd.core.rows import (
 )
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
-from functional_jd.core.types import AffineWeights, Direction, Jacobian, Tree, Weights
+from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.solvers.dual_cone import cosines
+from functional_jd.torch_compat.torch_internals import dispatch_modes
+
+# Weighted rows cancel if the square of their sum is below this fraction of the sum of their squares.
+_CANCELLED = 2.0**-10
 
 
 def combine(jacobian: Jacobian, weights: Weights) -> Direction:
@@ -55,64 +61,120 @@ def combine(jacobian: Jacobian, weights: Weights) -> Direction:
     return combined("combine", jacobian, weights)
 
 
-def combined(where: str, jacobian: Jacobian, weights: Weights) -> Direction:
-    """`combine`, whose errors name the function that the user called."""
+def combined(where: str, jacobian: Jacobian, weights: Weights, *, wide: bool = False) -> Direction:
+    """`combine`, whose errors name the function that the user called; with `wide` in at least the dtype of weights."""
     rows, heads = split_heads(jacobian)
-    return direction_with_heads(_combined(where, rows, weights), heads)
+    dtype = weights.dtype if wide and isinstance(weights, Tensor) else torch.float32
+    return direction_with_heads(_combined(where, rows, weights, dtype), heads)
+
+
+def weights_to_sum(
+    weights: Weights, products: Any, leaves: list[Tensor], *, by_autograd: bool = False
+) -> tuple[Weights, Weights]:
+    """Weights `[m]` of rows with this Gramian, and the same in the dtype in which to sum: float64 where they cancel or
+    cannot be looked at for nothing, and for rows in float64; else float32.
+
+    Where autograd is to sum, in the dtype of the rows, weights that cancel are replaced by smaller ones.
+    """
+    if isinstance(products, dict) and isinstance(weights, dict):
+        pairs = {key: weights_to_sum(own, products[key], leaves) for key, own in weights.items()}
+        return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
+    by_row = isinstance(weights, Tensor) and weights.ndim == 1 and not weights.is_complex()
+    if not (by_row and isinstance(products, Tensor) and products.ndim == 2):
+        return weights, weights
+    eps = 0.0
+    for leaf in leaves:
+        if leaf.dtype == torch.float64:
+            return weights, weights
+        eps = max(eps, torch.finfo(leaf.dtype).eps)
+    known = products.is_cpu and type(products) is Tensor and not torch.compiler.is_compiling() and not dispatch_modes()
+    with suppress(RuntimeError):  # under vmap no value can be looked at
+        if known:
+            square, squares = weights @ (products @ weights), weights.square() @ products.diagonal()
+            if not square.item() <= _CANCELLED * squares.item():
+                return weights, weights.float()
+            weights = _smaller(weights, products, eps) if by_autograd else weights
+    return weights, weights
+
+
+def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:
+    """The smallest weights with the same direction, as far as a sum of rows with this precision can tell.
+
+    Of the multiples v of unit rows with cosines C, the parts along the first eigenvectors of C change the direction
+    least, and cost most digits in the sum. As many of them are left out as makes the loss of gains, plus the rounding
+    of the sum, least beside the direction; all, where more than `2 eps^1/2` of it would be rounding.
+    """
+    C, norms = cosines(gramian.detach())
+    eigenvalues, vectors = torch.linalg.eigh(C)
+    along = vectors.mT @ (norms * weights)
+    kept = (vectors * along).flip(1).cumsum(1).flip(1)  # column k: without the first k parts
+    lengths = (eigenvalues.clamp(min=0) * along.square()).flip(0).cumsum(0).flip(0).sqrt()
+    error = ((C @ (kept[:, :1] - kept)).abs().amax(0) + eps * kept.abs().sum(0)) / lengths
+    best = error.nan_to_num(torch.inf).argmin()
+    return torch.where(error[best] < 2 * eps**0.5, kept[:, best] / norms, 0)
 
 
 def products_of_rows(
     where: str, leaves: list[Tensor], structure: Any, needed: str
 ) -> tuple[Tensor, Callable[[Weights], Direction]]:
     """The Gramian of rows with these leaves, their squared norms, or the largest of their `"magnitudes"`, and `combine`
-    of them as at least float32, from one set of matrices. The caller of either switches autocast off.
+    of them as at least float32, beside a Gramian in the dtype of the weights, from one set of matrices. The caller of
+    either switches autocast off.
     """
     shapes = [leaf.shape for leaf in leaves]
-    matrices = joined([leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves])
+    matrices, widths = zip(*joined([x if x.dtype.itemsize >= 4 else x.float() for x in leaves]), strict=True)
     found = {"gramian": inner_products, "magnitudes": magnitudes}.get(needed, squared_norms)
     add = torch.maximum if needed == "magnitudes" else torch.add
 
-    def split(parts: list[Tensor], start: int) -> Tree:
-        pairs = zip(parts, matrices, strict=True)
-        own = [x for part, (_, widths) in pairs for x in ([part] if len(widths) == 1 else part.split(widths, -1))]
-        whole = zip(own, shapes, strict=True)
-        return tree_unflatten(structure, [x.reshape(shape[start:]) if len(shape) != 2 else x for x, shape in whole])
+    def split(parts: Sequence[Tensor], start: int) -> Tree:
+        own: list[Tensor] = []
+        for part, sizes in zip(parts, widths, strict=True):
+            own.extend([part] if len(sizes) == 1 else part.split(sizes, -1))
+        for index, shape in enumerate(shapes):
+            if len(shape) != 2:
+                own[index] = own[index].reshape(shape[start:])
+        return tree_unflatten(structure, own)
 
     def pullback(weights: Weights) -> Direction:
         if not isinstance(weights, Tensor) or weights.ndim > 1:
-            return combined(where, split([matrix for matrix, _ in matrices], 0), weights)
-        check_row_weights(where, weights, shapes[0][0])
+            return combined(where, split(matrices, 0), weights)
+        if weights.shape != shapes[0][:1] or weights.is_complex():
+            refuse_row_weights(where, weights, shapes[0][0])
         cast: dict[torch.dtype, Tensor] = {}  # once for all leaves
         summed: list[Tensor] = []
-        for matrix, _ in matrices:
+        for matrix in matrices:
             if matrix.dtype not in cast:
-                cast[matrix.dtype] = weights.to(matrix.device, matrix.dtype)
+                wide = weights.dtype if needed == "gramian" else matrix.dtype
+                cast[matrix.dtype] = weights.to(matrix.device, torch.promote_types(wide, matrix.dtype))
             own = cast[matrix.dtype]
-            summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
+            if own.dtype != matrix.dtype:
+                summed.append(_summed(own, matrix))
+            else:
+                summed.append(own @ matrix if matrix.is_cpu else weighted_rows(own, matrix))
         return split(summed, 1)
 
-    return reduce(add, [found(matrix) for matrix, _ in matrices]), pullback
+    return reduce(add, map(found, matrices)), pullback
 
 
-def check_row_weights(where: str, weights: Tensor, m: int) -> None:
-    """Refuse what is not one number per row."""
-    if weights.shape != (m,) or weights.is_complex():
-        found = described(weights) if weights.is_complex() else list(weights.shape)
-        raise ValueError(
-            f"{where}: expected one weight per row, [{m}], found {found}. "
-            "Check the number of objectives of the rule and of its preference. A rule returns weights, no direction."
-        )
+def refuse_row_weights(where: str, weights: Tensor, m: int) -> None:
+    """Raise ValueError for what is not one real number per row."""
+    found = described(weights) if weights.is_complex() else list(weights.shape)
+    raise ValueError(
+        f"{where}: expected one weight per row, [{m}], found {found}. "
+        "Check the number of objectives of the rule and of its preference. A rule returns weights, no direction."
+    )
 
 
-def _combined(where: str, jacobian: Tree, weights: Weights) -> Tree:
+def _combined(where: str, jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
     leaves, structure = tree_flatten(jacobian)
     m = row_count(jacobian, where, leaves)
     with autocast_disabled():
         if isinstance(weights, Tensor) and weights.ndim < 2:
-            check_row_weights(where, weights, m)
+            if weights.shape != (m,) or weights.is_complex():
+                refuse_row_weights(where, weights, m)
             if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
-                weights = weights.to(leaves[0].device, torch.float32)  # once, and not for every leaf
-            sums = [sharded_as(_weighted_sum(shard_of(leaf), weights), leaf, -1) for leaf in leaves]
+                weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
+            sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
             return tree_unflatten(structure, sums)
         weights = weights_by_leaf(weights, jacobian)
         if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
@@ -179,10 +241,19 @@ def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:
     if isinstance(weights, AffineWeights):
         return (_entrywise_sum(at_least_float32(leaf), weights.weights) + weights.rest).to(leaf.dtype)
     if weights.shape[:1] == leaf.shape[:1] and weights.shape[1:].numel() == 1:
-        return _weighted_sum(leaf, weights.reshape(len(weights)))
+        return weighted_sum(leaf, weights.reshape(len(weights)))
     return (at_least_float32(leaf) * weights).sum(0).to(leaf.dtype)
 
 
-def _weighted_sum(leaf: Tensor, weights: Tensor) -> Tensor:
-    matrix = as_matrix(at_least_float32(leaf))
-    return weighted_rows(weights.to(matrix.dtype), matrix).reshape(leaf.shape[1:]).to(leaf.dtype)
+def weighted_sum(leaf: Tensor, weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weighted sum of the rows of a leaf `[m, *p]`, `[*p]`, computed in at least this dtype."""
+    matrix = as_matrix(leaf if leaf.dtype.itemsize >= 4 else leaf.float())
+    own = weights.to(torch.promote_types(matrix.dtype, dtype))
+    summed = weighted_rows(own, matrix) if own.dtype == matrix.dtype else _summed(own, matrix)
+    return summed.reshape(leaf.shape[1:]).to(leaf.dtype)
+
+
+def _summed(weights: Tensor, matrix: Tensor) -> Tensor:
+    """The weighted sum of rows `[m, n]`, in the dtype of the weights, of which no copy of all rows is made."""
+    blocks = matrix.split(max(1, block_size(matrix) // len(matrix)), dim=1)
+    return torch.cat([weighted_rows(weights, block.to(weights.dtype)) for block in blocks]).to(matrix.dtype)

@@ -8,7 +8,7 @@ on a singular Gramian of small integers. Errors below 2^-40 of the largest entry
 weights may cancel to a reach of zero.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from functional_jd.testing.measures import (
     flat,
     has_rest,
     is_convex_combination,
+    lowered,
     matrix,
     reach_of,
     reordered,
@@ -40,11 +41,13 @@ from functional_jd.testing.measures import (
     split_columns,
     states_of,
     structure_of,
+    unit_rows_if_direction_is_zero,
     variants,
     watched,
     with_first_entry,
-    with_moderate_norms,
 )
+
+_LOW = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @checked
@@ -173,9 +176,8 @@ def low_precision(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losse
 
     Source: the contract of `aggregate`.
     """
-    matrices = [with_moderate_norms(rows) for rows in (jacobian, *others)]
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        low = [tree_map(lambda leaf, dtype=dtype: leaf.to(dtype), rows) for rows in matrices]
+    for dtype in _LOW:
+        low = lowered((jacobian, *others), dtype)
         wide = [tree_map(torch.Tensor.double, rows) for rows in low]
         found = aggregate(rule, low[0], None, *low[1:], losses=losses)
         expected = aggregate(rule, wide[0], None, *wide[1:], losses=losses)
@@ -226,10 +228,17 @@ def permutation_equivariant(rule: Aggregator, jacobian: Jacobian, *others: Jacob
 def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> None:
     """To first order, a step increases no loss: `J A(J) >= 0`.
 
-    To 2^-26 of `|g_i|` times the reach, for row g_i.
+    To 2^-26 of `|g_i|` times the reach, for row g_i. For Jacobians of less precision eps, with norms as in
+    `low_precision`: to 64 eps of `|g_i| |A(J)|`, however large the weights are, and the smallest number of the dtype.
 
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
+    for dtype in _LOW:
+        low = lowered((jacobian, *others), dtype)
+        rows, direction = matrix(low[0]), flat(aggregate(rule, low[0], None, *low[1:], losses=losses).direction)
+        eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        rounding = 64 * eps * (direction.norm() + len(direction) * smallest) + 2.0**-40 * rows.abs().max()
+        assert (rows @ direction >= -rounding * rows.norm(dim=1)).all(), f"rows of {dtype} are conflicted with"
     for state in states_of(rule, jacobian, others, losses):
         result = aggregate(rule, jacobian, state, *others, losses=losses)
         J, direction = matrix(jacobian), flat(result.direction)
@@ -304,7 +313,7 @@ def weakly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, l
 
     Source: Desideri, Comptes Rendus Mathematique 350, 2012.
     """
-    for J in _unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
+    for J in unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         system = torch.cat([J.mT, torch.ones(1, len(J), dtype=torch.float64)])
         _, residual = nnls(system.numpy(), [0.0] * (len(system) - 1) + [1.0])
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not Pareto stationary"
@@ -318,7 +327,7 @@ def strongly_stationary(rule: Aggregator, jacobian: Jacobian, *others: Jacobian,
 
     Source: TorchJD, the library of Quinton & Rey, which tests UPGrad under this name. MGDA does not obey it.
     """
-    for J in _unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
+    for J in unit_rows_if_direction_is_zero(rule, jacobian, others, losses):
         _, residual = nnls(J.mT.numpy(), -J.sum(0).numpy())  # w = 1 + v with v >= 0, since w can be rescaled
         assert residual <= TOLERANCE, "the direction is zero, but the Jacobian is not strongly stationary"
 
@@ -379,13 +388,3 @@ def _compiled_steps(rule: Aggregator) -> Callable[..., Any]:
         return later, first.state
 
     return torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=False)
-
-
-def _unit_rows_if_direction_is_zero(
-    rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses
-) -> Iterator[Tensor]:
-    matrices = [with_moderate_norms(rows) for rows in (jacobian, *others)]
-    for state in states_of(rule, matrices[0], tuple(matrices[1:]), losses):
-        result = aggregate(rule, matrices[0], state, *matrices[1:], losses=losses)
-        if (flat(result.direction).abs() <= 2.0**-40 * reach_of(matrices[0], result.weights)).all():
-            yield torch.nn.functional.normalize(matrix(matrices[0]), dim=1)

@@ -1,6 +1,6 @@
 """Helpers of the laws: comparisons of results, pytrees as vectors and matrices, and transformations of Jacobians."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -199,6 +199,11 @@ def with_moderate_norms(jacobian: Jacobian) -> Jacobian:
     return rescaled(jacobian, 2.0 ** (exponents.clamp(-7, 8) - exponents).double())
 
 
+def lowered(matrices: tuple[Jacobian, ...], dtype: torch.dtype) -> list[Jacobian]:
+    """Jacobians with moderate norms, rounded to a dtype."""
+    return [tree_map(lambda leaf: leaf.to(dtype), with_moderate_norms(rows)) for rows in matrices]
+
+
 def split_columns(leaf: Tensor) -> Tree:
     """Split the columns of a leaf into a dict of a matrix, a list and a 0-dimensional parameter."""
     x = as_matrix(leaf)
@@ -225,3 +230,14 @@ def variants(jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses) -
     """Return three cases of the same shapes; `losses=None` becomes an empty tuple, which transforms accept."""
     changes = (lambda x: x.contiguous(), lambda x: x.flip(0), lambda x: 2 * x.roll(1, 0))
     return [tree_map(change, (jacobian, others, () if losses is None else losses)) for change in changes]
+
+
+def unit_rows_if_direction_is_zero(
+    rule: Aggregator, jacobian: Jacobian, others: tuple[Jacobian, ...], losses: Losses
+) -> Iterator[Tensor]:
+    """The unit rows, in each state in which the direction is zero."""
+    matrices = [with_moderate_norms(rows) for rows in (jacobian, *others)]
+    for state in states_of(rule, matrices[0], tuple(matrices[1:]), losses):
+        result = aggregate(rule, matrices[0], state, *matrices[1:], losses=losses)
+        if (flat(result.direction).abs() <= 2.0**-40 * reach_of(matrices[0], result.weights)).all():
+            yield torch.nn.functional.normalize(matrix(matrices[0]), dim=1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import initial_state, weigh, where_it_runs
+from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.float64 import has_float64
@@ -27,6 +28,7 @@ class Weighed(NamedTuple):
         gramian: the Gramian as the rule received it; `()` for rules that need something else.
         finite: which rows did not overflow, as far as it is known before the pullback.
         verdict: with a scale, and if the flags are known, what follows from them.
+        own: the weights in the dtype in which rows are summed.
     """
 
     weights: Weights
@@ -34,6 +36,7 @@ class Weighed(NamedTuple):
     gramian: Gramian | tuple[()]
     finite: Tensor | None
     verdict: "Verdict | None"
+    own: Weights
 
 
 class Verdict(NamedTuple):
@@ -70,7 +73,8 @@ def observe(plan: Plan, engine: Engine) -> Observation:
             if x.requires_grad and x.is_leaf:
                 x.requires_grad = False
     if seen.products is None and plan.view.products == "gramian" and plan.view.groups is None:
-        return seen._replace(products=gramian(seen.rows))
+        pull = lambda own: (combined(plan.where, seen.rows, own, wide=True), None)
+        return seen._replace(products=gramian(seen.rows), pullback=pull)
     return seen
 
 
@@ -87,6 +91,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
     """The weights of the rule, and the verdict of the flags, where the rule runs: on the host or here."""
     by_gramian = plan.view.products == "gramian" and plan.view.groups is None
     by_products, scaled = seen.products is not None, plan.scale is not None
+    leaves = tree_leaves(plan.args[0]) if by_products else []
 
     def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
         received = given
@@ -96,7 +101,10 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
             received = plan.view.receive(seen._replace(products=given, losses=losses))
         weights, memory = weigh(plan.rule, received, memory, plan.where)
         verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
-        return Weighed(weights, memory, given if by_gramian else (), finite, verdict)
+        own = weights
+        if by_products:
+            weights, own = weights_to_sum(weights, given, leaves, by_autograd=not plan.guarded)
+        return Weighed(weights, memory, given if by_gramian else (), finite, verdict, own)
 
     given = seen.products if by_products else plan.view.receive(seen)
     inputs = given, seen.finite, seen.losses, memory, plan.scale_state if scaled else ()
@@ -112,7 +120,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
 
 def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Verdict]:
     """The direction of the weights, and whether the step is taken."""
-    direction, passed = seen.pullback(found.weights)
+    direction, passed = seen.pullback(found.own)
     rows_finite = found.finite if passed is None else passed
     if plan.scale is None or rows_finite is None:
         # One backward pass hides a weight that is not finite where the loss is constant, as under `torch.where`.

@@ -94,6 +94,8 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Guarantees:
         With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.
+        Weights that cancel are the smallest that autograd can sum to this direction, zero if it would be rounding;
+        under transforms and with `solver="device"` they stay as they are found.
         A gradient that is not finite, or not with the scale, gives weights that are not finite if the rule looks at
         gradients, so that a `GradScaler` skips the step and backs off.
         If weights or a loss are not finite, the state that was given is returned, as in a skipped step; in a call

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combine
+from functional_jd.aggregation.combine import weighted_sum
 from functional_jd.core.rows import block_size
+from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
 
 
 class Factors(NamedTuple):
@@ -30,10 +31,12 @@ def _in_float32(f: Factors) -> Factors:
 def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -> Tensor:
     """The weighted sum of the rows, in the shape and dtype of the leaf."""
     left, right = _in_float32(f)
+    if under_transform() or dispatch_modes():  # which do not tell whether weights cancel: float64 would be the rule
+        weights = weights.to(right.dtype)
     if left.ndim == 2:
         scaled = _weighted(right, weights, alone=len(left) < m).flatten(0, 2)
         return scaled.new_zeros(leaf.shape).index_add(0, left.flatten(), scaled).to(leaf.dtype)
-    dtype = torch.promote_types(left.dtype, right.dtype)
+    dtype = torch.promote_types(weights.dtype, torch.promote_types(left.dtype, right.dtype))
     if len(left) < m or (len(right) == m and right.shape[-1] < left.shape[-1]):  # the smaller side is multiplied
         right = _weighted(right, weights, alone=len(left) < m)
     else:
@@ -48,6 +51,7 @@ def weighted_sum_of_factors(f: Factors, weights: Tensor, leaf: Tensor, m: int) -
 
 def _weighted(side: Tensor, weights: Tensor, *, alone: bool) -> Tensor:
     """One side times the weights, row by row; summed at once where the other side is the same for all rows."""
+    side = side.to(torch.promote_types(side.dtype, weights.dtype))  # float64 where they cancel
     weights = weights.to(side.dtype)
     if alone:
         return (weights @ side.flatten(1)).reshape(1, *side.shape[1:])
@@ -113,7 +117,8 @@ def _joined(sides: list[Tensor]) -> Tensor:
 
 def combined(rows: Tensor, weights: Tensor, leaf: Tensor) -> Tensor:
     """The weighted sum of rows whose dtype may differ from that of the leaf."""
-    return combine(rows.to(torch.promote_types(rows.dtype, leaf.dtype)), weights).to(leaf.dtype)
+    rows = rows.to(torch.promote_types(rows.dtype, leaf.dtype))
+    return weighted_sum(rows, weights, weights.dtype).to(leaf.dtype)
 
 
 def column_groups(f: Factors, m: int) -> Iterator[Factors]:

@@ -48,7 +48,8 @@ def products_of_leaves(
     def pullback(weights: Tensor) -> list[Tensor]:
         found = {index: block.pullback(weights) for index, block in blocks.items()}
         for indices, rows in joined:
-            pieces = (weights.to(rows.dtype) @ rows).split([leaves[index].numel() for index in indices])
+            dtype = torch.promote_types(rows.dtype, weights.dtype)
+            pieces = (weights.to(dtype) @ rows.to(dtype)).split([leaves[index].numel() for index in indices])
             for index, piece in zip(indices, pieces, strict=True):
                 found[index] = piece.reshape(leaves[index].shape).to(leaves[index].dtype)
         return [found[index] for index in range(len(leaves))]

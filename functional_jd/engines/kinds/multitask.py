@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combine
+from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.foreach import each_magnitude, times
 from functional_jd.core.heads import nan_unless_finite
@@ -163,7 +163,8 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
 
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
         common = common_scale(weights, scales, plan)
-        summed = iter(combine(reached, weights.double() * common.double()))
+        own = (weights.double() * common.double()).to(weights.dtype)
+        summed = iter(combined(plan.where, reached, own, wide=True))
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
         trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared)

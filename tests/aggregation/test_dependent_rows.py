@@ -1,0 +1,111 @@
+"""Rows of low precision that depend on one another up to rounding: no direction conflicts with them."""
+
+import itertools
+
+import pytest
+import torch
+from bounds import check_within, eps
+from scipy.optimize import nnls
+
+import functional_jd as jd
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+RULES = {"upgrad": jd.upgrad, "dualproj": jd.dualproj, "mgda": jd.mgda}
+
+
+def dependent(seed, m, rank, dtype, n=10):
+    """m rows of this rank, and an outside row, rounded."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)
+    return torch.cat([normal(m, rank) @ normal(rank, n), normal(1, n)]).to(dtype)
+
+
+def stationary(seed, m, n, rank):
+    """Rows, some of which have a positive combination that is zero; the others have none."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64)
+    half = (torch.arange(m) < m // 2).double()
+    fixed = torch.stack([half, 1 - half], 1) * normal(m, 1).abs()
+    basis = torch.linalg.qr(torch.cat([fixed, normal(m, m - 2)], 1)).Q[:, 1 : rank + 1]
+    return basis * normal(rank).abs() @ torch.linalg.qr(normal(n, n)).Q[:rank]
+
+
+def check_law(J, direction):
+    """`J d >= -c eps |J| |d|`, beside what float64 cannot tell from zero."""
+    info, J, d = torch.finfo(J.dtype), J.double(), direction.double()
+    rounding = 64 * info.eps * (d.norm() + len(d) * info.smallest_normal) + 2.0**-40 * J.abs().max()
+    assert (J @ d >= -rounding * J.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_no_row_is_conflicted_with(name, dtype):
+    rule, cancelled = RULES[name](), 0
+    for seed in range(60):
+        J = dependent(seed, 3 + seed % 5, 2, dtype)
+        found = jd.aggregate(rule, J)
+        check_law(J, found.direction)
+        terms = found.weights * J.double().norm(dim=1)
+        cancelled += bool(found.direction.norm() < 1e-5 * terms.norm())
+        if seed % 8 == 2 and dtype != torch.float16:
+            for engine in ("jacobian", "gramian"):
+                how = {"losses": lambda p, J=J: J @ p, "aggregator": rule, "optimizer": jd.sgd(1.0), "engine": engine}
+                state, _ = jd.step(jd.train_state(torch.zeros(10, dtype=dtype), **how), **how)
+                check_law(J, -state.params)
+    assert cancelled or dtype != torch.float32, "no case of the bug"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_transforms_sum_in_float64_too(name):
+    J = torch.stack([dependent(seed, 4, 2, torch.float32) for seed in (2, 7, 12, 17)])
+    direction = lambda J: jd.aggregate(RULES[name](), J).direction
+    compiled = torch.compile(direction, fullgraph=True, backend="aot_eager")
+    for rows, found in zip(J, torch.vmap(direction)(J), strict=True):
+        check_law(rows, found)
+        check_law(rows, compiled(rows))
+    value, tangent = torch.func.jvp(direction, (J[0],), (J[0],))  # homogeneous: the derivative along J is A(J)
+    check_law(J[0], value)
+    check_law(J[0], tangent)
+    slope = torch.func.grad(lambda J: direction(J) @ value)(J[0])
+    assert abs((slope * J[0]).sum() - value @ value) <= 1e-4 * (value @ value) + 1e-9
+
+
+@pytest.mark.parametrize("name", ["upgrad", "dualproj"])
+def test_weights_for_autograd_are_as_small_as_the_direction_allows(name):
+    largest = 0.0
+    for seed in range(60):
+        J = dependent(seed, 3 + seed % 5, 2, torch.float32)
+        p = torch.zeros(10, requires_grad=True)
+        losses = lambda p, J=J: J @ p
+        weights = jd.weights_fn(losses, RULES[name]())(p.detach()).weights
+        (weights @ losses(p)).backward()
+        check_law(J, p.grad)
+        assert weights.abs().max() < 200
+        largest = max(largest, jd.aggregate(RULES[name](), J).weights.abs().max())
+    assert largest > 1e5
+
+
+def test_weights_for_autograd_are_zero_where_the_direction_would_be_rounding():
+    J = torch.tensor([[1.0, 2.0], [-3.0, -6.0], [1.0, 2.0 + 2.0**-22]])
+    weights = jd.weights_fn(lambda p: J @ p, jd.mgda())(torch.zeros(2)).weights
+    assert not weights.any()
+
+
+@pytest.mark.parametrize(("n", "rank"), [(10, 10), (10, 5), (10, 1), (100, 1), (100, 18)])
+def test_stationary_rows_in_float32_are_not_conflicted_with(n, rank):
+    for seed, name in itertools.product(range(3), RULES):
+        J = stationary(seed, 20, n, rank)
+        check_law(J.float(), jd.aggregate(RULES[name](), J.float()).direction)
+        # A positive combination of half of the rows is zero: no direction of the cone has a gain of these.
+        found = jd.aggregate(RULES[name](), J).direction
+        check_within(J[:10] @ found, torch.zeros(10), 1e-6 * J.norm())
+
+
+@pytest.mark.parametrize("n", [10, 100])
+def test_dependent_rows_have_the_projection_of_float64(n):
+    for seed in range(3):
+        J = stationary(seed, 20, n, 1)
+        N, x = torch.nn.functional.normalize(J, dim=1, eps=1e-9), J.mean(0)
+        s = nnls(N.mT.numpy(), -(x / x.norm()).numpy(), maxiter=10_000)[0]
+        expected = x + x.norm() * torch.from_numpy(s) @ N
+        check_within(jd.aggregate(jd.dualproj(), J.float()).direction, expected, 64 * eps(torch.float32) * x.norm())
