@@ -100,10 +100,7 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
 
 
 def with_op_tables(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Make native autocast around a function or inside it have the dtypes of CUDA's; `autocast` says where.
-
-    `with_op_tables(f)(x) = f(x)`, bit for bit, if native autocast is off.
-    """
+    """Make native autocast around a function or inside it have the dtypes of CUDA's; nothing changes if it is off."""
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -123,20 +120,7 @@ def _is_native(given: Any) -> bool:
 
 
 def autocast_disabled() -> AbstractContextManager[Any]:
-    """A context in which native autocast is off, for the CPU and the accelerator.
-
-    Returns:
-        A context manager, to be entered at once and once.
-
-    Laws:
-        Inside, `x @ y` has the dtype of `x` and `y`, whatever autocast surrounds it; afterwards all is as it was.
-
-    Example:
-        >>> x = torch.ones(2, 2)
-        >>> with torch.autocast("cpu", torch.bfloat16), autocast_disabled():
-        ...     (x @ x).dtype
-        torch.float32
-    """
+    """A context in which native autocast is off, for the CPU and the accelerator, to be entered at once and once."""
     devices = _devices() if torch.compiler.is_compiling() else _found_devices()
     on: list[_Setting] = [(device, False, None) for device in devices if torch.is_autocast_enabled(device)]
     return _regions(on) if on else _NOTHING  # nearly always

@@ -46,10 +46,8 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         `torch.amp.custom_fwd`, `torch.amp.custom_bwd`; pytorch#132388.
 
     Differs:
-        Inputs are cast before the function, so that second derivatives use the saved tensors. A `vmap` rule that calls
-        its own class needs `@custom` on the class, to call the decorated one. Under compile, derivatives are those of
-        the class; torch 2.13 differentiates `forward` instead, under torch.func: the straight-through gradient of a
-        rounding is then zero.
+        Inputs are cast before the function. A `vmap` rule that calls its own class needs `@custom` on the class. Under
+        compile, derivatives are those of the class; torch 2.13 differentiates `forward` instead, under torch.func.
 
     Example:
         >>> @precision.custom(cast_inputs=torch.float32)
@@ -106,8 +104,7 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
         TypeError: `f` is not callable.
 
     Laws:
-        Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast. Composes with
-        every transform that `f` composes with.
+        Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast.
 
     Differs:
         float64 is not cast. For the `apply` of an autograd function, autocast is off in its backward too; for other

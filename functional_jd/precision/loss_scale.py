@@ -5,8 +5,7 @@
     params = select(finite, new_params, params)
     state = update_scale(state, finite)
 
-A state holds one scale `[]` for all objectives, or one per objective `[m]`: no single scale brings gradients of both
-1e-9 and 1e3 into the range of float16.
+A state holds one scale `[]` for all objectives, or one per objective `[m]`.
 """
 
 from functools import reduce
@@ -59,10 +58,7 @@ def multiplier(state: ScaleState | Tensor, where: str = "multiplier") -> Tensor:
 
 
 def inverse_of(factor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The inverse of a float32 factor, rounded to a dtype.
-
-    The quotient of float32 numbers in float64, rounded, is that in float32: only a derivative needs float64.
-    """
+    """The inverse of a float32 factor, rounded to a dtype. For float32, only a derivative needs float64."""
     if dtype == torch.float64 or factor.requires_grad or under_transform():
         return factor.double().reciprocal().to(dtype)
     return factor.reciprocal()
@@ -85,8 +81,7 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
         TypeError, ValueError: a leaf is not a floating-point tensor; `[m]` scales with neither m losses nor m rows.
 
     Laws:
-        Linear in the tree. For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree,
-        unless values overflow or underflow.
+        For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree, within its range.
 
     Source: Micikevicius et al., Mixed precision training, ICLR 2018, section 3.2; `torch.amp.GradScaler.scale`.
 
@@ -112,15 +107,13 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     """Divide by the loss scale, and test for finiteness; non-finite rows are returned as zeros.
 
     `value_i = scaled_i / multiplier_i`, computed with the inverse, rounded to float32.
-    `finite_i` is true if every value of row i (for one scale: every value) is finite *after* dividing. With zeros,
-    eigh, svd and cholesky downstream never see a NaN.
+    `finite_i` is true if every value of row i (for one scale: every value) is finite *after* dividing.
 
     Args:
         state: the `ScaleState`, or tensor `[]` or `[m]`, that was used for scaling, before `update_scale`.
         tree: for one scale, any pytree of floating-point tensors, such as a Jacobian or a direction. For `[m]` scales,
-            rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already, and
-            belong to no row: a non-finite value in them makes every `finite_i` false. Sparse leaves, such as the
-            gradient of `nn.Embedding(sparse=True)`, come back dense.
+            rows with leaves `[m, *p]`. Of a `MultitaskJacobian`, `shared` is divided; `heads` are unscaled already: a
+            non-finite value in them makes every `finite_i` false. Sparse leaves come back dense.
 
     Returns:
         `(tree, finite)`: the same structure, with float16 and bfloat16 leaves as float32, where small values do not
@@ -210,10 +203,7 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
 
     Laws:
         Bit-equal to `torch._amp_update_scale_` down to the floor, elementwise: products are computed in float64 and
-        rounded once. The scale is never zero, also after a scale of zero. A scale that starts below 2**-14 grows from
-        there, and does not back off.
-
-    Source: `torch.amp.GradScaler.update`.
+        rounded once. A scale that starts below 2**-14 grows from there, and does not back off.
 
     Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
 
@@ -313,9 +303,7 @@ def _floating(tree: Tree, where: str, factor: Tensor | None = None) -> tuple[lis
 
 
 def _dense(leaves: list[Tensor]) -> list[Tensor]:
-    """Return the leaves, the sparse ones dense: sparse tensors have no extrema, and repeated indices are added up. Of
-    sharded leaves, the shards.
-    """
+    """Return the leaves, the sparse ones dense, as they have no extrema; of sharded leaves, the shards."""
     return [leaf if leaf.layout == torch.strided else leaf.to_dense() for leaf in map(shard_of, leaves)]
 
 
@@ -334,8 +322,7 @@ def _require_flag(finite: Any, where: str, scale: Tensor | None = None, name: st
 def _products_are_finite(leaves: list[Tensor], inverse: Tensor) -> Tensor:
     """Return whether all leaves (for `[m]`: their rows) times the inverse are finite, and the inverse is.
 
-    Rounding is monotone, so a product overflows if and only if that of the largest magnitude does; and extrema
-    propagate NaN. One reduction per leaf, without temporaries, is ten times faster than `isfinite`.
+    Rounding is monotone, and extrema propagate NaN. One reduction per leaf is ten times faster than `isfinite`.
     """
     extrema: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
@@ -350,9 +337,7 @@ def _products_are_finite(leaves: list[Tensor], inverse: Tensor) -> Tensor:
 
 def _products_or_zeros(leaves: list[Tensor], factor: Tensor, finite: Tensor) -> list[Tensor]:
     """Return the leaves times a factor, or zeros where not finite. Zeroed before the product: no derivative is 0 * inf.
-
-    The product is in place on the zeroed copies: a second buffer of the size of a Jacobian costs more than the
-    arithmetic.
+    The product is in place on the zeroed copies, as a second buffer costs more than the arithmetic.
     """
     if under_transform() or (torch.is_grad_enabled() and any(x.requires_grad for x in (factor, *leaves))):
         zeroed = [at_least_float32(torch.where(per_row(finite, x), x, 0.0)) for x in leaves]

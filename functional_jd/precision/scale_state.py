@@ -124,8 +124,7 @@ def no_scale(*, device: torch.device | str | None = None) -> ScaleState:
         device: the device of the two tensors.
 
     Returns:
-        `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes: `step` knows by it, without a
-        look at values, that nothing is to be scaled.
+        `ScaleState` with two tensors `[]`, and `()` for what says how a scale changes.
     """
     check_device("no_scale", device)
     one = torch.ones((), dtype=torch.float32, device=device)
@@ -151,7 +150,7 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         TypeError: no `ScaleState`.
 
     Laws:
-        `scale_state_from_dict(scale_state_to_dict(state))` equals the state, bit for bit, but for `no_scale()`.
+        `scale_state_from_dict` reverses it, bit for bit.
     """
     check_type("scale_state_to_dict", "state", state, ScaleState, "Create one with scale_state().")
     if not is_scaled(state):

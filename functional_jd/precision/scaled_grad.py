@@ -18,8 +18,7 @@ def scaled_grad(
     """`torch.func.grad` for losses that contain it, in half precision: with a scale of its own.
 
     `grad(factor f) / factor`, divided in at least float32. A loss scale multiplies the gradients of the losses, but not
-    a gradient inside them: forces of an energy in units of 1e-7 are below what float16 holds (6e-8), and are lost
-    before any loss is computed.
+    a gradient inside them: forces of an energy in units of 1e-7 are below what float16 holds.
 
     Args:
         f: a function that returns a scalar, an energy for instance; with `has_aux`, `(scalar, aux)`.
@@ -36,16 +35,13 @@ def scaled_grad(
         ValueError: `factor` is not positive and finite, or not a scalar; when called, `f` returns no scalar.
 
     Laws:
-        The gradient does not depend on the factor but for rounding, and equals that of `torch.func.grad` wherever
-        nothing underflows. Linear in `f`. What overflows inside is not finite in the result: the loss that uses it is
-        not finite, and `step` is skipped. Composes with grad, jvp, vmap and compile, as `torch.func.grad` does.
+        Equals `torch.func.grad` to rounding wherever nothing underflows. What overflows inside is not finite in the
+        result, and `step` is skipped. Composes with transforms as `torch.func.grad` does.
 
     Differs:
-        From a loss scale, which backs off when rows overflow: this factor cannot, since the losses do not receive the
-        state, and a loss that is itself not finite leaves every scale as it is, which would not mend it. A factor that
-        overflows at the start overflows in every step: take a smaller one. float16 leaves a factor of 2^15 above 1, and
-        2^14 below before digits are lost. Where `f` returns float16, the factor itself must be below 65504: multiply by
-        the unit in float32.
+        From a loss scale, which backs off when rows overflow: a factor that overflows at the start overflows in every
+        step. Take a smaller one. If `f` returns float16, the factor must be below 65504: multiply by the unit in
+        float32.
 
     Example:
         >>> energy = autocast(lambda x, w: 1e-7 * (x @ w).square().float().sum())
