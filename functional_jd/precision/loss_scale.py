@@ -84,8 +84,6 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
         For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree, within its range.
 
     Source: Micikevicius et al., Mixed precision training, ICLR 2018, section 3.2; `torch.amp.GradScaler.scale`.
-
-    Differs: from GradScaler, which returns float32 for float16 scalars only, not for float16 vectors.
     """
     rows, heads = split_heads(tree)
     if heads:
@@ -127,9 +125,6 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
         Derivatives are those of the division where finite, and zero elsewhere.
 
     Source: `torch.amp.GradScaler.unscale_`, bit for bit where finite.
-
-    Differs: from GradScaler, which tests the scaled values, so that tiny scales give infinite parameters, and refuses
-        float16.
 
     Example:
         >>> state = scale_state(1024.0, shape=(2,))
