@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from functional_jd.core.arguments import check_function
 from functional_jd.random.draws import DRAWS, Numbers, on_device
 from functional_jd.random.keys import check_key, split
 from functional_jd.random.stream import draw
@@ -58,24 +59,20 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Laws:
         The same key gives the same bits on one device: under vmap, grad, jvp and compile, for every row of a Jacobian,
-        and where `torch.utils.checkpoint` runs a part of `f` again in the backward pass. On another device, they are
-        equal to rounding. Under vmap, every key has its own numbers; a key that is not batched gives all elements the
-        same. A `torch.vmap` inside `f` does what its `randomness` says. torch's own generators are neither read nor
-        moved. Scales, dtypes, devices, `training=False` and `p=0` are as in torch.
+        and where `torch.utils.checkpoint` runs a part of `f` again. On another device, they are equal to rounding.
+        Under vmap, every key has its own numbers; a key that is not batched gives all elements the same. A `torch.vmap`
+        inside `f` does what its `randomness` says. torch's own generators are neither read nor moved.
 
     Source:
         The numbers are those of `uniform` and `normal`: SplitMix64 with a second round of mixing, whose increment is a
-        counter, so that any number can be computed by itself. It passes statistical tests of its uniformity and of the
-        independence of keys, positions and bits; it is not meant for secrets. Masks compare uniform numbers of 24 bits
-        with the probability, as torch does on CUDA.
+        counter. It is not meant for secrets.
 
     Differs:
-        The values of probabilities in tensors are not checked. `torch.bernoulli` and the like with `out=` raise.
-        A tensor that is filled in place under a batched key must have been made by `empty`, `empty_like` or
-        `new_empty`, or be batched itself. With dropout, attention is computed by plain products. What is not torch's
-        (`random`, NumPy), and the backward pass of a custom autograd function, are out of reach.
-        `torch.utils.checkpoint` with `use_reentrant=True` raises. torch.compile does not trace a checkpoint inside
-        `keyed`: `fullgraph=True` raises its error.
+        The values of probabilities in tensors are not checked. A tensor that is filled in place under a batched key
+        must have been made by `empty`, `empty_like` or `new_empty`, or be batched itself. With dropout, attention is
+        computed by plain products. What is not torch's (`random`, NumPy), and the backward pass of a custom autograd
+        function, are out of reach. `out=` and checkpoints with `use_reentrant=True` raise, and so does torch.compile
+        for a checkpoint inside `keyed`.
 
     Example:
         >>> dropout = keyed(torch.nn.Dropout(0.5))
@@ -83,8 +80,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         >>> torch.equal(dropout(key, x), dropout(key, x))
         True
     """
-    if not callable(f):
-        raise TypeError(f"keyed: expected a function, found {type(f).__name__}. Pass the function, not its value.")
+    check_function("keyed", "f", f, "Pass the function, not its value.")
 
     def run(key: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         check_key(key, "keyed")

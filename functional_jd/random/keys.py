@@ -25,8 +25,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         int64 `[2]`.
 
     Raises:
-        TypeError: `seed` is not a Python integer, or `device` is no device.
-        ValueError: `seed` has more than 64 bits.
+        TypeError, ValueError: `seed` is not a Python integer of 64 bits, or `device` is no device.
 
     Laws:
         Different seeds (modulo 2^64) give different keys. The same bits on every device.
@@ -56,9 +55,6 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     Returns:
         int64 `[n, 2]`: one key per row.
 
-    Raises:
-        TypeError, ValueError: `key` is not a key, or `n` is negative.
-
     Laws:
         `split(key, n)[:k]` equals `split(key, k)`. The 2n words of one split are all different.
     """
@@ -76,9 +72,6 @@ def fold_in(key: Tensor, number: int | Tensor) -> Tensor:
 
     Returns:
         int64 `[2]`: a key that is independent of those of other numbers, and of those that `split` gives.
-
-    Raises:
-        TypeError, ValueError: `key` is not a key, or `number` is none.
 
     Laws:
         Different numbers (modulo 2^64) give different keys. Composes with vmap, over the number too.
@@ -106,9 +99,6 @@ def uniform(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torc
         `[*shape]`, on the key's device. Zero occurs with probability 2^-b, one never: for logarithms use
         `1 - uniform(...)`.
 
-    Raises:
-        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
-
     Laws:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative.
     """
@@ -130,9 +120,6 @@ def normal(key: Tensor, shape: Sequence[int] = (), *, dtype: torch.dtype = torch
         `[*shape]`, on the key's device; always finite, at most 8.6 in absolute value, which a normal variable exceeds
         with probability 1e-17.
 
-    Raises:
-        TypeError, ValueError: `key` is not a key, `dtype` is not one of the four, or a size is negative.
-
     Laws:
         In row-major order, the first n numbers do not depend on how many follow. The result has no derivative. On other
         devices, the same to rounding.
@@ -153,9 +140,6 @@ def permutation(key: Tensor, n: int) -> Tensor:
 
     Returns:
         int64 `[n]`, on the key's device.
-
-    Raises:
-        TypeError, ValueError: `key` is not a key, or `n` is negative.
 
     Laws:
         The permutation sorts n random words that are all different, so there are no ties.
@@ -179,21 +163,15 @@ def check_key(key: Tensor, where: str) -> None:
 
 def _check_size(n: Any, where: str) -> None:
     if not is_size(n) or n < 0:
-        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}. Pass a non-negative integer.")
+        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}.")
 
 
 def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
-    """Return the number of elements of a shape, after checking the shape and the dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in UNIFORM_BITS:
-        expected = ", ".join(str(dtype) for dtype in UNIFORM_BITS)
-        found = dtype if isinstance(dtype, torch.dtype) else described(dtype)
-        raise TypeError(f"{where}: expected one of {expected}, found {found}. Draw in one of these, then convert.")
-    if isinstance(shape, int):
-        raise TypeError(
-            f"{where}: expected a sequence of sizes, found the integer {described(shape)}. Write a tuple (n,) instead."
-        )
+        expected = ", ".join(map(str, UNIFORM_BITS))
+        raise TypeError(f"{where}: expected one of {expected}, found {dtype!r}. Draw in one of these, then convert.")
     if not isinstance(shape, list | tuple) or not all(map(is_size, shape)):
-        raise TypeError(f"{where}: expected a sequence of sizes, found {described(shape)}. Pass for instance (2, 3).")
+        raise TypeError(f"{where}: expected a tuple of sizes, found {described(shape)}. Pass for instance (3,).")
     if any(size < 0 for size in shape):
         raise ValueError(f"{where}: expected sizes of at least 0, found {list(shape)}. A size of -1 is not inferred.")
     return math.prod(shape)

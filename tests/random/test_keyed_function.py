@@ -483,7 +483,7 @@ def test_nothing_is_left_to_the_collector():
 
 
 def test_what_is_no_key_and_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"^keyed: expected a function"):
+    with pytest.raises(TypeError, match=r"^keyed: f must be a function, found int"):
         keyed(3)
     with pytest.raises(TypeError, match=r"^keyed: expected an int64 key"):
         keyed(torch.rand)(torch.ones(2), 3)

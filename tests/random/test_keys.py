@@ -575,7 +575,7 @@ def test_sizes_and_dtypes_that_cannot_be_drawn_are_refused():
     for draw in (random.uniform, random.normal):
         with pytest.raises(ValueError, match=rf"{draw.__name__}: expected sizes of at least 0, found \[2, -1\]"):
             draw(key, (2, -1))
-        with pytest.raises(TypeError, match=rf"{draw.__name__}: expected a sequence of sizes, found the integer 3"):
+        with pytest.raises(TypeError, match=rf"{draw.__name__}: expected a tuple of sizes, found 3"):
             draw(key, 3)
         for dtype in (torch.int64, torch.complex64, torch.bool):
             with pytest.raises(TypeError, match=rf"{draw.__name__}: expected one of torch.float64.* found {dtype}"):
