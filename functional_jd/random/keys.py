@@ -163,7 +163,7 @@ def check_key(key: Tensor, where: str) -> None:
 
 def _check_size(n: Any, where: str) -> None:
     if not is_size(n) or n < 0:
-        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}.")
+        raise ValueError(f"{where}: expected n of at least 0, found {described(n)}. Pass a size.")
 
 
 def _count(shape: Sequence[int], dtype: torch.dtype, where: str) -> int:
