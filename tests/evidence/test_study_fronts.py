@@ -1,7 +1,6 @@
 """Fronts in the study: what is trained is what is said, and measures are those of a brute force."""
 
 import pytest
-import study_front_tables
 import study_fronts
 import study_pictures
 import torch
@@ -109,24 +108,6 @@ def test_a_single_solution_stands_beside_the_front_of_sums():
     behind, more = beside_sums(sums, single)
     assert behind.tolist() == [True, False, False]
     torch.testing.assert_close(more, torch.tensor([0.0, 0.25 * 0.25, 0.0], dtype=torch.float64))
-
-
-def test_the_tables_are_differences_to_sums():
-    sums = stored([[[0.5, 0.5]] * 10], [[[0.5, 0.5]] * 10])
-    better = stored([[[1.0, 0.5]] * 10], [[[1.0, 0.5]] * 10]) | {"passes": 2}
-    single = {"parts": [[0.4, 0.4]] * 10}
-    cells = {
-        "fairness": {"front_sums": sums, "front_upgrad": better, "mean": single, "peer_upgrad": single, "grid": single},
-        "beta_vae": {"front_sums": sums},
-    }
-    lines = study_front_tables.front_tables(cells)
-    titles = "`upgrad(preference=u)` | `upgrad(preference=u)`, equal passes |"
-    assert f"| Area | weighted sums | {titles}" in lines
-    assert "| fairness | 0.250 | **+25.0 [+25.0, +25.0]** | **+25.0 [+25.0, +25.0]** |" in lines
-    assert "| fairness | 0.500 | **+25.0 [+25.0, +25.0]** | **+25.0 [+25.0, +25.0]** |" in lines  # of utility
-    assert "| beta_vae | 0.250 | - | - |" in lines
-    assert "| `mean()` | 10 of 10, 0.0 |" in lines
-    assert not any(line.startswith("| *grid*") for line in lines)
 
 
 def test_the_picture_has_a_panel_for_each_problem_that_is_trained(tmp_path):

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import study_peer_tables
 import study_peers
 import torch
 from study_cells import under_method
@@ -112,31 +111,3 @@ def test_a_cell_says_how_far_the_chosen_trainings_were_apart():
     mean, largest = torch.tensor(cell["apart"]["mean"]), torch.tensor(cell["apart"]["largest"])
     assert mean.shape == largest.shape == (2,)
     assert ((mean >= 0) & (mean <= largest) & (largest <= 2)).all()
-
-
-def test_the_table_is_ours_minus_the_peers():
-    def cell(value, **more):
-        return {"validation": [[[value] * 3] * 4], "test": [[[value] * 3] * 4], **more}
-
-    peers = {"apart": {"mean": [0.1, 0.3], "largest": [0.5, 0.4]}, "errors": {"ValueError": 2}}
-    cells = {
-        "units": {
-            "upgrad": cell(0.75),
-            "advice": {"imbalance": [2e3, 9e3, 1e3]},
-            "peer_upgrad": cell(0.5, **peers),
-            "peer_upgrad_cured": cell(0.75, **peers),
-            "nash_mtl": cell(0.5),
-            "peer_nash_mtl_standardised": cell(0.25, **peers),
-        },
-        "loans": {"upgrad": cell(0.5), "peer_upgrad": cell(0.75, **peers), "peer_config": cell(0.0, **peers)},
-    }
-    lines = study_peer_tables.beside_the_peer(cells, {"units": False, "loans": True})
-    assert "| units | **+25.0 [+25.0, +25.0]** | 0.0 [0.0, 0.0] |" in lines
-    assert "| loans | **-25.0 [-25.0, -25.0]** | - |" in lines
-    assert "| mean | 0.0 | 0.0 |" in lines
-    assert "| better / none seen / worse | 1 / 0 / 1 | 0 / 1 / 0 |" in lines
-    assert "| units | 2e+03 | 0.2 (0.5) | 0.2 (0.5) |" in lines
-    assert "| loans | - | 0.2 (0.5) | - |" in lines
-    assert any("an error in 6 steps" in line for line in lines)
-    assert "|  | `nash_mtl()` over `NashMTL(m)` |" in lines
-    assert "| units | **+25.0 [+25.0, +25.0]** |" in lines

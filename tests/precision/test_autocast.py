@@ -147,23 +147,8 @@ FLOAT32 = {
 INPUT = {
     "batch_norm": lambda x: F.batch_norm(x, None, None, x[0].float(), x[1].float(), training=True),
     "instance_norm": lambda x: F.instance_norm(x[None], weight=x[0].float(), bias=x[1].float()),
-    "cat": lambda x: torch.cat([x, x]),
-    "stack": lambda x: torch.stack([x, x]),
-    "dot": lambda x: torch.dot(x[0], x[1]),
     "vdot": lambda x: torch.vdot(x[0], x[1]),
-    "inner": lambda x: torch.inner(x, x),
-    "addcmul": lambda x: torch.addcmul(x, x, x),
-    "addcdiv": lambda x: torch.addcdiv(x, x, x),
-    "atan2": lambda x: torch.atan2(x, x),
-    "bilinear": lambda x: F.bilinear(x, x, x[None].repeat(4, 1, 1)),
-    "linalg.cross": lambda x: torch.linalg.cross(x[:, :3], x[:, 1:]),
-    "cross": lambda x: torch.cross(x[:, :3], x[:, 1:], dim=1),
-    "index_put": lambda x: torch.index_put(x, (torch.tensor([0]),), x[1]),
-    "tensordot": lambda x: torch.tensordot(x, x, 1),
-    "where": lambda x: torch.where(x > 0.5, x, x),
     "Tensor.where": lambda x: x.where(x > 0.5, x.flip(0)),
-    "scatter_add": lambda x: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), x),
-    "grid_sample": lambda x: F.grid_sample(x[None, None], x.reshape(1, 2, 4, 2), align_corners=False),
     "gelu": F.gelu,
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
@@ -181,24 +166,26 @@ INPUT = {
 }
 # CUDA's autocast lists it from torch 2.12 on.
 (FLOAT32 if torch.__version__ >= "2.12" else INPUT)["rms_norm"] = lambda x: F.rms_norm(x, (4,), x[0])
-CASES = [(op, name) for group in (HALF, FLOAT32, INPUT) for name, op in group.items()]
-MIXED = {  # the widest of the two
-    "cat": torch.cat,
-    "stack": torch.stack,
-    "dot": lambda pair: torch.dot(pair[0][0], pair[1][0]),
-    "inner": lambda pair: torch.inner(*pair),
-    "addcmul": lambda pair: torch.addcmul(pair[0], pair[1], pair[0]),
-    "addcdiv": lambda pair: torch.addcdiv(pair[0], pair[1], pair[0]),
-    "atan2": lambda pair: torch.atan2(*pair),
-    "bilinear": lambda pair: F.bilinear(pair[0], pair[1], pair[0].expand(3, 4, 4)),
-    "linalg.cross": lambda pair: torch.linalg.cross(pair[0][:, :3], pair[1][:, :3]),
-    "cross": lambda pair: torch.cross(pair[0][:, :3], pair[1][:, :3], dim=1),
-    "tensordot": lambda pair: torch.tensordot(*pair, dims=1),
-    "where": lambda pair: torch.where(pair[0] > 0.5, *pair),
-    "scatter_add": lambda pair: pair[0].scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), pair[1]),
-    "index_put": lambda pair: torch.index_put(pair[0], (torch.tensor([0]),), pair[1][0]),
-    "grid_sample": lambda pair: F.grid_sample(pair[0][None, None], pair[1].reshape(1, 2, 4, 2), align_corners=False),
+# Two inputs, the widest of which decides.
+PROMOTING = {
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack": lambda x, y: torch.stack([x, y]),
+    "dot": lambda x, y: torch.dot(x[0], y[1]),
+    "inner": torch.inner,
+    "addcmul": lambda x, y: torch.addcmul(x, y, x),
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, x),
+    "atan2": torch.atan2,
+    "bilinear": lambda x, y: F.bilinear(x, y, x[None].repeat(4, 1, 1)),
+    "linalg.cross": lambda x, y: torch.linalg.cross(x[:, :3], y[:, 1:]),
+    "cross": lambda x, y: torch.cross(x[:, :3], y[:, 1:], dim=1),
+    "tensordot": lambda x, y: torch.tensordot(x, y, dims=1),
+    "where": lambda x, y: torch.where(x > 0.5, x, y),
+    "scatter_add": lambda x, y: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.int64), y),
+    "index_put": lambda x, y: torch.index_put(x, (torch.tensor([0]),), y[1]),
+    "grid_sample": lambda x, y: F.grid_sample(x[None, None], y.reshape(1, 2, 4, 2), align_corners=False),
 }
+INPUT |= {name: lambda x, op=op: op(x, x) for name, op in PROMOTING.items()}
+CASES = [(op, name) for group in (HALF, FLOAT32, INPUT) for name, op in group.items()]
 
 
 def expected_dtype(name: str, given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -269,13 +256,13 @@ def test_gradients_are_near_float32_and_in_its_dtype(op, name, dtype):
 
 @both
 @pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", PROMOTING)
 def test_promoting_ops_take_the_widest_dtype(name, dtype):
     x = draw(4, 4)
     for pair in ((x, x.to(dtype)), (x.to(dtype), x), (x.to(dtype), x.to(dtype))):
         widest = torch.float32 if torch.float32 in (pair[0].dtype, pair[1].dtype) else dtype
-        assert autocast(MIXED[name], dtype)(pair).dtype == widest
-        assert vmap(autocast(MIXED[name], dtype))((pair[0][None], pair[1][None])).dtype == widest
+        assert autocast(PROMOTING[name], dtype)(*pair).dtype == widest
+        assert vmap(autocast(PROMOTING[name], dtype))(pair[0][None], pair[1][None]).dtype == widest
 
 
 REFERENCE = {  # the documented lists, CUDA's, without `gelu` and `rms_norm`, of which they say what it does not do

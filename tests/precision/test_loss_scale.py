@@ -33,7 +33,6 @@ within = {
     "growth": st.one_of(st.sampled_from([1.0, 2.0]), st.floats(1, 1e3)),
     "backoff": st.one_of(st.sampled_from([0.5, 1.0]), st.floats(2.0**-1000, 1)),
 }
-FOUND_INF = [0.0, -0.0, 1.0, 2.0, -1.0, math.nan, math.inf]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
