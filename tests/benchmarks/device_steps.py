@@ -102,17 +102,17 @@ def _model(case: tuple[str, int]) -> Tasks:
 
 
 def _counted(device: Device, call: Callable[[], Any]) -> Count:
-    device.reset()
-    call()
-    gc.collect()
-    gc.disable()  # memory in reference cycles counts, whenever it would have been collected
-    try:
+    with torch.autograd.set_multithreading_enabled(False):  # a thread of its own frees memory a moment later
         device.reset()
-        before = device.bytes
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own frees memory a moment later
+        call()
+        gc.collect()
+        gc.disable()  # memory in reference cycles counts, whenever it would have been collected
+        try:
+            device.reset()
+            before = device.bytes
             call()
-    finally:
-        gc.enable()
+        finally:
+            gc.enable()
     return Count(
         device.launches, device.synchronisations, device.copies_to_host, device.copies_from_host, device.peak - before
     )

@@ -7,62 +7,26 @@ on every machine.
 import pytest
 from device_steps import CASES, FORMS, ours, peers, plain
 
-CEILINGS: dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]] = {
-    ("one scale", "mean"): {
-        ("tiny MLP", 2): (37, 0),
-        ("MLP", 2): (37, 0),
-        ("MLP", 8): (85, 0),
-        ("conv", 4): (61, 0),
-        ("transformer", 3): (151, 0),
-    },
-    ("one scale", "upgrad"): {
-        ("tiny MLP", 2): (43, 2),
-        ("MLP", 2): (43, 2),
-        ("MLP", 8): (79, 2),
-        ("conv", 4): (82, 2),
-        ("transformer", 3): (208, 2),
-    },
-    ("one scale", "config"): {
-        ("tiny MLP", 2): (43, 2),
-        ("MLP", 2): (43, 2),
-        ("MLP", 8): (79, 2),
-        ("conv", 4): (82, 2),
-        ("transformer", 3): (208, 2),
-    },
-    ("a scale per objective", "mean"): {
-        ("tiny MLP", 2): (75, 0),
-        ("MLP", 8): (111, 0),
-        ("conv", 4): (114, 0),
-    },
-    ("a scale per objective", "upgrad"): {
-        ("tiny MLP", 2): (51, 2),
-        ("MLP", 8): (87, 2),
-        ("conv", 4): (90, 2),
-    },
-    ("autocast float16", "mean"): {
-        ("tiny MLP", 2): (96, 0),
-        ("conv", 4): (161, 0),
-    },
-    ("autocast float16", "upgrad"): {
-        ("tiny MLP", 2): (72, 2),
-        ("conv", 4): (137, 2),
-    },
-    ("one scale", "mgda"): {
-        ("tiny MLP", 2): (43, 2),
-    },
-    ("one scale", "nash_mtl"): {
-        ("tiny MLP", 2): (46, 2),
-    },
+CEILINGS: dict[tuple[str, str], tuple[int | None, ...]] = {
+    ("one scale", "mean"): (37, 37, 85, 61, 151),
+    ("one scale", "upgrad"): (43, 43, 79, 82, 208),
+    ("one scale", "config"): (43, 43, 79, 82, 208),
+    ("one scale", "mgda"): (43, None, None, None, None),
+    ("one scale", "nash_mtl"): (46, None, None, None, None),
+    ("a scale per objective", "mean"): (75, None, 111, 114, None),
+    ("a scale per objective", "upgrad"): (51, None, 87, 90, None),
+    ("autocast float16", "mean"): (96, None, None, 161, None),
+    ("autocast float16", "upgrad"): (72, None, None, 137, None),
 }
-"""By form and rule: by case the launches and the waits: for a copy to the host and one back, where a rule searches."""
+"""By form and rule: the launches for each of `CASES`. A rule that searches waits for a copy and for the way back."""
+COUNTED = [(*key, case, most) for key, row in CEILINGS.items() for case, most in zip(CASES, row, strict=True) if most]
 
 
-@pytest.mark.parametrize(("form", "rule", "case"), [(*key, case) for key, cases in CEILINGS.items() for case in cases])
-def test_a_step_stays_below_its_ceiling(form, rule, case):
-    launches, waits = CEILINGS[form, rule][case]
+@pytest.mark.parametrize(("form", "rule", "case", "most"), COUNTED)
+def test_a_step_stays_below_its_ceiling(form, rule, case, most):
     found = ours(case, rule, form)
-    assert found.launches <= launches
-    assert found.waits <= waits
+    assert found.launches <= most
+    assert found.waits <= (0 if rule == "mean" else 2)
 
 
 PEAKS = {
