@@ -31,14 +31,12 @@ def hypervolume_gradient(reference: Numbers) -> Population:
         coordinate.
 
     Raises:
-        TypeError: `reference` not floating-point.
-        ValueError: not finite; when called, not one per loss, or more than four losses.
+        TypeError, ValueError: `reference` not floating-point, not finite or not one per loss; more than four losses.
 
     Laws:
         No weight is negative. Equivariant to permutations of the losses, and of solutions that differ; of two equal
-        solutions the later one counts as dominated. Where no solution is dominated, the direction of each is, up to
-        its length, minus the gradient of the hypervolume. A solution whose losses are not finite has NaN weights, and
-        does not touch the others. Time and memory grow as `K^m`, plus `K^3`.
+        solutions the later one counts as dominated. A solution whose losses are not finite has NaN weights, and does
+        not touch the others. Time and memory grow as `K^m`, plus `K^3`.
 
     Source:
         Deist, Grewal, Dankers, Alderliesten & Bosman, Multi-objective learning to predict Pareto fronts using

@@ -35,8 +35,7 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         in the first phase and outside of the sector. Differentiable with respect to the Gramian and preferences.
 
     Raises:
-        TypeError: preferences that are not floating-point, `warmup` no integer.
-        ValueError: preferences that are not `[K, m]`; of one, what is no preference; when called, not one per loss.
+        TypeError, ValueError: preferences that are not floating-point `[K, m]`, one per loss; `warmup` no integer.
 
     Laws:
         Invariant to the lengths of preferences; homogeneous in the Jacobian, and the same for losses that are scaled

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import View
-from functional_jd.core.arguments import described
+from functional_jd.core.arguments import refuse
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Weights
@@ -44,10 +44,8 @@ def _weights_of(population: Population, index: Tensor, seen: Any) -> Weights:
     weights: Any = population.weigh(everyone)
     k = len(tree_leaves(everyone)[0])
     if not isinstance(weights, Tensor) or weights.ndim != 2 or len(weights) != k:
-        raise ValueError(
-            f"fronts.train: expected weights [K, m] of the population, with K = {k}, found {described(weights)}. "
-            "Return one weight for each loss of each solution."
-        )
+        cure = "Return one weight for each loss of each solution."
+        refuse("fronts.train", "weights of the population", f"[K, m] with K = {k}", weights, cure, ValueError)
     return weights.index_select(0, index.unsqueeze(0)).squeeze(0)
 
 

@@ -79,17 +79,14 @@ def train(
             for a population.
         scale, buffers, engine, has_aux: as for `train_state`; every solution has its own scale and buffers.
         chunk_size: how many solutions at once, where memory is short; `None`: all. Not for a population.
-        compile: how the step of all solutions is run. `False`: its Python code each time. `"eager"`: its operators,
-            recorded by `compiled` at the first step: the same bits, in a third of the time for small solutions. `True`,
-            or `"inductor"`: machine code. What the losses read besides their arguments is then read once.
+        compile: how the step of all solutions is run. `False`: its Python code. `"eager"`: its operators, recorded by
+            `compiled` at the first step: the same bits, in a third of the time for small solutions. `True`, or
+            `"inductor"`: machine code. The losses then read anything except their arguments once.
         on_step, progress, patience: as for `fit`; leaves of infos and states have K as their first dimension, and a
             step counts as skipped if no solution took it.
 
     Returns:
         `Front(states, losses, preferences)`.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit; what `train_state`, `step` and `fit` raise.
 
     Laws:
         Solution k is what `train_state` and `step` give by themselves with `rule(preferences[k])`, to rounding; of a
@@ -108,13 +105,11 @@ def train(
         check_integer("fronts.train", "chunk_size", chunk_size, 1, "It counts solutions.")
     start, preferences, marks, rule_of = _solutions(start, preferences, rule, chunk_size)
     first, remaining = _first_of(batches)
-    last = first
+    last = [first]
 
     def each_batch() -> Iterable[Any]:
-        nonlocal last
-        for batch in chain([first], remaining):
-            last = batch
-            yield batch
+        for last[0] in chain([first], remaining):
+            yield last[0]
 
     method: dict[str, Any] = {"losses": losses, "optimizer": optimizer, "engine": engine, "has_aux": has_aux}
 
@@ -139,7 +134,7 @@ def train(
         states = tree_map(lambda x: x.contiguous(), states)
     take = compiled(every, backend=backend) if backend else every
     states = fit(take, states, each_batch(), on_step=on_step, progress=progress, patience=patience)
-    _, info = take(states, *_arguments(last))
+    _, info = take(states, *_arguments(last[0]))
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)
     return Front(states, found, preferences)
 
@@ -170,12 +165,9 @@ def _first_of(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse("fronts.train", "batches", "a DataLoader, a list or a generator", batches, "Of no arguments: [()].")
     remaining = iter(batches)
-    try:
-        return next(remaining), remaining
-    except StopIteration:
-        raise ValueError(
-            "fronts.train: batches must have an item, found none. Pass [()] for losses of params alone."
-        ) from None
+    for first in remaining:
+        return first, remaining
+    raise ValueError("fronts.train: batches must have an item, found none. Pass [()] for losses of params alone.")
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:
@@ -204,14 +196,12 @@ def _checked_population(
 def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> Tensor:
     if preferences is None and isinstance(start, Front):
         return start.preferences
-    check_matrix("fronts.train", "preferences", preferences, "Take lattice(m, divisions).")
+    cure = "Take lattice(m, divisions)."
+    check_matrix("fronts.train", "preferences", preferences, cure)
     assert preferences is not None
     wanted = len(start.preferences) if isinstance(start, Front) else max(len(preferences), 1)
     if len(preferences) != wanted:
-        expected = f"{wanted}, one for each solution"
-        raise ValueError(
-            f"fronts.train: preferences must be {expected}, found {len(preferences)}. Take lattice(m, divisions)."
-        )
+        refuse("fronts.train", "preferences", f"{wanted}, one for each solution", len(preferences), cure, ValueError)
     likes = tree_leaves(start)
     at = likes[0].device if likes and isinstance(likes[0], Tensor) else None  # where each step needs them
     return preferences.detach().to(at)

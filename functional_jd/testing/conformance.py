@@ -123,8 +123,7 @@ def obeys(
     Example:
         >>> def shy(temperature=1.0):
         ...     return stateless(views.gramian, lambda G: torch.softmax(-G.diagonal() / temperature, dim=0))
-        >>> test_shy = obeys(shy())
-        >>> test_shy_claims = obeys(shy(), permutation_equivariant, on_the_simplex)
+        >>> test_shy = obeys(shy(), permutation_equivariant, on_the_simplex)
         >>> test_shy_anywhere = obeys(shy, hyper={"temperature": Range(0.1, 10.0)})
     """
     _check("obeys", rule, laws, jacobians, hyper, settings)

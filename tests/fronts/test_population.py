@@ -140,7 +140,7 @@ def test_it_compiles():
         (
             {"rule": Population(views.losses, lambda losses: losses[0])},
             ValueError,
-            r"expected weights \[K, m\] of the population, with K = 4, found",
+            r"weights of the population must be \[K, m\] with K = 4, found",
         ),
         (
             {"rule": Population(views.losses, lambda losses: 1.0)},
