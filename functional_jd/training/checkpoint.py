@@ -3,14 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.agreement import function_names
-from functional_jd.core.arguments import check_flag, check_mapping, check_type
+from functional_jd.core.arguments import check_flag, check_mapping, check_type, dtype_or_type
 from functional_jd.core.checksum import checksums
 from functional_jd.core.sharding import gathered_leaf, laid_out_as, layout_error
 from functional_jd.core.tree import Position, named_nodes, tree_flatten, tree_unflatten
@@ -37,24 +37,22 @@ def to_checkpoint(
         state: from `train_state` or `step`, or any pytree of tensors: records, dicts, lists, of any dtypes and shapes.
         aggregator: the rule that made the state, whose name is written: rules without a memory have equal states.
         optimizer: the optimizer that made it, likewise: Adam and AdamW of `from_torch` have equal states.
-        whole: whether `DTensor`s are gathered, on all ranks at the same time, for files that know none: safetensors,
-            and `torch.save` by one rank.
+        whole: whether `DTensor`s are gathered, on all ranks at the same time, for safetensors and for `torch.save` by
+            one rank.
 
     Returns:
         A dict of tensors, for `torch.save`, safetensors or `torch.distributed.checkpoint`: copies, detached, contiguous
-        and with memory of their own; `DTensor`s stay sharded unless `whole`. Names consist of fields, keys and
-        positions. Beside them stand `functional_jd.version`, int64 `[]`; `functional_jd.fields`, uint8 `[n]`, the
-        classes of the records and the names of their fields as JSON; `functional_jd.checksums`, int64 `[k]`, one for
-        each entry by sorted name; and the names of the rule and the optimizer, if they are given.
+        and with memory of their own; `DTensor`s stay sharded unless `whole`. `functional_jd.version`,
+        `functional_jd.fields` (JSON), `functional_jd.checksums` and the names of rule and optimizer are entries too.
 
     Raises:
         TypeError: a leaf is not a tensor.
         ValueError: two leaves have the same name; without `whole`, `DTensor`s with placements other than `Shard` and
             `Replicate`, as those of tensor parallelism below `fully_shard` are.
 
-    Laws:
-        Pure. `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit. Checksums of sharded tensors
-        are those of whole ones: all ranks add up theirs, at the same time.
+    Guarantees:
+        `from_checkpoint(to_checkpoint(state), like=state)` is the state, bit by bit.
+        Checksums of sharded tensors are those of whole ones: all ranks add up theirs, at the same time.
 
     Example:
         >>> sorted(to_checkpoint({"w": torch.ones(2)}))
@@ -62,14 +60,14 @@ def to_checkpoint(
     """
     _check_given("to_checkpoint", aggregator, optimizer)
     check_flag("to_checkpoint", "whole", whole)
-    named = _named("to_checkpoint", state)
+    leaves, _, records = _named("to_checkpoint", state)
     if not whole:
-        _check_layouts("to_checkpoint", named, "Redistribute it, or pass whole=True, which gathers.")
+        _check_layouts("to_checkpoint", leaves, "Redistribute it, or pass whole=True, which gathers.")
     entries = {
         name: (gathered_leaf(leaf) if whole else leaf).detach().clone(memory_format=torch.contiguous_format)
-        for name, leaf in zip(named.names, named.leaves, strict=True)
+        for name, leaf in leaves.items()
     }
-    entries[_FIELDS] = _written(named.records)
+    entries[_FIELDS] = _written(records)
     for what, record in (("aggregator", aggregator), ("optimizer", optimizer)):
         if record is not None:
             entries[_METHOD[what]] = _written(function_names(record, what == "aggregator"))
@@ -87,11 +85,10 @@ def from_checkpoint(
     """Turn what `to_checkpoint` returned into a state again.
 
     Args:
-        checkpoint: the dict of tensors, as it was saved. Its device does not matter, nor whether leaves are sharded:
-            `like` decides how those of the state lie.
-        like: a state with the structure, shapes, dtypes and devices that are expected, such as
+        checkpoint: the dict of tensors, as it was saved, on any device, sharded or not.
+        like: a state with the structure, shapes, dtypes, devices and shards that are expected, such as
             `train_state(params, *batch, **method)`; its values are not used. The exception: a field that was added to
-            a record after the checkpoint was written, as its list of fields tells, keeps the value of `like`.
+            a record after the checkpoint was written keeps the value of `like`.
         aggregator: the rule of `like`; needed if the checkpoint names one, which must be the same.
         optimizer: the optimizer of `like`, likewise.
 
@@ -100,40 +97,46 @@ def from_checkpoint(
 
     Raises:
         TypeError: `checkpoint` is not a dict of tensors, or a leaf of `like` is not a tensor.
-        ValueError: the checkpoint has no version, or one that this version of the package does not know; records are of
-            another class; names are missing or unknown; a shape or dtype differs; a tensor is not what was written,
-            as its checksum tells (checkpoints of older versions have none); another rule or optimizer; `DTensor`s in
-            `like` with placements other than `Shard` and `Replicate`.
+        ValueError: another version of the format; records of another class; names that are missing or unknown; another
+            shape or dtype; a checksum that differs (checkpoints of older versions have none); another rule or
+            optimizer; `DTensor`s in `like` with placements other than `Shard` and `Replicate`.
 
-    Laws:
-        Pure. Names decide, never positions: fields and keys in another order stay what they are.
+    Guarantees:
+        Names decide, never positions: fields and keys in another order stay what they are.
 
     Example:
         >>> from_checkpoint(to_checkpoint({"w": torch.ones(2)}), like={"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
     _check_given("from_checkpoint", aggregator, optimizer)
-    named = _named("from_checkpoint", like)
-    _check_layouts("from_checkpoint", named, "Redistribute that of `like`.")
+    expected, structure, records = _named("from_checkpoint", like)
+    _check_layouts("from_checkpoint", expected, "Redistribute that of `like`.")
     _check_whole(checkpoint)
-    records: dict[str, list[str]] = _read(checkpoint[_FIELDS])
-    _check_records(records, named.records)
-    added = {name for name in named.names if name not in checkpoint and _is_added(name, records, named.records)}
-    _check_names(set(named.names) - added, set(checkpoint) - _OWN)
+    written: dict[str, list[str]] = _read(checkpoint[_FIELDS])
+    added = _added(written, records)
+    kept = {name for name in expected if name not in checkpoint and f"{name}.".startswith(added)}
+    missing, unknown = sorted({*expected} - kept - {*checkpoint}), sorted({*checkpoint} - {*expected} - _OWN)
+    if missing or unknown:
+        found = f"{_few(missing) or 'none'} missing and {_few(unknown) or 'none'} unknown"
+        _refuse("the names of `like`", found, _START)
     _check_method(checkpoint, {"aggregator": aggregator, "optimizer": optimizer})
     leaves: list[Any] = []
-    for name, leaf in zip(named.names, named.leaves, strict=True):
-        found = leaf if name in added else checkpoint[name]
+    for name, leaf in expected.items():
+        found = leaf if name in kept else checkpoint[name]
         if found.shape != leaf.shape or found.dtype != leaf.dtype:
-            raise ValueError(
-                f"from_checkpoint: expected {leaf.dtype} {list(leaf.shape)} in {name!r}, as in `like`, found "
-                f"{found.dtype} {list(found.shape)}. Start `like` from the model, the losses and the method that wrote "
-                "the checkpoint."
-            )
+            like_this = f"{leaf.dtype} {list(leaf.shape)} in {name!r}, as in `like`"
+            _refuse(like_this, f"{found.dtype} {list(found.shape)}", _START)
         # The strides of `like`, which decide how some ops round; `like` may have no memory at all.
         target = torch.empty_like(found if leaf.is_meta else leaf, requires_grad=False)
         leaves.append(target.copy_(laid_out_as(found.detach(), target)))
-    return tree_unflatten(named.structure, leaves)
+    return tree_unflatten(structure, leaves)
+
+
+_START = "Start `like` from the model, the losses and the method that wrote the checkpoint."
+
+
+def _refuse(expected: str, found: str, cure: str) -> NoReturn:
+    raise ValueError(f"from_checkpoint: expected {expected}, found {found}. {cure}")
 
 
 def _check_given(where: str, aggregator: Any, optimizer: Any) -> None:
@@ -143,23 +146,8 @@ def _check_given(where: str, aggregator: Any, optimizer: Any) -> None:
         check_type(where, "optimizer", optimizer, Optimizer, "Call its builder: adamw().")
 
 
-class _Named(NamedTuple):
-    """A flattened pytree.
-
-    Attributes:
-        leaves: its tensors.
-        structure: its structure.
-        names: the name of each leaf.
-        records: by name, the class of each record and its fields.
-    """
-
-    leaves: list[Tensor]
-    structure: Any
-    names: list[str]
-    records: dict[str, list[str]]
-
-
-def _named(where: str, tree: Any) -> _Named:
+def _named(where: str, tree: Any) -> tuple[dict[str, Tensor], Any, dict[str, list[str]]]:
+    """The leaves by name, the structure, and by name the class and the fields of each record."""
     leaves, structure = tree_flatten(tree)
     names, records = [""] * len(leaves), dict[str, list[str]]()
     for path, node in named_nodes(structure, len(leaves)):
@@ -169,21 +157,20 @@ def _named(where: str, tree: Any) -> _Named:
             records[path] = [type(node).__name__, *node._fields]
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
-            found = str(leaf.layout) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"{where}: all leaves must be tensors, and dense, found {found} in {name!r}. Make "
+                f"{where}: all leaves must be tensors, and dense, found {dtype_or_type(leaf)} in {name!r}. Make "
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
                 "torch.utils._pytree."
             )
     twice = sorted(name for name, count in Counter([*names, *_OWN]).items() if count > 1)
     if twice:
         raise ValueError(f"{where}: expected leaves with different names, found {_few(twice)} twice. Rename the keys.")
-    return _Named(leaves, structure, names, records)
+    return dict(zip(names, leaves, strict=True)), structure, records
 
 
-def _check_layouts(where: str, named: _Named, cure: str) -> None:
+def _check_layouts(where: str, leaves: dict[str, Tensor], cure: str) -> None:
     """Raise for shards that are not where the mesh places them: checksums need it."""
-    for name, leaf in zip(named.names, named.leaves, strict=True):
+    for name, leaf in leaves.items():
         if problem := layout_error(leaf):
             raise ValueError(f"{where}: {problem} in {name!r}. {cure}")
 
@@ -196,25 +183,19 @@ def _check_whole(checkpoint: Any) -> None:
         check_type(where, f"checkpoint[{name!r}]", value, Tensor, cure)
     entries = cast("Mapping[str, Tensor]", checkpoint)
     if _VERSION not in entries or _FIELDS not in entries:
-        raise ValueError(
-            f"from_checkpoint: expected the entries {_VERSION!r} and {_FIELDS!r}, found a dict without them. Pass all "
-            "that to_checkpoint returned; a state that torch.save wrote needs no from_checkpoint."
-        )
+        _refuse(f"the entries {_VERSION!r} and {_FIELDS!r}", "a dict without them", cure)
     version: Any = entries[_VERSION].tolist()
     if version != VERSION:
-        raise ValueError(
-            f"from_checkpoint: expected a checkpoint of version {VERSION}, found version {version}. Read it with the "
-            "version of functional_jd that wrote it."
-        )
+        cure = "Read it with the version of functional_jd that wrote it."
+        _refuse(f"a checkpoint of version {VERSION}", f"version {version}", cure)
     if _SUMS not in entries:  # written by an older version
         return
     found, expected = _sums(entries), entries[_SUMS].reshape(-1).tolist()
     damaged = [name for (name, value), written in zip(found.items(), expected, strict=False) if value != written]
     if damaged or len(found) != len(expected):
-        raise ValueError(
-            f"from_checkpoint: expected tensors as they were written, found others in {_few(damaged or [_SUMS])}: "
-            "their checksums differ. The file is damaged, or entries were changed: take another checkpoint."
-        )
+        others = f"others in {_few(damaged or [_SUMS])}: their checksums differ"
+        cure = "The file is damaged, or entries were changed: take another checkpoint."
+        _refuse("tensors as they were written", others, cure)
 
 
 def _read(entry: Tensor) -> Any:
@@ -235,47 +216,25 @@ def _sums(entries: Mapping[str, Tensor]) -> dict[str, int]:
 def _check_method(checkpoint: Mapping[str, Tensor], given: dict[str, Any]) -> None:
     """Raise for a state of another rule or optimizer, if the checkpoint names them."""
     for what, entry in _METHOD.items():
-        if entry not in checkpoint:
-            continue
-        written: list[str] = _read(checkpoint[entry])
+        written: list[str] = _read(checkpoint[entry]) if entry in checkpoint else []
         expected = [] if given[what] is None else function_names(given[what], what == "aggregator")
-        if written != expected:
+        if written and written != expected:
             wanted = f"a state of {' of '.join(expected)}" if expected else f"{what}= to be given, since it is named"
-            raise ValueError(
-                f"from_checkpoint: expected {wanted}, found one of {' of '.join(written)}. Pass the {what} that wrote "
-                "the checkpoint and start `like` with it. To go on with another one, write a checkpoint without names."
-            )
+            cure = f"Pass the {what} that wrote the checkpoint and start `like` with it."
+            _refuse(wanted, f"one of {' of '.join(written)}", f"{cure} A checkpoint without names fits all.")
 
 
-def _check_records(written: dict[str, list[str]], expected: dict[str, list[str]]) -> None:
-    """Raise for a state of another rule or optimizer, also if its tensors would fit."""
-    for path, (kind, *_) in expected.items():
-        if path in written and written[path][0] != kind:
-            raise ValueError(
-                f"from_checkpoint: expected {kind} in {path or 'the state'!r}, as in `like`, found {written[path][0]}. "
-                "Start `like` with the rule and the optimizer that wrote the checkpoint."
-            )
-
-
-def _is_added(name: str, written: dict[str, list[str]], expected: dict[str, list[str]]) -> bool:
-    """Whether a leaf belongs to a field that its record, which was written, did not have."""
-    for path, (_, *fields) in expected.items():
-        if path in written:
-            start = f"{path}." if path else ""
-            added = [start + field for field in fields if field not in written[path][1:]]
-            if any(name == field or name.startswith(f"{field}.") for field in added):
-                return True
-    return False
-
-
-def _check_names(expected: set[str], found: set[str]) -> None:
-    missing, unknown = sorted(expected - found), sorted(found - expected)
-    if missing or unknown:
-        raise ValueError(
-            f"from_checkpoint: expected the names of `like`, found {_few(missing) or 'none'} missing and "
-            f"{_few(unknown) or 'none'} unknown. Start `like` from the model, the losses and the method that wrote the "
-            "checkpoint."
-        )
+def _added(written: dict[str, list[str]], expected: dict[str, list[str]]) -> tuple[str, ...]:
+    """The fields, each with a dot at its end, that records have and did not have when they were written. Raise for
+    records of another class, also if their tensors would fit.
+    """
+    found: list[str] = []
+    for path, (kind, *fields) in expected.items():
+        was, *others = written.get(path, [kind, *fields])
+        if was != kind:
+            _refuse(f"{kind} in {path or 'the state'!r}, as in `like`", was, _START)
+        found += [f"{path}.{field}.".removeprefix(".") for field in fields if field not in others]
+    return tuple(found)
 
 
 def _few(names: list[str]) -> str:

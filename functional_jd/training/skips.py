@@ -34,23 +34,19 @@ class SkipWatch:
     """Counts the steps that were skipped in a row.
 
     The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits: the
-    warning and the error come after exactly as many steps as they say.
+    warning and the error come after exactly as many steps as they name.
     """
 
     def __init__(self, where: str, patience: int | None):
         if patience is not None:
             check_integer(where, "patience", patience, 1, "It counts steps; None never stops.")
         self.where, self.patience = where, patience
-        # Of all steps since the last of which it is known that it was taken: the scale before, the flags, the answer.
+        # Of all steps since the last one that is known to be taken: the scale before, the flags, the answer.
         self.run: list[tuple[Any, Tensor, Tensor]] = []
         self.skipped = 0  # how many of them, from the first on, are known to be skipped
 
     def follow(self, scale: Any, state: Any, info: Any) -> None:
-        """Count a step, given the scale before it.
-
-        Raises:
-            TrainingStalled: it was the last of `patience` skipped steps in a row.
-        """
+        """Count a step, given the scale before it. Raise TrainingStalled for the last of `patience` skipped steps."""
         if not isinstance(info, StepInfo):
             return
         self.run.append((scale, info.finite, was_taken(info)))
@@ -66,23 +62,22 @@ class SkipWatch:
             warnings.warn(self._account(info) + end, RuntimeWarning, stacklevel=user_level())
 
     def _read(self) -> None:
-        taken = torch.stack([answer for *_, answer in self.run[self.skipped :]]).tolist()
-        last = max((index for index, answer in enumerate(taken) if answer), default=None)
-        if last is not None:
-            del self.run[: self.skipped + last + 1]
-        self.skipped = len(self.run)
+        for taken in torch.stack([answer for *_, answer in self.run[self.skipped :]]).tolist():
+            self.skipped += 1
+            if taken:
+                del self.run[: self.skipped]
+                self.skipped = 0
 
     def _account(self, info: StepInfo) -> str:
-        """Return which losses or rows were not finite, and what may help."""
-        names, leaves = objective_names(info.losses), tree_leaves(info.losses)
-        finite = torch.cat([leaf.detach().reshape(-1).isfinite().cpu() for leaf in leaves]).tolist()
+        """The losses or rows that were not finite, and what may help."""
+        names = objective_names(info.losses)
+        finite = torch.cat([leaf.detach().reshape(-1).isfinite().cpu() for leaf in tree_leaves(info.losses)]).tolist()
         bad = [name for name, yes in zip(names, finite, strict=True) if not yes]
         found = f"losses were not finite themselves: {', '.join(bad)}"
         if not bad:
             found = (
                 "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
-                "torch.where has a derivative too, which is NaN for a root or a division at 0: replace its argument as "
-                "well, torch.where(known, torch.where(known, x, 1).sqrt(), 0)"
+                "torch.where has a derivative too: replace its argument as well"
             )
         rows = "Pass scale_state(shape=(m,)), one scale per objective, to see which rows were not finite"
         if info.finite.shape == (len(names),):
@@ -97,12 +92,5 @@ class SkipWatch:
 
 
 def was_taken(info: StepInfo) -> Tensor:
-    """Return whether a step was taken, bool `[]`; of a batch of steps under vmap, whether any of them was."""
-    if isinstance(info.moved, Tensor):
-        return info.moved.any()
-    # The record of a step by hand.
-    m = sum(leaf.numel() for leaf in tree_leaves(info.losses))
-    batch = isinstance(info.weights, Tensor) and info.weights.ndim > 1
-    if info.finite.ndim == 0 or (info.finite.shape == (m,) and not batch):
-        return info.finite.all()
-    return info.finite.reshape(len(info.finite), -1).all(1).any()
+    """Whether a step was taken, bool `[]`; of a batch of steps under vmap, whether any of them was."""
+    return info.moved.any() if isinstance(info.moved, Tensor) else info.finite.all()

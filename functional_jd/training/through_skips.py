@@ -1,11 +1,7 @@
 """A skipped step is the identity to derivatives too: zero times the infinite derivatives of a step stays zero.
 
-    token, inputs = opened(inputs)             # backward: zero, unless the closing passes a flag
-    new = step with the inputs
-    new = closed(token, moved, new)            # backward: passes `moved` to the opening, as a cotangent
-    select(moved, new, old)                    # the old values from before the opening
-
-A cotangent carries the flag: outside of the functions it would stay at the level of the vmap that set it.
+`token, inputs = opened(inputs)`: their cotangents are zero, unless the closing passes a flag. `new = closed(token,
+moved, step(inputs))` passes `moved` to the opening, as a cotangent. Then `select` takes old values from before it.
 """
 
 from typing import Any
@@ -21,27 +17,24 @@ from functional_jd.torch_compat.vmap_levels import differentiates, innermost, ze
 
 
 def opened(tree: Tree) -> tuple[Tensor | None, Tree]:
-    """Open a step: a token for `closed`, and the inputs of the step with the same values.
-
-    The token is None, and the inputs are unchanged, if nothing differentiates, if inputs are sharded, and in all that
-    torch.compile traces: derivatives through skipped steps are NaN there.
+    """Open a step: a token for `closed`, and its inputs with the same values. The token is None if nothing
+    differentiates, if inputs are sharded, and in what torch.compile traces: derivatives through skips are NaN there.
     """
     inputs = list(filter(_is_real, tree_leaves(tree)))
     if torch.compiler.is_compiling() or any_sharded(inputs):
         return None, tree
-    needed = torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs)
-    if not (needed or (under_functorch() and differentiates())):
+    transformed = under_functorch() and differentiates()
+    if not (transformed or (torch.is_grad_enabled() and any(innermost(x).requires_grad for x in inputs))):
         return None, tree
     token, *copies = _Open.apply(zero_of_members(inputs[0].device), *inputs)  # pyright: ignore
     return token, _with_real(tree, copies)
 
 
 def closed(token: Tensor, moved: Tensor, tree: Tree) -> Tree:
-    """Close a step: its results with the same values. Their cotangents reach the inputs if the step `moved`, or if one
-    of them is not zero: `select` makes those of a skipped step zero, and those of a report remain.
+    """Results with the same values. Their cotangents reach the inputs if the step `moved`, or if one is not zero: after
+    `select`, only those of a report are.
     """
-    results = list(filter(_is_real, tree_leaves(tree)))
-    return _with_real(tree, _Close.apply(token, moved, True, *results)) if results else tree  # pyright: ignore
+    return _with_real(tree, _Close.apply(token, moved, True, *filter(_is_real, tree_leaves(tree))))  # pyright: ignore
 
 
 def _is_real(x: Any) -> bool:
@@ -53,9 +46,7 @@ def _with_real(tree: Tree, new: Any) -> Tree:
     return tree_map(lambda x: next(rest) if _is_real(x) else x, tree)
 
 
-class _Open(Function):
-    """`zero [], *inputs -> token [], *inputs`."""
-
+class _Open(Function):  # zero [], *inputs -> token [], *inputs
     generate_vmap_rule = True
 
     @staticmethod
@@ -68,8 +59,7 @@ class _Open(Function):
         ctx.save_for_forward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004
-        flag, *cotangents = grad_outputs
+    def backward(ctx: Any, flag: Any, *cotangents: Any) -> Any:  # noqa: ARG004  # pyright: ignore
         return None, *(torch.where(flag.to(g.device) != 0, g, 0) for g in cotangents)
 
     @staticmethod
@@ -77,9 +67,7 @@ class _Open(Function):
         return _Open.apply(*ctx.saved_tensors, *grad_inputs[1:])  # the token's tangent is the token of the tangents
 
 
-class _Close(Function):
-    """`token [], moved [], reports, *results -> *results`. If `reports`, results may be those of a report."""
-
+class _Close(Function):  # token [], moved [], whether these may be reports, *results -> *results
     generate_vmap_rule = True
 
     @staticmethod
@@ -100,6 +88,5 @@ class _Close(Function):
         return moved.to(token), None, None, *_Close.apply(token, moved, False, *grad_outputs)  # pyright: ignore
 
     @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
-        (token, moved), (of_tangents, _, _, *tangents) = ctx.saved_tensors, grad_inputs
-        return _Close.apply(token + of_tangents, moved, ctx.reports, *tangents)
+    def jvp(ctx: Any, of_tangents: Any, _: Any, __: Any, *tangents: Any) -> Any:  # pyright: ignore
+        return _Close.apply(ctx.saved_tensors[0] + of_tangents, ctx.saved_tensors[1], ctx.reports, *tangents)
