@@ -83,13 +83,8 @@ def _crosses(node: fx.Node) -> bool:
 
 
 class Captured:
-    """A captured graph with its static memory.
-
-    Args:
-        graph: operators, from inputs and constants to results.
-        inputs: example inputs, then the constants of closures, which are read where they are.
-        arguments: how many of these are inputs.
-        donated: so many inputs, from the first on, give their memory to the results at the same places.
+    """A captured graph with its static memory: of `arguments` inputs, of which the first `donated` give their memory to
+    the results at the same places, and of tensors of closures, which are read where they are.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Tensor], arguments: int, donated: int):
@@ -149,10 +144,9 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def check_inputs(inputs: Sequence[Tensor]) -> None:
     """Raise unless all inputs are on one CUDA device."""
-    devices = {x.device for x in inputs}
+    devices = sorted({str(x.device) for x in inputs})
     if len(devices) != 1 or not inputs[0].is_cuda:
-        found = ", ".join(sorted({str(x.device) for x in inputs})) or "no tensor"
         raise ValueError(
-            f"compiled: all tensors must be on one CUDA device with backend='cudagraphs', found {found}. Move the "
-            "state and the batch there, or use backend='eager'."
+            "compiled: all tensors must be on one CUDA device with backend='cudagraphs', found "
+            f"{', '.join(devices) or 'no tensor'}. Move the state and the batch there, or use backend='eager'."
         )

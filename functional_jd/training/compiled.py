@@ -7,7 +7,7 @@ from enum import Enum
 from functools import update_wrapper
 from operator import is_
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,7 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
         refuse("compiled", "backend", names, backend, "A function takes the graph and the list of its inputs.")
     check_flag("compiled", "donate", donate)
     if donate and chosen is not Captured:
-        raise ValueError(
-            "compiled: donate must be False unless backend='cudagraphs', found True. Only captured graphs reuse memory."
-        )
+        refuse("compiled", "donate", "False unless backend='cudagraphs'", donate, "Leave it out.", ValueError)
     return Compiled(f, chosen, donate)
 
 
@@ -95,9 +93,6 @@ class Compiled:
 
     def __reduce__(self) -> Any:  # a copy compiles again
         return Compiled, (self.f, self.backend, self.donate)
-
-    def __repr__(self) -> str:
-        return f"compiled({self.f!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A part of the graph around; or tracers look at operators.
@@ -132,11 +127,12 @@ class Compiled:
                     _INSIDE.reset(inside)
                 if len(self.graphs) == _MANY:
                     _warn((args, kwargs), [key[2] for key in self.graphs])
-        result, leaves = graph(tensors)
+        found = iter(graph.run(*tensors, *(x.detach() for x in graph.constants)))
+        leaves = [next(found) if x is None else x[0] for x in graph.leaves]
         if self.donate:
-            count = len(tree_flatten(args[:1])[0]) if not known else len(known)
+            count = len(known) or len(tree_flatten(args[:1])[0])
             self.newest = leaves[:count], kinds[:count]
-        return result
+        return tree_unflatten(graph.structure, leaves)
 
     def _add(self, key: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
         found: list[Any] = []
@@ -176,20 +172,16 @@ class Compiled:
             )
         constants = graphs.with_inputs_for_constants(graph)
         inputs, (of_result, leaves, donated) = [*tensors, *(x.detach() for x in constants)], found
-        captured = self.backend is Captured
-        run = Captured(graph, inputs, len(tensors), donated) if captured else self.backend(graph, inputs)
-        made = self.graphs[key] = _Graph(run, constants, [*called.values()], of_result, leaves)
+        how = (len(tensors), donated) if self.backend is Captured else ()
+        run, modules = self.backend(graph, inputs, *how), [*called.values()]
+        made = self.graphs[key] = _Graph(run, constants, modules, _modes(modules), of_result, leaves)
         return made
 
 
 def _warn(arguments: Any, kinds: list[Any]) -> None:
     """Warn of many graphs, with the first argument in which the last two calls differ."""
     both = zip(tree_names(arguments), *kinds[-2:], strict=False)
-    name, old, new = next((each for each in both if each[1] != each[2]), ("", (), ()))
-    differ = _called(name) if name else "their structure"
-    shapes = [list(kind[0]) for kind in (old, new) if kind and isinstance(kind[0], torch.Size)]
-    if len(shapes) == 2 and shapes[0] != shapes[1]:
-        differ = f"the shape of {differ}: {shapes[0]} and then {shapes[1]}"
+    differ = next((_called(name) for name, old, new in both if old != new), "their structure")
     warnings.warn(
         f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls differ in "
         f"{differ}. Pad batches to one size, pass numbers that change as tensors, make functions among the arguments "
@@ -199,25 +191,22 @@ def _warn(arguments: Any, kinds: list[Any]) -> None:
     )
 
 
-class _Graph:
-    """A compiled graph, the tensors of closures that it takes, the modules that it calls, and what it returns."""
+class _Graph(NamedTuple):
+    """A compiled graph, the tensors of closures that it takes, the modules that it calls with their modes, and the
+    structure and the constants of its results.
+    """
 
-    def __init__(self, run: Any, constants: list[Tensor], modules: list[nn.Module], structure: Any, leaves: list[Any]):
-        self.run, self.constants, self.structure, self.leaves = run, constants, structure, leaves
-        self.modules, self.modes = modules, _modes(modules)
-
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        found = iter(self.run(*tensors, *(x.detach() for x in self.constants)))
-        leaves = [next(found) if x is None else x[0] for x in self.leaves]
-        return tree_unflatten(self.structure, leaves), leaves
+    run: Any
+    constants: list[Tensor]
+    modules: list[nn.Module]
+    modes: tuple[bool, ...]
+    structure: Any
+    leaves: list[Any]
 
 
 _NO_TRANSFORM = (None, -1)
-_COMPILING = Lock()
-"""torch traces one function at a time."""
-
-_INSIDE = ContextVar("compiled", default=False)
-"""Whether a function is being written down here: what it calls becomes a part of its graph."""
+_COMPILING = Lock()  # torch traces one function at a time
+_INSIDE = ContextVar("compiled", default=False)  # whether a function is being written down here, with what it calls
 
 
 def _one_by_one(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
@@ -264,8 +253,8 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
         if not isinstance(leaf, Tensor):
             if not callable(leaf) and type(leaf).__hash__ is object.__hash__:
                 raise TypeError(
-                    f"compiled: expected tensors, containers, numbers, names or functions, found {found} {at}, whose "
-                    "contents are not seen. Pass a dict or a tuple, or register the class with torch.utils._pytree."
+                    f"compiled: expected tensors, containers, numbers or functions, found {found} {at}, whose contents "
+                    "are not seen. Pass a dict or a tuple, or register the class with torch.utils._pytree."
                 )
         elif type(leaf) not in PLAIN_TENSORS or leaf.is_nested:
             found = "a nested tensor" if leaf.is_nested else found
@@ -273,19 +262,16 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
                 f"compiled: expected plain tensors, found {found} {at}. torch.compile(f) takes some others."
             )
         elif leaf.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"compiled: expected tensors that need no gradient, found one that requires grad {at}. Detach it, or "
-                "compile the function that differentiates: compiled(torch.func.grad(f))."
-            )
+            raise ValueError(f"compiled: expected no tensor that requires grad, found one {at}. Detach it. {outer}")
 
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+_RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
 def _check_result(result: Any, leaves: list[Any]) -> None:
     """Raise for results that would hold tensors of the call that was written down."""
     for name, leaf in zip(tree_names(result), leaves, strict=True):
-        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        if not isinstance(leaf, _RESULTS):
             raise TypeError(
                 f"compiled: expected tensors, numbers and names as results, found {described(leaf)} as {name!r}. "
                 "Return what it computes, such as pullback(weights) instead of pullback."
@@ -309,12 +295,11 @@ def _origin(node: torch.fx.Node, given: list[Any], structure: Any) -> str:
 
 def count_donated(first: tuple[Any, ...], result: Any) -> int:
     """The number of tensors of the first argument, which the first result must be like."""
-    given, structure = tree_flatten(first)
-    found, of_result = tree_flatten((result[0] if type(result) is tuple and result else result,))
-    kinds = [[(type(x), getattr(x, "shape", 0), getattr(x, "dtype", 0)) for x in leaves] for leaves in (given, found)]
-    if structure_key(structure) != structure_key(of_result) or kinds[0] != kinds[1]:
+    flat = [tree_flatten(first), tree_flatten((result[0] if type(result) is tuple and result else result,))]
+    kinds = [[(type(x), getattr(x, "shape", 0), getattr(x, "dtype", 0)) for x in leaves] for leaves, _ in flat]
+    if structure_key(flat[0][1]) != structure_key(flat[1][1]) or kinds[0] != kinds[1]:
         raise ValueError(
             "compiled: with donate=True the first result must have the structure, shapes and dtypes of the first "
             "argument, found others. Return the new state first, or pass donate=False."
         )
-    return sum(isinstance(x, Tensor) for x in given)
+    return sum(isinstance(x, Tensor) for x in flat[0][0])

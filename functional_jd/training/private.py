@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregators.auto_clipped import auto_clipped
 from functional_jd.aggregators.clipped import clipped
-from functional_jd.core.arguments import POSITIVE, check_function, check_option, number, refuse
+from functional_jd.core.arguments import POSITIVE, check_option, number, refuse
 from functional_jd.core.tree import floating_leaves
 from functional_jd.core.types import Params
 from functional_jd.objectives import PerExample
@@ -54,17 +54,17 @@ def private(
         `dict(losses=, aggregator=, optimizer=)`, for `train_state(params, *batch, **method)` and `step`.
 
     Raises:
-        TypeError: `loss` is no function of examples; `optimizer` is not an `Optimizer`; `key` is not a key; a setting
-            is not a number or a tensor.
-        ValueError: a setting out of range; an optimizer that compares losses, or adds noise itself.
+        TypeError, ValueError: a `loss` that is no function of examples, a setting out of range, an optimizer that
+            compares losses or adds noise itself.
 
-    Laws:
-        No example moves what the optimizer receives by more than `max_norm / batch_size`, but for the noise, where
-        nothing that all examples share depends on the data, such as an argument by `in_dims=None`. A batch without
-        examples, as a Poisson sampler draws them, is a step of pure noise, whose losses are one 0; aux is then `()`.
-        Buffers get no noise: keep none that follow the examples, as they move the gradients of all others;
-        `train_state` warns of those that the losses move, but for keys. `info` holds losses and weights of examples,
-        without noise: it is not private. A step that is not finite is skipped, which depends on the examples.
+    Guarantees:
+        Except for the noise, no example moves the optimizer's input by more than `max_norm / batch_size`, if nothing
+        that all examples share depends on the data, such as an argument by `in_dims=None`.
+        A batch without examples, as a Poisson sampler makes them, is a step of pure noise, with one loss of 0.
+
+    Limits:
+        Buffers get no noise: keep none that follow the examples. `info` holds losses and weights of examples without
+        noise: it is not private. A step that is not finite is skipped, which depends on the examples.
 
     Source:
         Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv 1607.00133, algorithm 1.
@@ -78,18 +78,13 @@ def private(
         >>> method = private(loss, **settings, optimizer=sgd(0.1), key=random.key(0))
         >>> x, y = torch.eye(3), torch.ones(3)
         >>> state = train_state({"w": torch.zeros(3)}, x, y, **method)
-        >>> state, info = step(state, x[:0], y[:0], **method)  # nobody was drawn
+        >>> state, info = step(state, x[:0], y[:0], **method)  # a batch without examples
         >>> bool(info.moved)
         True
     """
-    cure = "Pass the loss of one example."
-    if isinstance(loss, PerExample):
-        examples = loss
-    else:
-        check_function("private", "loss", loss, cure)
-        if hasattr(loss, "each"):
-            refuse("private", "loss", "the loss of one example, or per_example of it", loss, cure)
-        examples = PerExample(loss, 0)
+    if not callable(loss) or (hasattr(loss, "each") and not isinstance(loss, PerExample)):
+        refuse("private", "loss", "the loss of one example, or per_example of it", loss, "Pass a function.")
+    examples = loss if isinstance(loss, PerExample) else PerExample(loss, 0)
     check_option("private", "clipping", clipping, tuple(_CLIPPINGS), _OTHERS)
     check_noise("private", optimizer, key, batch_size, noise_multiplier=noise_multiplier, max_norm=max_norm)
     number("private", "max_norm", max_norm, POSITIVE, "A common value is 1.")

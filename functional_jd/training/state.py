@@ -28,18 +28,14 @@ def step_table(info: Any) -> Table:
     found = by_objective(losses, weights, finite) if known else None
     if found is None:
         return outline(info)
-    is_taken = bool(moved) if isinstance(moved, Tensor) else bool(finite.all())
-    taken = "step taken" if is_taken else f"step skipped, not everything was finite{_where_to_look(info)}"
+    text = "step taken"
+    if not bool(moved if isinstance(moved, Tensor) else finite.all()):
+        text = "step skipped, not everything was finite"
+        shown = [*tree_leaves(losses), *tree_leaves(weights)]
+        if not finite.ndim and all(bool(x.isfinite().all()) for x in shown if has_values(x)):
+            text += "; diagnose(jacobian) shows in which row"
     entrywise = "" if isinstance(weights, Tensor) else ", weights entry by entry"
-    return f"{type(info).__name__}: {taken}{entrywise}", *found
-
-
-def _where_to_look(info: Any) -> str:
-    """How to find the row that was not finite, where neither losses nor weights nor flags say which."""
-    shown = [*tree_leaves(info.losses), *tree_leaves(info.weights)]
-    if info.finite.ndim or not all(bool(x.isfinite().all()) for x in shown if has_values(x)):
-        return ""
-    return "; diagnose(jacobian) shows in which row"
+    return f"{type(info).__name__}: {text}{entrywise}", *found
 
 
 def by_objective(
@@ -48,24 +44,22 @@ def by_objective(
     """Headers and rows of a table of the objectives, in the order of the rows; None without the values of one step."""
     leaves = tree_leaves(losses)
     m = sum(leaf.numel() for leaf in leaves if has_values(leaf))
-    single = all(map(has_values, leaves)) and (finite is None or (finite.ndim < 2 and finite.numel() in (1, m)))
+    columns: dict[str, Any] = {"loss": leaves}
     if isinstance(weights, Tensor):
-        single = single and has_values(weights) and weights.shape == (m,)
-    if not single:
-        return None
-    heads, columns = ["objective", "loss"], [[x for leaf in leaves for x in leaf.detach().reshape(-1).tolist()]]
-    if isinstance(weights, Tensor):
-        heads.append("weight")
-        columns.append(weights.detach().tolist())
+        columns["weight"] = [weights]
     if finite is not None and finite.ndim:
-        heads.append("finite")
-        columns.append([bool(x) for x in finite.tolist()])
+        columns["finite"] = [finite]
+    if not all(has_values(x) for found in columns.values() for x in found):
+        return None
+    if any(sum(x.numel() for x in found) != m for found in columns.values()) or getattr(weights, "ndim", 1) > 1:
+        return None
+    values = [[y for x in found for y in x.detach().reshape(-1).tolist()] for found in columns.values()]
     names, sizes = objective_names(losses), [1] * m
     if m > MAX_ROWS and len(leaves) > 1:  # residuals at many points: a row for each term
         names, sizes = tree_names(losses), [leaf.numel() for leaf in leaves]
     ends = list(accumulate(sizes))
-    cells = [[_together(c[end - n : end]) for n, end in zip(sizes, ends, strict=True)] for c in columns]
-    return heads, shortened([list(row) for row in zip(names, *cells, strict=True)])
+    cells = [[_together(c[end - n : end]) for n, end in zip(sizes, ends, strict=True)] for c in values]
+    return ["objective", *columns], shortened([list(row) for row in zip(names, *cells, strict=True)])
 
 
 def _together(values: list[Any]) -> str:
