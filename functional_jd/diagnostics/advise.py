@@ -59,11 +59,10 @@ class Advice(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Where one verdict ends and the next begins, and the rule of each.
+    """Where one verdict ends and the next begins, and the rule of each: the best of a few in `docs/evidence.md`.
 
-    `imbalance`: gradients whose lengths differ by this factor or more call for a rule that does not see lengths.
-    `conflict`: the share of pairs in conflict from which a projection is advised. Both, and the rules, did best on the
-    problems of the study in `docs/evidence.md`, of a few that were written down before.
+    `imbalance`: the ratio of lengths from which a rule that does not see lengths is advised. `conflict`: the share of
+    pairs in conflict from which a projection is advised.
     """
 
     imbalance: float = 10.0
@@ -96,9 +95,8 @@ def advise(
         `Advice(verdict, rule, reason, conflict, imbalance, rank, noise, rising, given_up)`.
 
     Raises:
-        TypeError: no diagnoses, Gramians or losses, or tensors without values: unlike what runs in a step, `advise`
-            reads them, so that it works outside vmap and torch.compile only.
-        ValueError: fewer than two finite steps; shapes that do not fit; no Gramians.
+        TypeError, ValueError: no diagnoses or Gramians of two finite steps; tensors without values, as under vmap and
+            torch.compile: `advise` reads them.
 
     Laws:
         Pure. Independent of the order of the objectives, of the unit of all losses together, and of the order of the

@@ -77,20 +77,18 @@ def diagnose(
     Args:
         jacobian_or_gramian: a Jacobian, as `jacobian_fn` returns it; of a `MultitaskJacobian`, `shared` is used. Or a
             Gramian, a single matrix `[m, m]`.
-        direction_or_weights: a direction, a pytree like params (with a Jacobian only). Or weights, a single tensor
-            `[m]`. `None` is the mean of the rows, the direction of ordinary training. With a single square Jacobian, a
-            tensor `[m]` is the direction; instead of weights, pass `aggregation.combine(J, weights)`.
+        direction_or_weights: a direction, a pytree like params (with a Jacobian only); or weights `[m]`; `None` is the
+            mean of the rows. With a single square Jacobian, a tensor `[m]` is the direction; instead of weights, pass
+            `aggregation.combine(J, weights)`.
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
         `Diagnosis(norms, cosines, alignment, conflict, stationarity, rank, condition)`.
 
     Raises:
-        TypeError: a leaf of the Jacobian is not a floating-point tensor.
-        ValueError: no rows, or leaves with different numbers of rows; a direction of another structure, or weights of
-            another length; a Gramian that is not square, not symmetric, or has a negative diagonal or a cosine beyond
-            1. Values are checked on a CPU outside transforms; elsewhere, for instance under vmap, the diagnosis of such
-            a matrix is NaN.
+        TypeError, ValueError: no Jacobian; a direction or weights that do not fit; a Gramian that is not symmetric, or
+            has a negative diagonal or a cosine beyond 1. Values are checked on a CPU outside transforms; elsewhere, for
+            instance under vmap, the diagnosis of such a matrix is NaN.
 
     Laws:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and

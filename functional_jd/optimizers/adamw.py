@@ -73,8 +73,7 @@ def adamw(
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
 
     Raises:
-        TypeError: a hyper-parameter that is no number.
-        ValueError: a negative, infinite or NaN hyper-parameter, or a beta outside [0, 1).
+        TypeError, ValueError: a hyper-parameter that is no number, negative or not finite; a beta outside [0, 1).
 
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the
@@ -84,10 +83,10 @@ def adamw(
         Loshchilov and Hutter (2019), Decoupled weight decay regularization, algorithm 2, in PyTorch's form.
 
     Differs:
-        From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does. A
-        parameter that no loss reaches in a batch has the direction 0, so that moments and weight decay move it on;
-        there, where its `.grad` is None, it stays. Without derivatives, eager calls and those compiled for many leaves
-        take torch's fused kernel; all others the formulas, equal up to rounding.
+        From `torch.optim.AdamW`: float16 and bfloat16 params step in float32 and round once, as `fused=True` does.
+        Moments and weight decay move a parameter that no loss reaches in a batch, as its direction is 0, not None.
+        Without derivatives, eager calls and those compiled for many leaves take torch's fused kernel; all others the
+        formulas, equal up to rounding.
 
     Example:
         >>> warm_up = lambda steps: 1e-3 * torch.clamp((steps + 1) / 100, max=1.0)  # steps that were taken, int64
@@ -190,8 +189,7 @@ def _moved(
 ) -> list[Tensor]:
     """The next leaves, first and second averages, in one list: the kernel in place on copies.
 
-    It is the kernel behind `torch.optim.AdamW(fused=True)`. Torch's public function around it makes a step of four to
-    sixty leaves 1.1 times as long on a CPU, as it counts the steps of each leaf by itself.
+    Torch's public function around it, `torch.optim.adamw.adamw`, takes 1.3 to 2 times as long for 4 to 60 leaves.
     """
     moved = copies([*leaves, *first, *second])
     n, device, dtype = len(leaves), leaves[0].device, leaves[0].dtype

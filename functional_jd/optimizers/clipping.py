@@ -2,7 +2,8 @@
 
     direction = clip_by_norm(aggregate(rule, jacobian).direction, 1.0)
 
-Clip between `aggregate` and the optimizer, where the direction is unscaled.
+Clip between `aggregate` and the optimizer, where the direction is unscaled. TypeError: a leaf is not a floating-point
+tensor. ValueError: an empty tree, a negative bound, or a `norm_type` below 1.
 """
 
 import math
@@ -32,10 +33,6 @@ def global_norm(direction: Direction, norm_type: float = 2.0) -> Tensor:
         `[]`, in the unit of the direction and its widest dtype, at least float32. Zero for tensors without entries.
         Infinite or NaN only if an entry is, or if the norm itself overflows that dtype.
 
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: an empty tree, or a `norm_type` below 1.
-
     Laws:
         Homogeneous: entries of 1e-30 do not underflow, those of 1e30 do not overflow. The derivative at zero is zero.
 
@@ -59,10 +56,6 @@ def clip_by_norm(direction: Direction, max_norm: float | Tensor, norm_type: floa
 
     Returns:
         A pytree like the direction, in its dtypes. `global_norm` returns the norm before clipping.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: an empty tree, a negative `max_norm`, or a `norm_type` below 1.
 
     Laws:
         A direction of norm at most `max_norm` is returned bit for bit; zero stays zero. Homogeneous to rounding, also
@@ -99,10 +92,6 @@ def clip_by_value(direction: Direction, limit: float | Tensor) -> Direction:
 
     Returns:
         A pytree like the direction, in its dtypes.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: an empty tree, or a negative `limit`.
 
     Laws:
         Idempotent; entries within the limit are returned bit for bit. NaN stays NaN; infinity becomes the limit, so

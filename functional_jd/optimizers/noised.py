@@ -52,10 +52,10 @@ def noised(
         An `Optimizer` with the state `NoisedState(key, inner)`. Noise and mean are at least float32.
 
     Raises:
-        TypeError: `optimizer` is not an `Optimizer`; `key` is not a key; a setting is not a number or a tensor.
-        ValueError: a setting out of range. In `train_state`: losses that are not those of `per_example`, or a rule that
-            does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or `grouped` of these), as the noise
-            would protect no example. `private` builds what fits. Tensors are compared by `train_state` outside `vmap`.
+        TypeError, ValueError: a setting that is none, or out of range. In `train_state`: losses that are not those of
+            `per_example`, or a rule that does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or
+            `grouped` of these), as the noise would protect no example. `private` builds what fits. Tensors are compared
+            by `train_state` outside `vmap`.
 
     Laws:
         The optimizer inside receives noise of standard deviation `multiplier max_norm / batch_size` in every entry,

@@ -51,8 +51,7 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
         An `Optimizer` with `SgdState`; params keep their dtypes.
 
     Raises:
-        TypeError: a hyper-parameter that is no number, or `nesterov` that is no flag.
-        ValueError: a negative, infinite or NaN hyper-parameter, or `nesterov` without momentum.
+        TypeError, ValueError: a hyper-parameter that is no number, negative or not finite; `nesterov` without momentum.
 
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
@@ -62,14 +61,11 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
 
     Differs:
         From `torch.optim.SGD`: no dampening (`from_torch` has it). A tensor lr is not rounded to the dtype of params.
-        A parameter that no loss reaches in a batch has the direction 0, so that momentum and weight decay move it on;
-        there, where its `.grad` is None, it stays.
+        Momentum and weight decay move a parameter that no loss reaches in a batch, as its direction is 0, not None.
 
     Example:
-        >>> optimizer = sgd(lr=lambda steps: 0.1 / (1 + steps), momentum=0.9)  # steps: int64, those that were taken
-        >>> params = torch.ones(2)
-        >>> params, state = optimizer.update(torch.ones(2), optimizer.init(params), params)
-        >>> params
+        >>> optimizer, params = sgd(lr=lambda steps: 0.1 / (1 + steps), momentum=0.9), torch.ones(2)
+        >>> optimizer.update(torch.ones(2), optimizer.init(params), params)[0]
         tensor([0.9000, 0.9000])
     """
     check_settings("sgd", momentum=momentum, weight_decay=weight_decay, lr=lr)

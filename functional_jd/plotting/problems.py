@@ -74,11 +74,9 @@ def descend(
         TypeError, ValueError: no problem, rule or optimizer; `starts` is not `[s, 2]`.
 
     Laws:
-        Pure: the same arguments give the same path. The paths are independent of each other. A random rule has its key
-        in its closure: all starts use the same random numbers. For others, vmap over keys.
-
-        Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where it equals `total`;
-        without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
+        Pure; the paths are independent of each other. A random rule uses the same random numbers for all starts: for
+        others, vmap over keys. Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where
+        it equals `total`; without `famo_after_step`, `famo` uses the losses of the next call, which here are the same.
     """
     check_type("descend", "problem", problem, Problem, "Call its builder: quadratics().")
     check_rule(rule, "descend")
@@ -122,9 +120,6 @@ def quadratics(condition: float = 10.0) -> Problem:
 
     Returns:
         `Problem`, with five starts.
-
-    Raises:
-        TypeError, ValueError: a condition that is not a finite number of at least 1.
     """
     domain = Domain(lambda x: 1 <= x < math.inf, "a finite number >= 1")
     check_number("quadratics", "condition", condition, domain, "With 1, the contours are circles.")

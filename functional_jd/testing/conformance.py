@@ -38,7 +38,7 @@ class Counterexample(NamedTuple):
     Attributes:
         law: the law that is broken.
         jacobian: the smallest Jacobian that hypothesis found.
-        others: the Jacobians on other batches, for a rule that uses them.
+        others: the Jacobians on other batches, and
         losses: the losses, for a rule that uses them.
         error: the exception that was raised.
         hyper: the hyper-parameters, for a builder that was tested.
