@@ -20,7 +20,7 @@ class Extras(NamedTuple):
 
     Attributes:
         where: the function that the user called, for errors.
-        buffers: the buffers that the losses take after the parameters; `()` where they take none.
+        buffers: what the losses take after the parameters; `()` if nothing. `{}` is that of a module without buffers.
         has_aux: whether they return aux, last.
         rank: the place of this rank's part in the batch.
         ranks: how many parts there are.
@@ -34,8 +34,7 @@ class Extras(NamedTuple):
 
     @property
     def takes_buffers(self) -> bool:
-        """An empty dict counts: that of a module without buffers."""
-        return not (isinstance(self.buffers, tuple) and len(cast("tuple[Any, ...]", self.buffers)) == 0)
+        return not (isinstance(self.buffers, tuple) and not self.buffers)
 
 
 class CarryingLosses(NamedTuple):
@@ -86,13 +85,7 @@ def carrying_losses(losses: Any, batch: tuple[Any, ...], extras: Extras) -> Carr
 
 
 def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
-    """Refuse buffers that are unlike those that the losses received.
-
-    Args:
-        extras: with the buffers that they received.
-        found: the buffers that they returned.
-        rows: whether each has a first dimension of examples.
-    """
+    """Raise for buffers unlike those that the losses received; `rows`: each has a first dimension of examples."""
     if not extras.takes_buffers:
         return
     old, structure = tree_flatten(extras.buffers)
@@ -116,8 +109,6 @@ def check_buffers(extras: Extras, found: Tree, *, rows: bool = False) -> None:
 
 
 def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
-    """The buffers that the engine returns are those of the next step."""
-
     def next_buffers(found: Tree) -> Tree:
         check_buffers(extras, found)
         return found
@@ -127,25 +118,20 @@ def next_as_found(extras: Extras) -> Callable[[Tree], Tree]:
 
 def is_key(name: str, leaf: Any, buffers: Tree) -> bool:
     """Whether a leaf of the buffers is a key of `functional_jd.random`: int64 `[2]`, with a name that ends in `key`."""
-    return may_be_key(leaf) and (name.endswith("key") or leaf is buffers)
+    is_like_one = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
+    return is_like_one and (name.endswith("key") or leaf is buffers)
 
 
 def own_buffers(extras: Extras) -> Tree:
-    """The buffers for this rank's part of the batch: the rank is folded into keys, but for the first, whose next keys
+    """The buffers for this rank's part of the batch: the rank is folded into keys, except on the first, whose next keys
     are those of all ranks.
     """
-    leaves = tree_leaves(extras.buffers)
-    if not extras.rank or not any(may_be_key(x) for x in leaves):
+    if not extras.rank or not tree_leaves(extras.buffers):
         return extras.buffers
-    names, structure = tree_names(extras.buffers), tree_flatten(extras.buffers)[1]
-    own = [
-        fold_in(x, extras.rank) if is_key(name, x, extras.buffers) else x for name, x in zip(names, leaves, strict=True)
-    ]
+    leaves, structure = tree_flatten(extras.buffers)
+    pairs = zip(tree_names(extras.buffers), leaves, strict=True)
+    own = [fold_in(x, extras.rank) if is_key(name, x, extras.buffers) else x for name, x in pairs]
     return tree_unflatten(structure, own)
-
-
-def may_be_key(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape == (2,)
 
 
 def _shaped(value: Any, rows: bool = False) -> str:

@@ -23,11 +23,8 @@ Dims = int | None | Sequence[int | None]
 class PerExample(Declared):
     """The function that `per_example` returns. The engines read the loss of one example from it.
 
-    Attributes:
-        loss: the loss of one example.
-        in_dims: the dimension of the examples in each argument.
-        without_examples: what takes its place for a batch without examples; None: such a batch is refused.
-        name: that of the loss among losses by name.
+    `without_examples` gives the losses of a batch without examples; None: it raises. `name` is that of the loss among
+    losses by name.
     """
 
     loss: Callable[..., Any]
@@ -57,7 +54,6 @@ class PerExample(Declared):
         return attempt(together, one_by_one, where="per_example", instead=instead, journal=journal)
 
     def of_one(self, params: Params, *example: Tree) -> Any:
-        """Return the loss of one example. If it fails, the error says what it received."""
         try:
             return self.loss(params, *example)
         except Exception as error:
@@ -113,7 +109,6 @@ class PerExample(Declared):
         return "Close over what the examples share; leave out a loss that has no examples."
 
     def examples(self, batch: tuple[Tree, ...]) -> list[tuple[Tree, ...]]:
-        """Return the arguments of every example."""
         pairs = list(zip(batch, self.dims(batch), strict=True))
         return [
             tuple(argument if dim is None else _select(argument, dim, index) for argument, dim in pairs)
@@ -133,7 +128,6 @@ class Multitask(Declared):
         return self.heads(heads, self.features(shared, *args), *args)
 
     def split(self, params: Params) -> tuple[Tree, Tree]:
-        """Return the parameters of the trunk and of the heads."""
         if not isinstance(params, dict) or params.keys() != {"shared", "heads"}:
             found = sorted(params) if isinstance(params, dict) else type(params).__name__
             raise ValueError(
@@ -144,7 +138,6 @@ class Multitask(Declared):
 
 
 def _join(found: dict[str, Any]) -> Any:
-    """The losses by name; beside them aux by name, where the losses return it."""
     if all(isinstance(result, tuple) for result in found.values()):
         values, aux = ({name: result[at] for name, result in found.items()} for at in (0, 1))
         return values, aux
@@ -155,9 +148,7 @@ def _join(found: dict[str, Any]) -> Any:
 class ExampleSets(Declared):
     """The function that `per_example` returns for losses by name: several sets of examples, each with its own loss.
 
-    Attributes:
-        parts: the losses of each set, by name.
-        join: makes what the losses return of what those of the sets return, by name.
+    `join` makes what the losses return of what those of the sets return, by name.
     """
 
     parts: Mapping[str, PerExample]
@@ -218,11 +209,9 @@ def per_example(
             BatchNorm in training mode on a batch of one, which has no statistics.
 
     Laws:
-        The losses equal those of a loop over the examples. `jacobian_fn` differentiates every example separately:
-        m small backward passes at the cost of one, not m passes through the batch. If vmap refuses the loss, it is
-        evaluated again, example by example, with a `SlowPathWarning`; buffers are then updated once, as without vmap.
-        Losses by name give the rows of each set, one set after the other in the order of the sorted names, each
-        differentiated as if it were alone; they take no buffers.
+        The losses equal those of a loop over the examples. Rows take m small backward passes at the cost of one. If
+        vmap raises, examples are evaluated one by one, with a `SlowPathWarning`. Losses by name give the rows of each
+        set, in the order of the sorted names; they take no buffers.
 
     Example:
         >>> losses = per_example(lambda params, x, y: (x @ params["w"] - y).square())
@@ -247,8 +236,7 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
     `losses = heads(params["heads"], features(params["shared"], *args), *args)`: both receive the whole batch.
 
     Args:
-        features: the trunk, `features(shared, *args) -> pytree`. It returns all that the heads use of it: what it
-            leaves elsewhere, such as a loss that a module keeps as an attribute, gives the trunk no gradient.
+        features: the trunk, `features(shared, *args) -> pytree`. It returns all that the heads use of it.
         heads: `heads(heads, features, *args) -> pytree` of m scalars. Tasks may share parameters of the heads; their
             gradients are added.
 
@@ -261,8 +249,8 @@ def multitask(features: Callable[..., Tree], heads: Callable[..., Any]) -> Multi
             by its features. Under a transform or torch.compile that is not noticed.
 
     Laws:
-        The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of its
-        rows, with every rule and every engine. To apply the weights of a rule to the heads too, pass a plain function.
+        The rows of the trunk equal those of the plain function; the gradient of the heads is the unweighted sum of
+        theirs. To apply the weights of a rule to the heads too, pass a plain function.
 
     Example:
         >>> tasks = multitask(
