@@ -65,20 +65,6 @@ def test_rates_that_were_kept_are_a_schedule_everywhere(session, how):
     torch.testing.assert_close(found, type(found)(ends))
 
 
-@pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR"])
-def test_schedulers_that_cycle_momentum_move_a_beta(schedule):
-    arguments = {"OneCycleLR": {"total_steps": 9}, "CyclicLR": {"base_lr": 1e-3, "step_size_up": 3}}[schedule]
-    for cycle_momentum in (True, False):
-        optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1e-2)
-        scheduler = getattr(torch.optim.lr_scheduler, schedule)(
-            optimizer, max_lr=1e-2, cycle_momentum=cycle_momentum, **arguments
-        )
-        before = optimizer.param_groups[0]["betas"][0]
-        optimizer.step()
-        scheduler.step()
-        assert (optimizer.param_groups[0]["betas"][0] != before) == cycle_momentum
-
-
 def test_moments_that_moved_go_on_as_torch_would(session):
     net, state = copy.deepcopy(session["net"]), session["state"]
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

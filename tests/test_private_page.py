@@ -189,23 +189,18 @@ def graphs_by_size(f, sizes):
     return counts
 
 
-def examples_of(scored, plain=False):
-    """Steps on so many examples, or the gradient of each in plain torch."""
+def examples_of(scored):
+    """Steps on so many examples."""
     params, x, kind = {"w": torch.full((20, 5), 0.1)}, torch.ones(32, 20), torch.arange(32) % 5
     of_one = lambda params, x, kind: scored(x @ params["w"], kind)
     how = fj.private(of_one, optimizer=fj.sgd(0.1), key=key(0), max_norm=0.3, noise_multiplier=1.7, batch_size=6.0)
     state = fj.train_state(params, x, kind, **how)
-    rows = torch.vmap(torch.func.grad(of_one), (None, 0, 0))
-    return lambda batch: rows(params, *batch) if plain else fj.step(state, *batch, **how), lambda n: (x[:n], kind[:n])
+    return lambda batch: fj.step(state, *batch, **how), lambda n: (x[:n], kind[:n])
 
 
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    # In plain torch, `vmap` of the gradient of `one_hot` does not compile at all.
-    [*((name, False) for name in INDEXING), *((name, True) for name in INDEXING if name != "one_hot")],
-)
-def test_as_the_guide_says_a_loss_with_an_index_is_a_graph_for_each_size(name, plain):
-    f, of_size = examples_of(INDEXING[name], plain)
+@pytest.mark.parametrize("name", INDEXING)
+def test_as_the_guide_says_a_loss_with_an_index_is_a_graph_for_each_size(name):
+    f, of_size = examples_of(INDEXING[name])
     assert graphs_by_size(f, map(of_size, (17, 15))) == [1, 2]
 
 

@@ -93,14 +93,9 @@ def _jacobian(losses, returned, params, x, **options):
     return jd.jacobian_fn(_returning(returned, losses), **options)(params, x)
 
 
-def _gramian(losses, returned, params, x, weights, **options):
-    found, _, pullback = jd.gramian_fn(_returning(returned, losses), **options)(params, x)
-    return pullback(weights if returned is USUAL else ones(len(found)))
-
-
-def _squared_norms(losses, returned, params, x, weights, **options):
-    found, _, pullback = jd.squared_norms_fn(_returning(returned, losses), **options)(params, x)
-    return pullback(weights if returned is USUAL else ones(len(found)))
+def _products(f, losses, returned, params, x, weights, **options):
+    found, values, pullback = f(_returning(returned, losses), **options)(params, x)
+    return found, values, pullback(weights if returned is USUAL else ones(len(found)))
 
 
 def _cross(losses, returned, params, batch_a, batch_b, scale):
@@ -110,7 +105,7 @@ def _cross(losses, returned, params, batch_a, batch_b, scale):
 def _weighted(losses, returned, params, x, weights, last, **options):
     values, pullback = jd.weighted_fn(_returning(returned, losses), **options)(params, x)
     m = len(jd.objective_names(values))
-    return pullback(weights if returned is USUAL else ones(m), last=last)
+    return values, pullback(weights if returned is USUAL else ones(m), last=last)
 
 
 def _weights(losses, returned, aggregator, params, x, group):
@@ -121,36 +116,29 @@ _OF_TWO = {"scale": OPTION | {"scalar", "nans"}, "x": EVERYTHING, "returned": CO
 _LOSSES = kinds({"losses"})
 
 
-def _argument() -> dict[str, Any]:
-    return {
-        "losses": losses,
-        "returned": USUAL,
-        "params": params(),
-        "x": x(),
-        "has_aux": False,
-        "scale": scale_state(),
-    }
+def _argument(**others: Any) -> dict[str, Any]:
+    given = {"losses": losses, "returned": USUAL, "params": params(), "x": x(), "has_aux": False}
+    return given | {"scale": scale_state(), **others}
+
+
+_ARGNUMS = kinds({"zero", "minus_one"})
+_WEIGHTS = kinds({"nans", "meta"})
+
+
+def _of_products(f: Any) -> Call:
+    fine = _OF_TWO | {"argnums": _ARGNUMS, "weights": _WEIGHTS}
+    return Call(partial(_products, f), lambda: _argument(argnums=0, weights=ones(2)), fine, _LOSSES)
 
 
 ENGINES = {
     "jacobian_fn": Call(
         _jacobian,
-        lambda: {**_argument(), "argnums": 0, "mode": "loop", "chunk_size": 2},
-        _OF_TWO | {"chunk_size": OPTION, "argnums": kinds({"zero", "minus_one"})},
+        lambda: _argument(argnums=0, mode="loop", chunk_size=2),
+        _OF_TWO | {"chunk_size": OPTION, "argnums": _ARGNUMS},
         _LOSSES,
     ),
-    "gramian_fn": Call(
-        _gramian,
-        lambda: {**_argument(), "argnums": 0, "weights": ones(2)},
-        _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
-        _LOSSES,
-    ),
-    "squared_norms_fn": Call(
-        _squared_norms,
-        lambda: {**_argument(), "argnums": 0, "weights": ones(2)},
-        _OF_TWO | {"argnums": kinds({"zero", "minus_one"}), "weights": kinds({"nans", "meta"})},
-        _LOSSES,
-    ),
+    "gramian_fn": _of_products(jd.gramian_fn),
+    "squared_norms_fn": _of_products(jd.squared_norms_fn),
     "cross_gramian_fn": Call(
         _cross,
         lambda: {
@@ -166,8 +154,8 @@ ENGINES = {
     ),
     "weighted_fn": Call(
         _weighted,
-        lambda: {**_argument(), "weights": ones(2), "last": False},
-        _OF_TWO | {"weights": kinds({"nans", "meta"}), "last": SWITCH},
+        lambda: _argument(weights=ones(2), last=False),
+        _OF_TWO | {"weights": _WEIGHTS, "last": SWITCH},
         _LOSSES,
     ),
     "weights_fn": Call(
