@@ -184,31 +184,6 @@ def test_an_average_of_the_labels_that_are_known_is_that_of_these_examples(shown
     assert shown["info"].moved
 
 
-ROWS = torch.tensor([[1.0, 0.0, 0.5], [0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
-LOSSES = torch.tensor([1.0, 2.0, 0.0])
-
-
-def rules_of(words):
-    page = (GUIDES / "recipes_models.md").read_text(encoding="utf-8")
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| {words}")]
-    for name in re.findall(r"`(\w+)`", line):
-        yield {"cagrad": lambda: jd.cagrad(0.5), "fairgrad": lambda: jd.fairgrad(2.0)}.get(name, getattr(jd, name))()
-
-
-def test_what_rules_make_of_a_task_without_labels():
-    weights = lambda rule, m: jd.aggregate(rule, ROWS[:m], losses=LOSSES[:m])
-    for rule in rules_of("is left out"):
-        with_zero, without = weights(rule, 3).direction, weights(rule, 2).direction
-        assert with_zero.abs().max() > 0
-        torch.testing.assert_close(functional.normalize(with_zero, dim=0), functional.normalize(without, dim=0))
-    for rule in rules_of("counts in the mean"):
-        torch.testing.assert_close(weights(rule, 3).direction, weights(rule, 2).direction * 2 / 3)
-    for rule in rules_of("stops all"):
-        assert weights(rule, 3).direction.abs().max() < 1e-6
-    for rule in rules_of("skips the step"):
-        assert weights(rule, 3).direction.isnan().any()
-
-
 def test_teachers_and_queues_move_as_they_do_by_hand(shown):
     start, carried, x = shown["start"], shown["carried"], shown["x"]
     other = x + 0.5

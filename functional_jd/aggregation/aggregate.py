@@ -8,16 +8,15 @@ from torch import Tensor
 
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View, as_view, gramian, loss_count
+from functional_jd.aggregation.views import View, as_view, gramian, loss_count, loss_vector
 from functional_jd.core.arguments import refuse
 from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
-from functional_jd.core.rows import (
-    row_count,
-)
-from functional_jd.core.tree import tree_difference, tree_leaves
+from functional_jd.core.rows import per_row, row_count
+from functional_jd.core.sharding import shard_of
+from functional_jd.core.tree import tree_difference, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
@@ -120,7 +119,7 @@ def aggregate(
     leaves = tree_leaves(rows_of(jacobian))
 
     def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Weights, Tree]:
-        weights, state = weigh(aggregator, received, state, "aggregate")
+        weights, state = weigh(aggregator, received, state, "aggregate", seen._replace(products=products))
         return *weights_to_sum(weights, products, leaves), state
 
     with autocast_disabled():
@@ -145,15 +144,20 @@ class CannotStartError(ValueError):
 _UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, memory)"
 
 
-def weigh(aggregator: Aggregator, received: Any, state: Tree, where: str) -> tuple[Weights, Tree]:
-    """The weights and the next state of a rule, from what its view receives. The caller switches autocast off.
+def weigh(
+    aggregator: Aggregator, received: Any, state: Tree, where: str, seen: Observation | None = None
+) -> tuple[Weights, Tree]:
+    """The weights and the next state of a rule, from what its view receives of an observation. An objective whose loss
+    is exactly 0, with a row of zeros, is absent: what the rule remembers of it stays. The caller switches autocast off.
 
     Raises ValueError for a state of another rule, or for another number of objectives: if `update` raises or drops it,
     and in a step also if the state does not keep its structure.
     """
     if state is None:
-        found: Any = aggregator.update(received, aggregator.init(received))
-        return refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        initial = aggregator.init(received)
+        found: Any = aggregator.update(received, initial)
+        weights, new = refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
+        return weights, _remembered(initial, new, seen) if tree_leaves(new) else new
     remembers = not (isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 0)
     if where != "aggregate" and remembers and (leaves := tree_leaves(state)):
         for x in (tree_leaves(received)[0], *leaves):
@@ -161,7 +165,8 @@ def weigh(aggregator: Aggregator, received: Any, state: Tree, where: str) -> tup
                 _refuse_other_state(aggregator, received, state, where, None)
                 break
     if torch.compiler.is_compiling():
-        return aggregator.update(received, state)
+        weights, new = aggregator.update(received, state)
+        return weights, _remembered(state, new, seen) if remembers else new
     try:
         found: Any = aggregator.update(received, state)
         weights, new = refuse(where, *_UNPAIRED, found, "See stateless.") if isinstance(found, Tensor) else found
@@ -173,7 +178,26 @@ def weigh(aggregator: Aggregator, received: Any, state: Tree, where: str) -> tup
     # A state that comes back as it was needs no comparison with itself; `aggregate` refuses one that is dropped.
     if new is not state and (tree_difference(state, new) if where != "aggregate" else remembers and new == ()):
         _refuse_other_state(aggregator, received, state, where, None)
-    return weights, new
+    return weights, _remembered(state, new, seen) if remembers and new is not state else new
+
+
+def _remembered(old: Tree, new: Tree, seen: Observation | None) -> Tree:
+    """The new memory, with the old one of absent objectives: of numbers with one entry, row or column for each."""
+    if seen is None or seen.losses is None:
+        return new
+    absent = loss_vector(seen.losses) == 0
+    m = len(absent)
+    known = seen.products if seen.rows is None or seen.products is not None else rows_of(seen.rows)
+    for own in () if known is None else tree_leaves(known):
+        absent = absent & (shard_of(own).reshape(m, -1) == 0).all(1).to(absent.device)
+
+    def chosen(before: Tensor, after: Tensor) -> Tensor:
+        if not after.is_floating_point() or after.shape[:1] != (m,):
+            return after
+        stays = per_row(absent.to(after.device), after)
+        return torch.where(stays | absent.to(after.device) if after.shape == (m, m) else stays, before, after)
+
+    return tree_map(chosen, old, new)
 
 
 def where_it_runs(

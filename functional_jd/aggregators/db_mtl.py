@@ -71,7 +71,8 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         jacobian, losses = view
         calls = state.calls + 1
         b = beta / calls.double() ** beta_sigma
-        factors = (1 - b) / nan_unless(losses > 0, losses)
+        absent = (losses == 0) & (row_norms(jacobian) == 0)
+        factors = (1 - b) / nan_unless((losses > 0) | absent, torch.where(absent, 1, losses))
         rows = next_average(state.rows, b, jacobian, factors)
         norms = row_norms(rows)
         w = divide(norms.amax(), norms)

@@ -16,7 +16,7 @@ class DwaState(NamedTuple):
 
     Attributes:
         total: float64 `[m]`: the sum of the losses of this epoch.
-        calls: int64 `[]`: the number of calls in this epoch.
+        calls: int64 `[m]`: the number of calls in this epoch, without those of a loss of 0, which is absent.
         average: float64 `[m]`: the mean losses of the previous epoch.
         ratio: float64 `[m]`: these divided by those of the epoch before; 1 until two epochs have ended.
         epochs: int64 `[]`: the number of epochs that have ended.
@@ -67,12 +67,12 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
     def init(losses: Tensor) -> DwaState:
         # One tensor per field: torch.compile recompiles in the second step if a tensor occurs twice in a state.
         total, average = torch.zeros_like(losses), torch.zeros_like(losses)
-        calls, epochs = (losses.new_zeros((), dtype=torch.int64) for _ in range(2))
+        calls, epochs = torch.zeros_like(losses, dtype=torch.int64), losses.new_zeros((), dtype=torch.int64)
         return DwaState(total, calls, average, torch.ones_like(losses), epochs)
 
     def update(losses: Tensor, state: DwaState) -> tuple[Tensor, DwaState]:
         weights = len(losses) * torch.softmax(state.ratio / temperature, dim=0)
-        return weights, state._replace(total=state.total + losses, calls=state.calls + 1)
+        return weights, state._replace(total=state.total + losses, calls=state.calls + losses.ne(0))
 
     return Aggregator(losses, init, update)
 
@@ -103,5 +103,5 @@ def dwa_end_epoch(state: DwaState) -> DwaState:
         torch.zeros_like(state.calls),
         torch.where(empty, state.average, average),
         torch.where(empty, state.ratio, ratio),
-        state.epochs + ~empty,
+        state.epochs + ~empty.all(),
     )

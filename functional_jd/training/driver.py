@@ -99,7 +99,13 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
             if plan.guarded and finite is None:
                 given, finite = without_overflow(given, plan.scale_state.scale.ndim)
             received = plan.view.receive(seen._replace(products=given, losses=losses))
-        weights, memory = weigh(plan.rule, received, memory, plan.where)
+        weights, memory = weigh(
+            plan.rule,
+            received,
+            memory,
+            plan.where,
+            seen._replace(losses=losses, products=given if by_products else None),
+        )
         verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
         own = weights
         if by_products:

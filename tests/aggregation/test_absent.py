@@ -1,0 +1,110 @@
+"""An absent objective, whose loss is exactly 0 with a row of zeros: no rule changes what it remembers of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rule_table import RULES, rule_of
+
+import functional_jd as jd
+from functional_jd.core.tree import tree_leaves, tree_map
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recipes_models.md"
+
+
+def drawn(name, seed, absent=None):
+    """Rows and losses, of which one objective may be absent."""
+    rows, like = RULES[name].rows, RULES[name].like
+    m = rows if isinstance(rows, int) else rows[1]
+    draw = torch.Generator().manual_seed(seed)
+    like = torch.zeros(4) if like is None else like
+    present = torch.arange(m) != (m if absent is None else absent)
+    leaf = lambda p: torch.randn(m, *p.shape, generator=draw, dtype=torch.float64)
+    J = tree_map(lambda p: leaf(p) * present.reshape(m, *[1] * p.ndim), like)
+    return J, (1 + torch.rand(m, generator=draw, dtype=torch.float64)) * present
+
+
+def run(name, cases, state=None):
+    rule = rule_of(name)
+    for J, losses in cases:
+        found = jd.aggregate(rule, J, state, J, losses=losses)
+        state = found.state
+    return found
+
+
+def of_row(state, m, i):
+    """What is remembered of one objective: floating numbers that have one entry for each."""
+    leaves = [x for x in tree_leaves(state) if x.is_floating_point() and x.shape[:1] == (m,)]
+    return [torch.cat([x[i], x[:, i]]) if x.shape == (m, m) else x[i] for x in leaves]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_memory_of_an_absent_objective_stays(name):
+    before = run(name, [drawn(name, seed) for seed in range(2)])
+    m = len(drawn(name, 0)[1])
+    after = run(name, [drawn(name, 2 + seed, absent=1) for seed in range(5)], before.state)
+    for old, new in zip(of_row(before.state, m, 1), of_row(after.state, m, 1), strict=True):
+        assert torch.equal(old, new)
+    if kind_of(name) != "skips the step":
+        assert all(x.isfinite().all() for x in tree_leaves((after.direction, after.state)))
+    others = zip(of_row(before.state, m, 0), of_row(after.state, m, 0), strict=True)
+    assert all(torch.equal(*pair) for pair in others) == (not of_row(after.state, m, 0))
+
+
+def kind_of(name):
+    """What the rule does with a row of zeros whose loss is 0, beside two batches with that objective."""
+    state = run(name, [drawn(name, seed) for seed in range(2)]).state
+    J, losses = drawn(name, 5, absent=len(drawn(name, 0)[1]) - 1)
+    found = run(name, [(J, losses)], state)
+    direction = torch.cat([x.flatten() for x in tree_leaves(found.direction)])
+    if not direction.isfinite().all():
+        return "skips the step"
+    if direction.norm() < 1e-6:
+        return "stops all"
+    if not isinstance(RULES[name].rows, int):
+        kept = tree_map(lambda x: x[:-1], J)
+        first, without = (run(name, [case]).direction for case in ((J, losses), (kept, losses[:-1])))
+        first, without = (torch.cat([x.flatten() for x in tree_leaves(d)]) for d in (first, without))
+        for what, factor in (("is left out", 1.0), ("counts as one of m rows", 1 - 1 / len(losses))):
+            if (first - factor * without).norm() < 1e-9 * without.norm():
+                return what
+    return "is there, with weights of its own"
+
+
+@pytest.mark.parametrize("name", ["uw", "imtl_l"])
+def test_training_goes_on_where_labels_were_missing(name):
+    losses = lambda p, has: {"a": (p - 1).square().mean(), "b": has * (p - 2).square().mean()}
+    how = {"losses": losses, "aggregator": getattr(jd, name)(), "optimizer": jd.sgd(0.1)}
+    state = jd.train_state(torch.zeros(2), torch.tensor(1.0), **how)
+    for k in range(100):
+        state, _ = jd.step(state, torch.tensor(float(k < 5)), **how)
+    remembered = tree_leaves(state.aggregator)[0][1]
+    state, info = jd.step(state, torch.tensor(1.0), **how)
+    assert info.moved
+    assert 0.9 <= state.params[0] <= 2.1
+    assert abs(remembered) < 1
+
+
+def test_transforms_keep_it_too():
+    rule, (J, losses) = jd.gradnorm(), drawn("gradnorm", 0, absent=1)
+    before = run("gradnorm", [drawn("gradnorm", 7)]).state
+    follow = lambda J, losses: jd.aggregate(rule, J, before, losses=losses).state.logits
+    for f in (follow, torch.compile(follow, fullgraph=True, backend="aot_eager")):
+        assert f(J, losses)[1] == before.logits[1]
+    batched = torch.vmap(follow)(torch.stack([J, J + 1]), torch.stack([losses, losses + 1]))
+    assert batched[0, 1] == before.logits[1] != batched[1, 1]
+    slope = torch.func.grad(lambda J: follow(J, losses).square().sum())(J)
+    assert slope.isfinite().all()
+    _, tangent = torch.func.jvp(lambda J: follow(J, losses), (J,), (J,))
+    assert tangent[1] == 0
+
+
+def test_the_table_of_the_recipe_has_all_rules():
+    text = PAGE.read_text(encoding="utf-8").partition("## Missing labels")[2].partition("\n## ")[0]
+    table = {}
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith(("| ---", "| a row of")):
+            what, rules = line.strip("| ").split(" | ")
+            table |= dict.fromkeys(re.findall(r"`(\w+)`", rules), what.partition(":")[0])
+    assert table == {name: kind_of(name) for name in RULES}
