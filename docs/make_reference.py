@@ -46,8 +46,8 @@ TASKS = {
 SECTIONS = {
     "Train": ["training", "engines.choose"],
     "Objectives": ["objectives"],
-    "Differentiate": ["engines", "core.declared", "aggregation.observation", "torch_compat.slow_path"],
-    "Aggregate": ["aggregation", "core.types"],
+    "Differentiate": ["engines", "aggregation.observation", "torch_compat.slow_path"],
+    "Aggregate": ["aggregation", "core.heads", "core.types"],
     "Rules": ["aggregators"],
     "Loss scaling": ["precision.loss_scale", "precision.scale_state", "precision.grad_scaler"],
     "Precision": ["precision"],

@@ -57,7 +57,6 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
-from functional_jd.core.record_display import name_in_exports
 from functional_jd.engines.cross_products import cross_gramian_fn
 from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import jacobian_fn
@@ -94,11 +93,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-# So that torch.load(weights_only=True) takes checkpoints of the states, and torch.export saves programs that return
-# them: all records, as a list by hand would miss the state of the next rule.
-_RECORDS: list[Any] = [record for record in tuple.__subclasses__() if record.__module__.split(".")[0] == __name__]
-torch.serialization.add_safe_globals(_RECORDS)
-name_in_exports(_RECORDS)
+# So that torch.load(weights_only=True) takes checkpoints of the states: all records, as a list by hand would miss the
+# state of the next rule.
+torch.serialization.add_safe_globals(
+    [record for record in tuple.__subclasses__() if record.__module__.split(".")[0] == __name__]
+)
 
 __all__ = [
     "Aggregator",

@@ -4,7 +4,8 @@ from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggrega
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
-from functional_jd.core.types import AffineWeights, MultitaskJacobian
+from functional_jd.core.heads import MultitaskJacobian
+from functional_jd.core.types import AffineWeights
 
 __all__ = [
     "AffineWeights",

@@ -73,7 +73,7 @@ def per_objective(
         place = rows.device, _dtype_beside(rows)
         if torch.compiler.is_compiling():
             return numbers.to(*place)
-        if values is not None and dispatch_modes() and not is_concrete(numbers):
+        if values is not None and dispatch_modes():
             return torch.tensor(values, dtype=place[1], device=place[0])  # of which a tracer makes what it takes
         if rows.device == numbers.device:
             return numbers

@@ -1,15 +1,12 @@
 """Checks of arguments, by their types and never by what a tensor holds: one way to say what was expected and found."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from numbers import Complex, Integral, Real
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-
-from functional_jd.core.safe import nan_unless
 
 Number: TypeAlias = float | Tensor
 """A hyper-parameter: a number, or a floating-point tensor `[]`, for instance one that `torch.vmap` maps over."""
@@ -42,7 +39,6 @@ def at_least(least: float) -> Domain:
 
 
 _MOST = 2**31 - 1
-_LARGEST = int(sys.float_info.max)
 _SHOWN = 60
 
 
@@ -72,11 +68,6 @@ def dtype_or_type(value: Any) -> str:
 def refuse(where: str, name: str, expected: str, value: Any, cure: str, kind: type[Exception] = TypeError) -> NoReturn:
     """Raise the error of an argument: `where: name must be expected, found value. cure`."""
     raise kind(f"{where}: {name} must be {expected}, found {described(value)}. {cure}")
-
-
-def is_too_large(value: Any) -> bool:
-    """Whether a number is an integer that no float holds."""
-    return isinstance(value, int) and abs(value) > _LARGEST
 
 
 def is_size(value: Any) -> bool:
@@ -131,7 +122,7 @@ def number(where: str, name: str, value: Any, domain: Domain, cure: str) -> Any:
         refuse(where, name, "a number or a floating-point tensor", value, "Convert it with .double().")
     check_scalar(where, name, value, cure)
     values = value.double()
-    return nan_unless(domain.contains(values), values)
+    return torch.where(domain.contains(values), values, torch.nan)
 
 
 def check_number(where: str, name: str, value: Any, domain: Domain, cure: str, expected: str = "") -> None:
@@ -143,7 +134,11 @@ def check_number(where: str, name: str, value: Any, domain: Domain, cure: str, e
     """
     if isinstance(value, bool) or not isinstance(value, Real):  # numpy.float32 is one
         refuse(where, name, expected or domain.expected, value, cure)
-    if is_too_large(value) or not domain.contains(value):
+    try:
+        valid = domain.contains(float(value))
+    except OverflowError:
+        valid = False
+    if not valid:
         refuse(where, name, domain.expected, value, cure, ValueError)
 
 

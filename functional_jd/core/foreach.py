@@ -6,20 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.private_names import private
-from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.torch_compat.torch_internals import private, under_transform
 
 _times: Any = private("_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [x * factor for x in leaves])
-_norms: Any = private(
-    "_foreach_norm", "loss scales", otherwise=lambda leaves, order: [torch.linalg.vector_norm(x, order) for x in leaves]
-)
-copies: Any = private("_foreach_clone", "adamw", otherwise=lambda leaves: [x.clone() for x in leaves])
-"""Copies of many tensors."""
-copy_each: Any = private(
-    "_foreach_copy_",
-    "captured steps",
-    otherwise=lambda targets, sources: [x.copy_(y) for x, y in zip(targets, sources, strict=True)],
-)
+copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given: list(map(Tensor.copy_, to, given)))
 """Copies into many tensors."""
 
 # Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
@@ -34,8 +24,7 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
     if not (values[0].is_cpu or under_transform()):
         if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
             values = [torch.cat([_flat(x) for x in values])]
-        found = each_magnitude(values)
-        return found[0] if len(found) == 1 else torch.stack(found).amax()
+        return torch.nn.utils.get_total_norm(values, torch.inf)
     small: list[Tensor] = []
     extrema: list[Tensor] = []
     joins = not torch.compiler.is_compiling()
@@ -59,9 +48,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def each_magnitude(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude `[]` of each tensor, NaN if a value is, 0 of no values."""
-    some = [x for x in tensors if x.numel()]
-    found = iter([x.abs().amax() for x in some] if under_transform() or not some else _norms(some, torch.inf))
-    return [next(found) if x.numel() else x.new_zeros(()) for x in tensors]
+    return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors]
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:

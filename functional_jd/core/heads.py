@@ -1,13 +1,29 @@
 """Heads apart from rows: the one place that knows a `MultitaskJacobian` from a Jacobian of rows only."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from functional_jd.core.foreach import largest_magnitude
-from functional_jd.core.rows import of_groups
+from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.tree import all_finite, any_sharded, tree_leaves
-from functional_jd.core.types import Direction, Jacobian, MultitaskJacobian, Tree
+from functional_jd.core.types import Direction, Jacobian, Tree
+
+
+@displayed_as(outline)
+class MultitaskJacobian(NamedTuple):
+    """The Jacobian of `multitask` losses: the trunk by objective, the heads already summed and unscaled.
+
+    Attributes:
+        shared: pytree like `params["shared"]`, leaves `[m, *p]`, row i multiplied by scale i.
+        heads: pytree like `params["heads"]`, leaves `[*p]`: the gradient of the plain sum of the losses.
+    """
+
+    shared: Tree
+    heads: Tree
+
 
 Heads = tuple[Tree, ...]
 """The gradient of the heads `[*p]`, in a tuple of one; an empty tuple where there are rows only."""
@@ -33,9 +49,10 @@ def direction_with_heads(direction: Direction, heads: Heads) -> Direction:
     return {"shared": direction, "heads": heads[0]} if heads else direction
 
 
-def direction_of_rows(direction: Direction, heads: Heads) -> Direction:
-    """The part of a direction that the weights made."""
-    return direction["shared"] if heads else direction
+def of_groups(f: Callable[..., Any], *values: Any) -> Any:
+    """`f` of values that are tensors, or group by group of dicts of them."""
+    first = values[0]
+    return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
 
 
 def nan_unless_finite(products: Any, heads: Heads) -> Any:

@@ -1,14 +1,13 @@
-"""Short `repr`s of records as text and HTML tables: structure, shapes, element counts and the values that fit."""
+"""Short `repr`s of records as tables: structure, shapes, element counts and the values that fit."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from html import escape
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.torch_internals import has_values, name_record, pytree_nodes
+from functional_jd.torch_compat.torch_internals import has_values, pytree_nodes
 
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """A title, the column headers (may be empty), and rows of cells. Leading spaces in a cell indent it."""
@@ -19,23 +18,15 @@ Record = TypeVar("Record")
 _MAX_VALUES, _MAX_CHILDREN, MAX_ROWS = 6, 8, 20
 
 
-def name_in_exports(records: Iterable[type]) -> None:
-    """Give classes of records the names by which programs of torch.export are saved and loaded."""
-    for record in records:
-        # It has a name where the package is loaded again; without torch's registry, naming it would fail in torch.
-        if isinstance(pytree_nodes, dict) and record not in pytree_nodes:
-            name_record(record, serialized_type_name=f"{record.__module__}.{record.__name__}")
-
-
 def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type[Record]]:
-    """Class decorator: display the records of a class as a table, in a terminal and in a notebook.
+    """Class decorator: display the records of a class as a table.
 
     Args:
         table: `table(record) -> Table`: `outline`, `one_line`, or a function for the fields of this class. It must
             accept fields of any type, as transforms replace them; `has_values` tells whether a tensor can be read.
 
     Returns:
-        A decorator that adds `__repr__`, `__str__` and `_repr_html_`, and changes nothing else.
+        A decorator that adds `__repr__` and `__str__`, and changes nothing else.
     """
 
     def decorate(record: type[Record]) -> type[Record]:
@@ -43,13 +34,9 @@ def displayed_as(table: Callable[[Any], Table]) -> Callable[[type[Record]], type
             # Under torch.compile there are no values to show, and reading the fields would be traced.
             return f"{record.__name__}(...)" if torch.compiler.is_compiling() else as_text(table(self))
 
-        def _repr_html_(self: Any) -> str:
-            return as_html(table(self))
-
         setattr(record, "__repr__", __repr__)  # noqa: B010
         # From torch 2.14 on, torch.compile traces str of a named tuple through `__str__`, and never through `__repr__`.
         setattr(record, "__str__", __repr__)  # noqa: B010
-        setattr(record, "_repr_html_", _repr_html_)  # noqa: B010
         return record
 
     return decorate
@@ -121,25 +108,6 @@ def as_text(table: Table) -> str:
         for line in lines
     ]
     return "\n".join([title, *("  " + line.rstrip() for line in padded)])
-
-
-def as_html(table: Table) -> str:
-    """Return the table as HTML without colors, so that it follows the light or dark theme of the notebook."""
-    title, headers, rows = table
-    if not rows:
-        return f"<code>{escape(title)}</code>"
-    right, left = ' style="text-align: right"', ' style="text-align: left"'
-
-    def table_row(cells: list[str], tag: str) -> str:
-        styles = [right if headers and column else left for column in range(len(cells))]
-        texts = [escape(cell.lstrip(" ")) for cell in cells]
-        indents = ["&emsp;" * (len(cell) - len(cell.lstrip(" "))) for cell in cells]
-        parts = zip(styles, indents, texts, strict=True)
-        return f"<tr>{''.join(f'<{tag}{style}>{indent}{text}</{tag}>' for style, indent, text in parts)}</tr>"
-
-    head = f"<thead>{table_row(headers, 'th')}</thead>" if headers else ""
-    body = "".join(table_row(row, "td") for row in rows)
-    return f"<div>{escape(title)}</div><table>{head}<tbody>{body}</tbody></table>"
 
 
 def _value_and_dtype(value: Any) -> list[str]:

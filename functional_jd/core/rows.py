@@ -39,8 +39,8 @@ def row_count(jacobian: Tree, where: str, leaves: list[Tensor] | None = None) ->
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{where}: every leaf must be a tensor of rows [m, *p], found {type(leaf).__name__} in "
-                f"{tree_names(jacobian)[index]!r}. Register the container with torch.utils._pytree, or pass its "
-                "tensors."
+                f"{tree_names(jacobian)[index]!r}. Register the container with "
+                "torch.export.register_dataclass, or pass its tensors."
             )
         if not leaf.is_floating_point() or leaf.ndim == 0 or leaf.layout != torch.strided:
             kind = "" if leaf.layout == torch.strided else f" ({leaf.layout})"
@@ -79,12 +79,6 @@ def as_matrix(leaf: Tensor) -> Tensor:
 def per_row(numbers: Tensor, leaf: Tensor) -> Tensor:
     """Reshape `[m]`, one number per row, to `[m, 1, ..., 1]`, which broadcasts over the rows; `[]` serves all rows."""
     return numbers.reshape(-1, *[1] * (leaf.ndim - 1)) if numbers.ndim else numbers
-
-
-def of_groups(f: Callable[..., Any], *values: Any) -> Any:
-    """`f` of values that are tensors, or group by group of dicts of them."""
-    first = values[0]
-    return f(*values) if isinstance(first, Tensor) else {key: f(*(value[key] for value in values)) for key in first}
 
 
 def of_distinct(f: Callable[[Any], Any], weights: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Dict keys are sorted, so two dicts with the same keys have the same structure, whatever their insertion order. The
 leaves of an `OrderedDict` are sorted too; its insertion order is a part of the structure, and is kept. A class is a
-container if it is registered with `torch.utils._pytree` or with optree's namespace `"functional_jd"`.
+container if it is registered with torch's pytree or with optree's namespace `"functional_jd"`.
 """
 
 from collections import OrderedDict, defaultdict
@@ -340,14 +340,14 @@ def _is_ordered_dict(value: Any) -> bool:
 
 @constant_while_tracing
 def _register_all_with_optree() -> None:
-    """Register all containers of `torch.utils._pytree`: a tracer reads the registry once, and would miss later ones."""
+    """Register all containers of torch's pytree: a tracer reads the registry once, and would miss later ones."""
     for container in pytree_nodes if isinstance(pytree_nodes, dict) else ():
         if optree.register_pytree_node.get(container, namespace=NAMESPACE) is None:
             _register_with_optree(container)
 
 
 def _register_with_optree(container: type) -> None:
-    """Register a container of `torch.utils._pytree` with optree."""
+    """Register a container of torch's pytree with optree."""
     node = pytree_nodes[container]
 
     def unflatten(context: Any, children: Any) -> Any:

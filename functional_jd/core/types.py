@@ -1,12 +1,11 @@
 """The names of the values that every file speaks of."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
-
-from functional_jd.core.record_display import displayed_as, outline
 
 PLAIN_TENSORS = (Tensor, Parameter)
 """The classes of tensors that have memory of their own, and operators that no subclass changes."""
@@ -36,19 +35,6 @@ LossFunction: TypeAlias = Callable[..., Any]
 """`losses(params, *args) -> Losses`."""
 
 
-@displayed_as(outline)
-class MultitaskJacobian(NamedTuple):
-    """The Jacobian of `multitask` losses: the trunk by objective, the heads already summed and unscaled.
-
-    Attributes:
-        shared: pytree like `params["shared"]`, leaves `[m, *p]`, row i multiplied by scale i.
-        heads: pytree like `params["heads"]`, leaves `[*p]`: the gradient of the plain sum of the losses.
-    """
-
-    shared: Tree
-    heads: Tree
-
-
 class AffineWeights(NamedTuple):
     """In one leaf, how much the current rows count, and what is carried over from earlier ones.
 
@@ -61,3 +47,13 @@ class AffineWeights(NamedTuple):
 
     weights: Tensor
     rest: Tensor
+
+
+class Declared:
+    """What `multitask` and `per_example` return: a dataclass of functions and settings, which wrappers must keep."""
+
+    def each(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        """The same structure, with each of its functions wrapped."""
+        record: Any = self
+        parts = {field.name: getattr(record, field.name) for field in fields(record)}
+        return replace(record, **{name: wrap(part) for name, part in parts.items() if callable(part)})

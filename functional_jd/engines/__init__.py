@@ -3,7 +3,7 @@ of losses or another engine.
 """
 
 from functional_jd.aggregation.observation import Observation
-from functional_jd.core.declared import Declared
+from functional_jd.core.types import Declared
 from functional_jd.engines.choose import EngineChoice
 from functional_jd.engines.features import features_engine
 from functional_jd.engines.gramian_engine import gramian_engine

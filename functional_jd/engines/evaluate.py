@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_function, described, dtype_or_type, refuse
-from functional_jd.core.declared import Declared
 from functional_jd.core.record_display import children
 from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tree_names
-from functional_jd.core.types import Losses, LossFunction, Tree
+from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.calls import run_traced
 from functional_jd.precision.autocast import without_cache

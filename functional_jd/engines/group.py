@@ -11,8 +11,8 @@ from torch import Tensor
 from functional_jd.core import agreement
 from functional_jd.core.agreement import description
 from functional_jd.core.arguments import refuse
-from functional_jd.core.collectives import collective as collective_of
 from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import collective as collective_of
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import described_leaves, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from functional_jd.core.types import Tree

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.combine import combined, products_of_rows
 from functional_jd.aggregation.observation import Observation, Products
-from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
-from functional_jd.core.rows import of_groups
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
 from functional_jd.engines.kinds.from_rows import gramian_from_rows

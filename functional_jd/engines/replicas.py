@@ -62,7 +62,7 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
         Linear. A value that is not finite on one replica is so on all; a mean of finite values is finite. Composes with
         vmap, grad, jvp and compile, if all replicas do the same. Its cotangent is the mean of the replicas' cotangents.
 
-    Differs: from `torch.distributed._functional_collectives`, whose jvp is zero, and which torch.func.grad refuses.
+    Differs: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
     """
     floating_leaves(jacobian, "mean_jacobian")
     return mean_over_group(jacobian, group)

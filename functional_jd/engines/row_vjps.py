@@ -12,7 +12,7 @@ from functional_jd.engines.choose import choose_rows, stack_at_once
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.repaired_ops import rows_repaired
+from functional_jd.torch_compat.repaired_ops import refuse_batched_distances
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
 
@@ -153,6 +153,7 @@ def _cotangents(point: Vjp, factors: Tensor, group: slice) -> Rows:
 def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_size: int | None) -> Rows:
     """Rows by vmap, so many at once. Cotangents are made group by group, as those of all objectives are `[m, m]`."""
     reached: list[bool] = []
+    refuse_batched_distances(point.outputs)
 
     def rows(group: slice) -> Rows:
         given = cotangents(group)
@@ -163,8 +164,7 @@ def _together(point: Vjp, cotangents: Callable[[slice], Rows], m: int, chunk_siz
             reached[:] = [g is not None for g in gradient]
             return [g for g in gradient if g is not None]
 
-        with rows_repaired(point.outputs):
-            found = iter(torch.vmap(row)(*[c for c in given if c is not None]))
+        found = iter(torch.vmap(row)(*[c for c in given if c is not None]))
         return [next(found) if yes else None for yes in reached]
 
     if chunk_size is None or chunk_size >= m:

@@ -12,13 +12,11 @@ from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
 from functional_jd.torch_compat.backward import gradients
-from functional_jd.torch_compat.control_flow import refuse_control_flow
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import (
     traceable,
     traced_grad,
     under_transform,
-    untraced,
 )
 
 Cotangent: TypeAlias = list[Tensor | None]
@@ -81,9 +79,7 @@ def vjp(
         ends: a list that `f` fills with tensors or edges of plain autograd's graph: their gradients come before those
             of the inputs.
     """
-    if torch.compiler.is_compiling():
-        refuse_control_flow(where or "functional_jd")
-    elif torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
         raise ValueError(
             f"{where or 'functional_jd'}: expected a call outside of torch.inference_mode, where torch records no "
             "derivatives, found one inside. Use torch.no_grad() around it."
@@ -157,7 +153,6 @@ class _Made(TorchFunctionMode):
         super().__init__()
         self.made = made
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = traceable(func)
         found = func(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 import torch
 
-from functional_jd.core.record_display import name_in_exports
 from functional_jd.fronts.hypervolume import hypervolume
 from functional_jd.fronts.hypervolume_gradient import hypervolume_gradient
 from functional_jd.fronts.lattice import lattice
@@ -25,6 +24,5 @@ __all__ = [
     "train",
 ]
 
-# As the records that load with the package: checkpoints and exported programs may hold it.
+# As the records that load with the package: checkpoints may hold it.
 torch.serialization.add_safe_globals([Front])
-name_in_exports([Front, Population])

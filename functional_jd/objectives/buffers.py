@@ -6,9 +6,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from functional_jd.core.declared import Declared
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
-from functional_jd.core.types import Losses, Tree
+from functional_jd.core.types import Declared, Losses, Tree
 from functional_jd.random import fold_in
 
 Carried = tuple[Tree, Tree]

@@ -19,8 +19,7 @@ from functional_jd.objectives.calls import LOOKING, READS_MODULES, TRACED, Call
 from functional_jd.torch_compat.held_tensors import Held, graph_nodes, holder_of
 from functional_jd.torch_compat.module_parts import ModuleParts
 from functional_jd.torch_compat.own_parameters import UnchangedParameters, UsedParameters, changed_parameter
-from functional_jd.torch_compat.torch_internals import change_count, torch_function_disabled
-from functional_jd.torch_compat.vmap_levels import innermost
+from functional_jd.torch_compat.torch_internals import change_count, innermost, torch_function_disabled
 
 State = dict[str, Tensor]
 """Parameters or buffers by dotted name, as `named_parameters()` and `named_buffers()` name them."""
@@ -135,7 +134,7 @@ class _Applied:
                     f"functional: forward must leave its parameters, found that it replaces {place.key!r}. Make it a "
                     "buffer, which comes back as a result."
                 )
-        returned = {name: inside[path].detach() for name, path in parts.buffer_paths}
+        returned = {name: inside[name].detach() for name in parts.buffer_names}
         if not torch.compiler.is_compiling() and (looking := LOOKING.get()) is not None:
             looking.append(Call(given, own, returned))
         return output, returned
@@ -143,7 +142,7 @@ class _Applied:
     def _called(self, parts: ModuleParts, call: Call, inside: State, args: Any, kwargs: Any) -> Any:
         """The output, once the module was called with other tensors in it."""
         holder = holder_of(self.module)
-        with holder.lock.held_by(get_ident()):
+        with holder.held_by(get_ident()):
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             start = [*call.params.values(), *inputs, *parts.left_tensors()]
             known = graph_nodes(start)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_jd.core.declared import Declared
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded, shard_of, sharded_as
 from functional_jd.core.tree import (
@@ -21,7 +20,7 @@ from functional_jd.core.tree import (
     tree_names,
     tree_unflatten,
 )
-from functional_jd.core.types import Losses, Params, Tree
+from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.objectives.gathering import GatheredWhereUsed, Gathers, Leaf, not_gathered_here
 from functional_jd.objectives.structured import ExampleSets, PerExample
 

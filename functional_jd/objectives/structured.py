@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_function, check_mapping, refuse
-from functional_jd.core.declared import Declared
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import Losses, Params, Tree
+from functional_jd.core.types import Declared, Losses, Params, Tree
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.watching import StateJournal

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import BELOW_1, check_number, refuse
 from functional_jd.core.float64 import widest
-from functional_jd.core.foreach import copies
+from functional_jd.core.foreach import copy_each
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, floating_leaves, leaves_like, tree_map, tree_unflatten
@@ -23,8 +23,7 @@ from functional_jd.optimizers.base import (
     no_steps,
     on_shards,
 )
-from functional_jd.torch_compat.private_names import private
-from functional_jd.torch_compat.torch_internals import dispatch_modes, under_functional_transform
+from functional_jd.torch_compat.torch_internals import dispatch_modes, private, under_functional_transform
 
 fused_adamw: Any = private("_fused_adamw_", "adamw", otherwise=False)
 """The in-place kernel behind `torch.optim.AdamW(fused=True)`. Without it, the formulas serve."""
@@ -191,7 +190,8 @@ def _moved(
 
     Torch's public function around it, `torch.optim.adamw.adamw`, takes 1.3 to 2 times as long for 4 to 60 leaves.
     """
-    moved = copies([*leaves, *first, *second])
+    moved = list(map(torch.empty_like, (*leaves, *first, *second)))
+    copy_each(moved, [*leaves, *first, *second])
     n, device, dtype = len(leaves), leaves[0].device, leaves[0].dtype
     given = list(directions)
     for index, d in enumerate(given):  # the kernel trusts that what belongs to a leaf lies in memory as the leaf does

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.declared import Declared
 from functional_jd.core.tree import tree_leaves
+from functional_jd.core.types import Declared
 from functional_jd.precision.op_tables import (
     ELIGIBLE,
     LISTED,

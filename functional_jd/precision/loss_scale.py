@@ -197,8 +197,8 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Raises: TypeError, ValueError: no `ScaleState`; a flag is not a bool tensor, or has another shape.
 
     Laws:
-        Bit-equal to `torch._amp_update_scale_` down to the floor, elementwise: products are computed in float64 and
-        rounded once. A scale that starts below 2**-14 grows from there, and does not back off.
+        Bit-equal to the update of `torch.amp.GradScaler` down to the floor, elementwise: products are computed in
+        float64 and rounded once. A scale that starts below 2**-14 grows from there, and does not back off.
 
     Differs: from GradScaler, which has no floor: 170 non-finite steps make its scale, and all gradients after, zero.
 

@@ -23,9 +23,8 @@ from functional_jd.torch_compat.torch_internals import (
     ignoring_modes,
     show_to_compiled_modes,
     traceable,
-    untraced,
+    vmaps_inside,
 )
-from functional_jd.torch_compat.vmap_levels import vmaps_inside
 
 # Keys are split off in advance, as one call of `split` takes longer than an index; more only where more are needed.
 _AHEAD = 32
@@ -116,7 +115,6 @@ class _Keyed(RecomputedMode):
         # By length, dtype and device: the first call, and numbers `[calls, n]`.
         self.rows: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.note_checkpoints()

@@ -15,7 +15,6 @@ from torch import Tensor
 from functional_jd.core.float64 import has_float64
 from functional_jd.torch_compat.torch_internals import (
     dispatch_modes,
-    is_faked,
     torch_function_disabled,
     under_transform,
 )
@@ -100,7 +99,7 @@ def draw_op(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:
 
 def _is_written_down(keys: Tensor) -> bool:
     """Whether draws are to be one operator, for a transform or in a graph that a compiler may get."""
-    return under_transform() or keys.is_meta or is_faked()
+    return under_transform() or keys.is_meta or bool(dispatch_modes())
 
 
 def _drawn(keys: Tensor, n: int, what: str, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.host import is_capturing, run_on_host
-from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level, under_functorch, under_transform
-from functional_jd.torch_compat.vmap_levels import differentiates, innermost
+from functional_jd.torch_compat.torch_internals import (
+    differentiates,
+    dispatch_modes,
+    innermost,
+    transform_level,
+    under_functorch,
+    under_transform,
+)
 
 Solver: TypeAlias = Literal["host", "device"]
 """Where a search runs: on the host, where it stops at convergence, or where its inputs stand, in a fixed number of

@@ -14,7 +14,7 @@ from functional_jd.aggregation.views import loss_count
 from functional_jd.core.rows import as_matrix, per_row, row_count
 from functional_jd.core.tree import leaves_like, tree_difference, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import AffineWeights, Jacobian, Losses, Tree
-from functional_jd.torch_compat.written_tensors import WrittenTensors
+from functional_jd.torch_compat.watching import StateJournal
 
 TOLERANCE = 2.0**-26
 
@@ -162,14 +162,18 @@ def watched(rule: Aggregator) -> Aggregator:
 
 def _check_closure(f: Callable[..., Any], *arguments: Any) -> None:
     """Two calls write into tensors of their own, and not both into one: that would be of the closure, or global."""
-    calls = [WrittenTensors(), WrittenTensors()]
+    calls = [StateJournal(), StateJournal()]
     for call in calls:
         given = tree_map(torch.clone, arguments)
-        with torch.random.fork_rng(devices=[]), call:
+        with torch.random.fork_rng(devices=[]), call.watch():
             f(*given)
-    for memory in calls[0].by_memory.keys() & calls[1].by_memory.keys():
-        shape = list(calls[0].by_memory[memory].shape)
-        raise AssertionError(f"the rule writes into a tensor {shape} that is neither its view nor its state")
+    tensors = [[x for x, _, old in call.before.values() if old is not None] for call in calls]
+    memory = {x.untyped_storage().data_ptr() for x in tensors[0]}
+    for x in tensors[1]:
+        if x.untyped_storage().data_ptr() in memory:
+            raise AssertionError(
+                f"the rule writes into a tensor {list(x.shape)} that is neither its view nor its state"
+            )
 
 
 def structure_of(tree: Tree) -> Any:

@@ -7,11 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from functional_jd.torch_compat.private_names import private
-
-# Without it, losses that were stacked are differentiated as one vector.
-_backward_hooks: Any = private("Tensor._backward_hooks.__get__", "stacked losses", otherwise=lambda _: True)
-
 
 def graph_nodes(outputs: list[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """The nodes that a backward pass from these outputs may visit, without those behind the inputs."""
@@ -37,7 +32,12 @@ def scalars_of_stack(y: Tensor) -> list[tuple[Tensor, Any]]:
     by itself; of all else, the tensor.
     """
     node: Any = y.grad_fn
-    if node is None or node.name() != "StackBackward0" or y.ndim != 1 or _backward_hooks(y):
+    if node is None or node.name() != "StackBackward0" or y.ndim != 1:
+        return [(y, y)]
+    handle: Any = y.register_hook(lambda _: None)
+    hooks = len(handle.hooks_dict_ref())  # with those of the user, which gradients that do not pass `y` would miss
+    handle.remove()
+    if hooks > 1:
         return [(y, y)]
     edges = node.next_functions
     # A part without a gradient, or one that was cast as it was stacked, has no edge that stands for it. Where torch

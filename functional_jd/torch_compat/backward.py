@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
-from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.torch_internals import private
 
 # What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor.
 _run_backward: Any = private("autograd.graph._engine_run_backward", "backward passes", otherwise=False)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.overrides import has_torch_function
 
-from functional_jd.torch_compat.private_names import private
+from functional_jd.torch_compat.torch_internals import private
 
 _DispatchMode: Any = private("utils._python_dispatch.TorchDispatchMode", "compiled", otherwise=nullcontext)
 _mode_stack: Any = private("overrides._get_current_function_mode_stack", "compiled")

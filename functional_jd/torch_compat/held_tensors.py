@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -10,18 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.module_parts import Place
-from functional_jd.torch_compat.private_names import private
-from functional_jd.torch_compat.torch_internals import torch_function_disabled
+from functional_jd.torch_compat.torch_internals import private, torch_function_disabled
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
 
 
-class ThreadLock:
-    """A lock that its thread may take again. Threads of autograd take it for the thread that waits for them."""
+class Holder:
+    """What all functions of one module share: a lock that its thread may take again, for the time in which the module
+    holds other tensors than its own. Threads of autograd take it for the thread that waits for them.
+
+    Attributes:
+        checked: whether a call was seen to use no other parameters than those that it was given.
+    """
 
     def __init__(self) -> None:
-        self.lock, self.owner, self.depth = Lock(), 0, 0
+        self.lock, self.owner, self.depth, self.checked = Lock(), 0, 0, False
 
     @contextmanager
     def held_by(self, thread: int) -> Generator[None]:
@@ -39,22 +44,10 @@ class ThreadLock:
                 self.lock.release()
 
 
-class Holder:
-    """What all functions of one module share.
-
-    Attributes:
-        lock: held while the module holds other tensors than its own.
-        checked: whether a call was seen to use no other parameters than those that it was given.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.checked = ThreadLock(), False
-
-
 def holder_of(module: nn.Module) -> Holder:
     """What all functions of this module share."""
     with _LOCK:
-        return _HOLDERS.setdefault(module, Holder()) if (found := _HOLDERS.get(module)) is None else found
+        return _HOLDERS.setdefault(module, Holder())
 
 
 def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
@@ -66,6 +59,7 @@ def graph_nodes(tensors: Sequence[Tensor]) -> set[Any]:
         return {x.grad_fn for x in (*tensors, *bases) if x is not None and x.grad_fn is not None}
 
 
+@dataclass(eq=False)
 class Held:
     """The tensors of one call of a module.
 
@@ -80,17 +74,13 @@ class Held:
         inputs: the tensors that require grad among what the module was called with.
     """
 
-    def __init__(
-        self,
-        holder: Holder,
-        places: list[Place],
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        inputs: list[Tensor],
-    ):
-        self.holder, self.places, self.params, self.buffers, self.inputs = holder, places, params, buffers, inputs
-        self.time: ref[Generator[None]] | None = None
-        self.thread = get_ident()
+    holder: Holder
+    places: list[Place]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    inputs: list[Tensor]
+    time: ref[Generator[None]] | None = None
+    thread: int = field(default_factory=get_ident)
 
     def watch(self, nodes: set[Any]) -> None:
         """Let backward passes through these nodes hold the tensors. Nodes of earlier calls keep theirs."""
@@ -134,7 +124,7 @@ class Held:
                     "functional: on an accelerator, threads that share a module must run their backward passes one "
                     "after the other, found two at one time. Call copies of the module."
                 )
-        with self.holder.lock.held_by(thread):
+        with self.holder.held_by(thread):
             last = self._last()
             two = last is not None and (gradients or last.gradients)  # it cannot be told which
             span = _Span(self, gradients)

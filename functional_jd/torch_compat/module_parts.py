@@ -33,7 +33,6 @@ class ModuleParts:
     Attributes:
         param_names, buffer_names: the names of its parameters and buffers.
         places: where they stand; several, if they are shared.
-        buffer_paths: the name of each buffer, with one of its dotted names.
         embeddings: its embeddings, with the names of their weights.
         recurrent: the names of the parameters of recurrent layers.
         ids: those of all parts.
@@ -52,7 +51,6 @@ class ModuleParts:
             for name, x in home.items()
             if x is not None
         ]
-        self.buffer_paths = [(name, name) for name in self.buffer_names]
         self.embeddings = [
             (part, named[id(part.weight)])
             for part in parts.values()

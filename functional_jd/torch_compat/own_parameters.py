@@ -1,15 +1,17 @@
 """Which of its own parameters a module computes with, beside those that it is given."""
 
+import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
-from functional_jd.torch_compat.in_place import IN_PLACE_NAMES
-from functional_jd.torch_compat.torch_internals import function_name, traceable, untraced
-from functional_jd.torch_compat.vmap_levels import innermost
+from functional_jd.torch_compat.torch_internals import function_name, innermost, traceable
+from functional_jd.torch_compat.watching import IN_PLACE_NAMES
 
 
 class UsedParameters(TorchFunctionMode):
@@ -27,8 +29,19 @@ class UsedParameters(TorchFunctionMode):
         self.names = {id(x): name for name, x in own.items() if id(x) not in given}
         self.ends = {x.grad_fn for x in inside}
         self.used: list[str] = []
+        # It sees nothing inside what torch.compile compiled, and would be compiled itself. Where nothing was compiled,
+        # torch has not imported the compiler, which takes as long as torch.
+        compiles = "torch._dynamo" in sys.modules
+        self.eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
-    @untraced
+    def __enter__(self) -> Any:
+        self.eager.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.eager.__exit__(*raised)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -57,7 +70,6 @@ class UnchangedParameters(TorchFunctionMode):
         super().__init__()
         self.params = params
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = traceable(func)
         if args and (op := function_name(func)) in IN_PLACE_NAMES and op != "requires_grad_":

@@ -9,8 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from functional_jd.torch_compat.private_names import Missing, missing, private
-from functional_jd.torch_compat.torch_internals import runs_inside
+from functional_jd.torch_compat.torch_internals import Missing, missing, private
 
 _FEATURE = "checkpoints that run again under modes"
 _top_hooks: Any = private("_C._autograd._top_saved_tensors_default_hooks", _FEATURE)
@@ -73,7 +72,10 @@ def in_checkpoint() -> bool:
 
 def in_reentrant_checkpoint() -> bool:
     """Whether the caller runs inside `torch.utils.checkpoint(..., use_reentrant=True)`."""
-    return runs_inside(_REENTRANT)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _checkpoint_hook() -> Any:

@@ -1,94 +1,36 @@
-"""Ops that torch gets wrong under vmap, without an error, or that it refuses there, in a form that is right."""
+"""Ops that torch gets wrong under vmap, without an error: in a form that is right, or raised for."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.torch_compat.autograd_graph import graph_nodes
-from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import traceable, under_transform
 
-_WITHOUT_PRODUCTS: Any = "donot_use_mm_for_euclid_dist"
-# Up to so many points torch takes no matrix products by itself.
 _FEW_POINTS = 25
+"""Up to so many points torch takes no matrix products by itself."""
 
 
-class _Distances(Function):
-    """`torch.cdist` without matrix products, of tensors with the same batch dimensions, for transforms.
-
-    The rule by which torch batches `_cdist_backward` goes by the points, and gives wrong numbers where only the
-    gradients are batched. Here the points are batched where they are.
+def refuse_batched_distances(outputs: list[Tensor]) -> None:
+    """Raise RuntimeError if plain `torch.cdist` made some of these outputs. The rule by which torch batches its
+    derivative goes by the points, and gives wrong numbers where only the gradients are batched.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor, p: float) -> Tensor:
-        return torch.cdist(x, y, p, _WITHOUT_PRODUCTS)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
-        *points, ctx.p = inputs
-        ctx.save_for_backward(*points)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return *_of_points(gradients[0], ctx.saved_tensors, ctx.p), None
-
-
-def _of_points(gradient: Tensor, points: Sequence[Tensor], p: float) -> tuple[Tensor, Tensor]:
-    """The gradients of the points, from that of their distances."""
-    none = torch.zeros_like(gradient).sum()  # batched as the gradient is, and 0 where that is not finite
-    distances = lambda x, y: torch.cdist(x, y, p, _WITHOUT_PRODUCTS)
-    return torch.func.vjp(distances, *[x + none for x in points])[1](gradient)
-
-
-@contextmanager
-def rows_repaired(outputs: list[Tensor]) -> Generator[None]:
-    """A context in which the rows of these outputs may be differentiated together, by `torch.vmap`, though plain
-    `torch.cdist` made them.
-    """
-    nodes = [] if under_transform() else [node for node in graph_nodes(outputs) if node.name() == "CdistBackward0"]
-    hooks = [node.register_hook(partial(_repaired_gradients, node)) for node in nodes]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _repaired_gradients(node: Any, found: Any, gradients: Any) -> Any:
-    """In the place of what torch found."""
-    (gradient,), x, y = gradients, node._saved_x1, node._saved_x2
-    if gradient is None:
-        return found
-    whole = [points.expand(*gradient.shape[:-2], *points.shape[-2:]) for points in (x, y)]
-    right = _of_points(gradient, whole, node._saved_p)
-    pairs = zip(found, right, (x, y), strict=True)
-    return tuple(None if wrong is None else g.sum_to_size(points.shape) for wrong, g, points in pairs)
+    if not under_transform() and any(node.name() == "CdistBackward0" for node in graph_nodes(outputs)):
+        raise RuntimeError(
+            "the derivative of torch.cdist is wrong under torch.vmap. Take (x[:, None] - y).norm(dim=-1)."
+        )
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_for_euclid_dist_if_necessary") -> Tensor:
-    """`torch.cdist`, whose rows may be differentiated together; bit for bit where nothing is compiled."""
-    if min(x1.ndim, x2.ndim) < 2 or (p == 2 and _takes_products(x1, x2, compute_mode)):
-        return torch.cdist(x1, x2, p, compute_mode)
-    if torch.compiler.is_compiling():  # to rounding: it cannot trace the function below, and fuses the differences
-        return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
-    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
-    x, y = (points.expand(*batch, *points.shape[-2:]) for points in (x1, x2))
-    return _Distances.apply(x, y, float(p))
-
-
-def _takes_products(x1: Tensor, x2: Tensor, compute_mode: str) -> bool:
+    """`torch.cdist` for transforms, in a form that they differentiate rightly: to rounding, if it takes no products."""
+    products = compute_mode == "use_mm_for_euclid_dist"
     if compute_mode == "use_mm_for_euclid_dist_if_necessary":
-        return max(x1.shape[-2], x2.shape[-2]) > _FEW_POINTS
-    return compute_mode != "donot_use_mm_for_euclid_dist"
+        products = max(x1.shape[-2:-1] + x2.shape[-2:-1], default=0) > _FEW_POINTS
+    if not under_transform() or min(x1.ndim, x2.ndim) < 2 or (p == 2 and products):
+        return torch.cdist(x1, x2, p, compute_mode)
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
@@ -109,16 +51,11 @@ def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tens
 
 
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """The one of `torch.nn.functional`, which reads the smallest and the largest class, as no vmap can."""
+    """The one of `torch.nn.functional`, in a form that torch.compile traces under vmap."""
     if num_classes >= 0 and under_transform():
         one = tensor.new_ones(()).expand(*tensor.shape, 1)
         return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), one)
-    try:
-        return nn.functional.one_hot(tensor, num_classes)
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-        raise RuntimeError("one_hot counts the classes of each example. Pass num_classes.") from error
+    return nn.functional.one_hot(tensor, num_classes)
 
 
 REPAIRED: dict[Any, Any] = {
@@ -129,9 +66,34 @@ REPAIRED: dict[Any, Any] = {
 }
 if hasattr(nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
     REPAIRED[nn.functional.linear_cross_entropy] = linear_cross_entropy
-"""By op, what computes the same, bit for bit, but for distances in compiled functions; or raises what sends an engine
-another way.
-"""
+"""By op, what computes the same, or raises what sends an engine another way."""
+
+
+BATCH_NORMS: frozenset[Any] = frozenset([nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm])
+"""The ops that normalize by the statistics of a batch. `training` is their sixth argument, `momentum` the next."""
+
+
+def refuse_statistics_of_one(args: Any, kwargs: Any, where: str) -> None:
+    """Raise ValueError if one of `BATCH_NORMS` is called for the statistics of a batch of one.
+
+    With momentum 0, and without averages to move, it is no layer: convolutions standardize their weights so, as a batch
+    of one.
+
+    Args:
+        args: what it is called with.
+        kwargs: what it is called with, by name.
+        where: the function that the user called.
+    """
+    training = args[5] if len(args) > 5 else kwargs.get("training", False)
+    momentum = args[6] if len(args) > 6 else kwargs.get("momentum")
+    average = args[1] if len(args) > 1 else kwargs.get("running_mean")
+    x = args[0] if args else kwargs.get("input")
+    standardizes = momentum == 0 and average is None
+    if training and not standardizes and isinstance(x, Tensor) and x.ndim and x.shape[0] == 1:
+        raise ValueError(
+            f"{where}: expected a loss of one example without BatchNorm in training mode, found batch_norm of a batch "
+            "of one, which has no statistics. Use eval mode, GroupNorm, or plain losses without per_example."
+        )
 
 
 class RepairedOps(TorchFunctionMode):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from functional_jd.torch_compat.backward import cure_of
 from functional_jd.torch_compat.torch_internals import constant_while_tracing
-from functional_jd.torch_compat.watching import StateJournal
 
 Result = TypeVar("Result")
 
@@ -31,7 +30,7 @@ def attempt(
     *,
     where: str,
     instead: str,
-    journal: StateJournal | None = None,
+    journal: Any = None,
 ) -> Result:
     """`fast()`; where that raises, `slow()`, with a `SlowPathWarning` that says why and at what price.
 
@@ -40,7 +39,7 @@ def attempt(
         slow: does the same in another way. An error of the losses themselves comes back from here.
         where: the function that the user called.
         instead: what `slow` does and costs, for the warning.
-        journal: what `fast` noted its changes in. With it, buffers are put back to what they were and random numbers
+        journal: the `StateJournal` in which `fast` noted its changes. With it, buffers are put back and random numbers
             are drawn again, so that both are those of one evaluation. `None` where no losses are evaluated.
 
     Raises:

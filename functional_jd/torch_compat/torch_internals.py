@@ -6,35 +6,83 @@ names the feature when it is used without the name; with `otherwise`, a replacem
 it means; `test_next_torch.py` takes each away.
 """
 
-import inspect
+import json
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from functional_jd.torch_compat.private_names import Missing, missing, private
+SUPPORTED = "torch>=2.11"
+"""What `pyproject.toml` asks for."""
+
+
+def private(name: str, feature: str, *parts: str, otherwise: Any = None) -> Any:
+    """An object of torch by its dotted name, as it is: bound once, it costs no call more.
+
+    Args:
+        name: below `torch`.
+        feature: what needs it, for the error.
+        parts: attributes that it must have.
+        otherwise: what takes its place where torch has no such name. None: a stand-in that raises as soon as it is
+            called or asked for an attribute.
+    """
+    try:
+        found = _resolved(name)
+        lacking = [f"{name}.{part}" for part in parts if not hasattr(found, part)]
+    except (AttributeError, ImportError):
+        found, lacking = None, [name]
+    if not lacking:
+        return found
+    return Missing(lacking[0], feature) if otherwise is None else otherwise
+
+
+def missing(name: str, feature: str) -> RuntimeError:
+    """The error of a feature that needs a name which this torch does not have."""
+    name = name.removesuffix(".__get__").removesuffix(".default")
+    return RuntimeError(
+        f"functional_jd: expected torch.{name} for {feature}, found torch {torch.__version__} "
+        f'without it; install another: pip install "{SUPPORTED}".'
+    )
+
+
+def _resolved(name: str) -> Any:
+    found, path = torch, "torch"
+    for part in name.split("."):
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = import_module(path)
+    return found
+
+
+class Missing:
+    """Stands in for a name that torch does not have, until it is called or asked for an attribute."""
+
+    def __init__(self, name: str, feature: str):
+        self.absent = name, feature
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise missing(*self.absent)
+
+    def __getattr__(self, _: str) -> Any:
+        raise missing(*self.absent)
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_VMAPS = "functions under torch.vmap"
 
-_EXAMPLES = "the Gramian engine over examples"
-_RECORDER = "the layer recorder"
-_VMAPS = "random numbers and recurrent layers under torch.vmap"
-
-_peek: Any = private("_C._functorch.peek_interpreter_stack", "every function")
+_interpreters: Any = private("_C._functorch.get_interpreter_stack", "every function")
 _forward_ad: Any = private("autograd.forward_ad", "every function", "_current_level")
-_interpreter: Any = private("_functorch.pyfunctorch.retrieve_current_functorch_interpreter", "compiled functions")
-is_batched_tensor: Any = private("_C._functorch.is_batchedtensor", _EXAMPLES)
-unwrapped: Any = private("_C._functorch.get_unwrapped", _EXAMPLES)
-batch_dim: Any = private("_C._functorch.maybe_get_bdim", _EXAMPLES)
-"""Whether the innermost `torch.vmap` hides a dimension of a tensor; the tensor below it, and which dimension it is."""
+_unwrap_batched: Any = private("_C._functorch._unwrap_batched", _VMAPS)
 _add_batch_dim: Any = private("_C._functorch._add_batch_dim", _VMAPS)
-interpreters: Any = private("_C._functorch.get_interpreter_stack", _VMAPS)
 change_count: Any = private("Tensor._version.__get__", "the layer recorder and shards that are gathered again")
 """How often a tensor that no vmap hides was changed in place. Inside `torch_function_disabled`, no mode sees it."""
 
-torch_function_disabled: Any = private("_C.DisableTorchFunction", f"{_RECORDER} and random numbers")
+torch_function_disabled: Any = private("_C.DisableTorchFunction", "the layer recorder and random numbers")
 """A context in which no `TorchFunctionMode` sees what is called, attributes of tensors included."""
 
 traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compiled Gramians and shared features")
@@ -43,32 +91,13 @@ traced_grad: Any = private("_functorch.eager_transforms._autograd_grad", "compil
 dispatch_modes: Any = private("_C._len_torch_dispatch_stack", "random numbers", otherwise=lambda: 1)
 """How many `TorchDispatchMode`s see what is computed. One may record it: values that are read would be constants."""
 
+pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers")
+"""The containers that are registered with torch's own pytree, with the functions that flatten them."""
+
 REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 GRAD_FN: Any = Tensor.grad_fn.__get__  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 GRAPH_ATTRIBUTES = (REQUIRES_GRAD, GRAD_FN)
 """The getters by which code asks whether autograd records a tensor, as a `TorchFunctionMode` sees them."""
-
-
-class _UnknownContainers:
-    """Stands in for torch's registry of containers: whatever is no tensor and none of Python's own may be one."""
-
-    def keys(self) -> Any:
-        return self
-
-    def __rand__(self, kinds: set[type]) -> set[type]:
-        if any(not issubclass(kind, Tensor) and kind.__module__ not in ("builtins", "torch") for kind in kinds):
-            raise missing("utils._pytree.SUPPORTED_NODES", "registered containers")
-        return set()
-
-    def get(self, _: Any) -> None:
-        return None
-
-
-pytree_nodes: Any = private("utils._pytree.SUPPORTED_NODES", "registered containers", otherwise=_UnknownContainers())
-"""The containers that are registered with torch's own pytree, with the functions that flatten them."""
-
-name_record: Any = private("utils._pytree._register_namedtuple", "records in exports", otherwise=lambda *_, **__: None)
-"""Names a class of named tuples in programs of torch.export that are saved."""
 
 
 def constant_while_tracing(f: _Function) -> _Function:
@@ -77,31 +106,111 @@ def constant_while_tracing(f: _Function) -> _Function:
     return f
 
 
+@constant_while_tracing  # the compiled function has no transforms left
+def functorch_depth() -> int:
+    """The number of active transforms of torch.func."""
+    return len(_interpreters() or ())
+
+
 def under_functorch() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp, ...) is active."""
-    return _peek() is not None
+    return functorch_depth() > 0 if torch.compiler.is_compiling() else _interpreters() is not None
 
 
 def under_transform() -> bool:
     """Whether torch.func, torch.compile or forward mode is active: plain autograd would fail, or would not be seen."""
-    return torch.compiler.is_compiling() or _peek() is not None or _forward_ad._current_level >= 0
+    return torch.compiler.is_compiling() or _interpreters() is not None or _forward_ad._current_level >= 0
 
 
 def under_functional_transform() -> bool:
     """`under_transform`, but for torch.compile alone."""
-    if torch.compiler.is_compiling():  # to which the innermost transform is never None
-        return functorch_depth() > 0 or _forward_ad._current_level >= 0
-    return _peek() is not None or _forward_ad._current_level >= 0
+    return under_functorch() or _forward_ad._current_level >= 0
 
 
 def transform_level() -> tuple[Any, int]:
-    """The number of active transforms: of torch.func, and of forward mode."""
-    if torch.compiler.is_compiling():  # torch.compile traces this form only
-        inner: Any = _interpreter().level() if under_functorch() else None
-    else:
-        top = _peek()
-        inner = None if top is None else top.level()
-    return inner, _forward_ad._current_level
+    """The innermost transform: that of torch.func, counted from 1, or None; and that of forward mode."""
+    depth = functorch_depth() if torch.compiler.is_compiling() else len(_interpreters() or ())
+    return depth or None, _forward_ad._current_level
+
+
+def differentiates() -> bool:
+    """Whether a transform of torch.func other than vmap is active."""
+    return any(interpreter.key().name != "Vmap" for interpreter in _interpreters() or ())
+
+
+@constant_while_tracing
+def vmaps_inside(level: int) -> list[tuple[int, int, str]]:
+    """The `torch.vmap`s that were entered inside this level, outermost first: level, batch size, randomness."""
+    found: list[tuple[int, int, str]] = []
+    for interpreter in _interpreters() or ():
+        if interpreter.level() > level and interpreter.key().name == "Vmap":
+            vmap = json.loads(interpreter.serialize())["meta"]["Vmap"]
+            randomness = ("error", "same", "different")[vmap["randomness"]]
+            found.append((interpreter.level(), vmap["batchSize"], randomness))
+    return found
+
+
+def as_batch(x: Tensor, level: int) -> Tensor:
+    """A tensor whose first dimension is the one that the vmap at this level hides."""
+    return _add_batch_dim(x, 0, level)
+
+
+def zero_of_members(device: torch.device) -> Tensor:
+    """A zero `[]` of its own for every member of every active `torch.vmap`."""
+    vmaps = vmaps_inside(0)
+    zero = innermost(torch.zeros([size for _, size, _ in vmaps], device=device))  # not of a level inside the first vmap
+    for level, _, _ in vmaps:
+        zero = as_batch(zero, level)
+    return zero
+
+
+def is_batched(value: Any, level: int) -> bool:
+    """Whether a tensor differs from one element of the vmap at this level to the next; torch.compile traces this."""
+    return isinstance(value, Tensor) and _unwrap_batched(value, level)[1] is not None
+
+
+def examples_first(x: Tensor, level: int) -> Tensor:
+    """The tensor below the vmap at this level, with the dimension that is hidden first."""
+    inner, dim = _unwrap_batched(x, level)
+    return inner.movedim(dim, 0) if dim else inner
+
+
+def graph_attribute(func: Any, x: Tensor) -> Any:
+    """What a getter of `GRAPH_ATTRIBUTES` returns below the innermost `torch.vmap`, which says that nothing requires
+    grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
+    """
+    inner, dim = _unwrap_batched(x, functorch_depth()) if under_functorch() else (x, None)
+    value = func(inner)
+    if value is not None and dim is not None and func == GRAD_FN:
+        raise RuntimeError("grad_fn of a tensor under torch.vmap is that of all examples together")
+    return value
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func hides the values of a tensor."""
+    return torch.func.debug_unwrap(x, recurse=False) is not x
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The tensor inside of what transforms of torch.func have wrapped around it."""
+    return torch.func.debug_unwrap(x)
+
+
+def has_values(value: Any) -> bool:
+    """Whether it is a tensor with numbers to show, and not a stand-in of a transform or a tracer."""
+    plain = type(value) in (Tensor, nn.Parameter) and value.device.type != "meta"
+    return plain and not dispatch_modes() and not is_wrapped(value)
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Whether a tensor is no stand-in of a transform or a tracer."""
+    return type(x).__name__ not in ("FakeTensor", "FunctionalTensor") and not is_wrapped(x)
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    with torch_function_disabled():
+        return change_count(torch.func.debug_unwrap(x, recurse=False))
 
 
 def function_name(func: Any) -> str:
@@ -118,70 +227,9 @@ def traceable(func: Any) -> Any:
     return torch.unflatten if func is Tensor.unflatten else func
 
 
-def runs_inside(code: Any) -> bool:
-    """Whether the caller runs inside the Python function with this code."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 def module_tensors(module: nn.Module) -> list[dict[str, Any]]:
     """The parameters and the buffers of a module, without those of its children, where it keeps them."""
-    for name in ("_parameters", "_buffers"):
-        if not hasattr(module, name):
-            raise missing(f"nn.Module.{name}", "functional modules")
     return [module._parameters, module._buffers]  # pyright: ignore[reportPrivateUsage]
-
-
-def untraced(handler: Any) -> Any:
-    """Keep torch.compile from compiling the handler of a mode as a frame of its own, where a compiled function that
-    fell back to eager mode runs under the mode. Where the caller is compiled, the handler is traced as always.
-    """
-    if _eval_frame:
-        skip = _eval_frame._FrameAction.SKIP
-        _eval_frame.set_code_exec_strategy(handler.__code__, _eval_frame._FrameExecStrategy(skip, skip))
-    return handler
-
-
-# Without it, torch's compiler raises its own errors where a compiled function inside the losses falls back.
-_eval_frame: Any = private(
-    "_C._dynamo.eval_frame", "compiled functions inside the losses",
-    "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction", otherwise=False,
-)  # fmt: skip
-
-
-def is_batched(value: Any) -> bool:
-    """Whether the innermost `torch.vmap` hides a dimension of this value."""
-    return isinstance(value, Tensor) and is_batched_tensor(value)
-
-
-def examples_first(x: Tensor) -> Tensor:
-    """The tensor below `torch.vmap`, with the dimension that is hidden first."""
-    inner, dim = unwrapped(x), batch_dim(x)
-    return inner.movedim(dim, 0) if dim else inner
-
-
-def graph_attribute(func: Any, x: Tensor) -> Any:
-    """What a getter of `GRAPH_ATTRIBUTES` returns below the innermost `torch.vmap`, which says that nothing requires
-    grad: code that asks would leave out its hooks without a word. An error where no answer serves all elements.
-    """
-    inner = unwrapped(x) if is_batched_tensor(x) else x
-    value = func(inner)
-    if value is not None and inner is not x and func == GRAD_FN:
-        raise RuntimeError("grad_fn of a tensor under torch.vmap is that of all examples together")
-    return value
-
-
-@constant_while_tracing  # the compiled function has no transforms left
-def functorch_depth() -> int:
-    """The number of active transforms of torch.func."""
-    return len(interpreters() or [])
-
-
-def as_batch(x: Tensor, level: int) -> Tensor:
-    """A tensor whose first dimension is the one that the vmap at this level hides."""
-    return _add_batch_dim(x, 0, level)
 
 
 def show_to_compiled_modes(functions: Iterable[Any]) -> None:
@@ -190,43 +238,6 @@ def show_to_compiled_modes(functions: Iterable[Any]) -> None:
     """
     # Not before something is compiled: the import is slow.
     private("_dynamo.variables.torch.get_overridable_functions", "keyed in compiled functions")().update(functions)
-
-
-def _never_wrapped(_: Tensor) -> bool:
-    """Stands in for `is_wrapped` where no transform is active."""
-    if under_functorch():
-        raise missing("_C._functorch.is_functorch_wrapped_tensor", "values under transforms")
-    return False
-
-
-is_wrapped: Any = private("_C._functorch.is_functorch_wrapped_tensor", "transforms", otherwise=_never_wrapped)
-"""Whether a transform of torch.func hides the values of a tensor."""
-
-# Without it, no values are shown under any `TorchDispatchMode`.
-_fake_mode: Any = private("_guards.detect_fake_mode", "reprs", otherwise=lambda: dispatch_modes() or None)
-# Without it, the repr of a tensor in torch's functionalization raises torch's own error.
-_is_functional: Any = private("_is_functional_tensor", "reprs", otherwise=lambda _: False)
-
-
-def has_values(value: Any) -> bool:
-    """Whether it is a tensor with numbers to show, and not a stand-in of a transform or a tracer."""
-    return type(value) in (Tensor, nn.Parameter) and value.device.type != "meta" and is_concrete(value)
-
-
-def is_concrete(x: Tensor) -> bool:
-    """Whether a tensor is no stand-in of a transform or a tracer."""
-    return _fake_mode() is None and not _is_functional(x) and not is_wrapped(x)
-
-
-def is_faked() -> bool:
-    """Whether a mode is active under which tensors have shapes and no values, as where a graph is written down."""
-    return bool(dispatch_modes()) and _fake_mode() is not None
-
-
-def version(x: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    with torch_function_disabled():
-        return change_count(unwrapped(x) if is_batched_tensor(x) else x)
 
 
 def ignoring_modes(f: Any) -> Callable[..., Any]:

@@ -7,21 +7,54 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_jd.torch_compat.batch_statistics import BATCH_NORMS, refuse_statistics_of_one
-from functional_jd.torch_compat.in_place import IN_PLACE, WITH_FLAG, WITH_STATISTICS, changes_in_place, targets_of
-from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
-from functional_jd.torch_compat.repaired_ops import REPAIRED, RepairedOps
+from functional_jd.torch_compat.repaired_ops import BATCH_NORMS, REPAIRED, RepairedOps, refuse_statistics_of_one
 from functional_jd.torch_compat.torch_internals import (
     GRAPH_ATTRIBUTES,
     graph_attribute,
-    is_batched,
     is_wrapped,
     transform_level,
     under_transform,
+    vmaps_inside,
 )
+
+
+def targets_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an op changes in place of its arguments."""
+    if func in _CHOOSING:
+        names, default, targets = _CHOOSING[func]
+        given = dict(zip(names.split(), args, strict=False)) | kwargs
+        choice = given.get(names.split()[-1], default)
+        return [] if choice is None or choice is False else [given.get(name) for name in targets.split()]
+    flagged = func in _WITH_FLAG and (kwargs.get("inplace") is True or (len(args) > 1 and args[-1] is True))
+    several = (*args[: flagged or func in _IN_PLACE], kwargs.get("out"))
+    return [x for given in several for x in (given if isinstance(given, tuple | list) else [given])]
+
+
+_F = nn.functional
+_AVERAGES = "running_mean running_var"
+# Ops whose last argument here chooses whether they change what they receive: the first arguments, the default of the
+# last, and what they change. Embeddings shorten rows of their weight.
+_CHOOSING: dict[Any, tuple[str, Any, str]] = {
+    **dict.fromkeys(BATCH_NORMS, (f"input weight bias {_AVERAGES} training", False, _AVERAGES)),
+    _F.batch_norm: (f"input {_AVERAGES} weight bias training", False, _AVERAGES),
+    torch.instance_norm: (f"input weight bias {_AVERAGES} use_input_stats", True, _AVERAGES),
+    _F.instance_norm: (f"input {_AVERAGES} weight bias use_input_stats", True, _AVERAGES),
+    _F.embedding: ("input weight padding_idx max_norm", None, "weight"),
+    _F.embedding_bag: ("input weight offsets max_norm", None, "weight"),
+}
+_WITH_FLAG = {f for f in vars(_F).values() if "inplace" in getattr(getattr(f, "__code__", None), "co_varnames", ())}
+_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+_METHODS = [name for name in dir(Tensor) if name.endswith("_") and name[0] != "_"]
+IN_PLACE_NAMES = frozenset([*_METHODS, *(f"__{name}__" for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))])
+"""The names of methods that change their tensor."""
+_IN_PLACE = {
+    *(getattr(Tensor, name) for name in IN_PLACE_NAMES if name != "requires_grad_"),
+    *(f for home in (torch, _F, nn.init) for name, f in vars(home).items() if name[-1] == "_" != name[0]),
+    *(f for name, f in vars(torch).items() if name.startswith("_foreach_") and name[-1] == "_"),
+}
 
 
 @dataclass(eq=False)
@@ -46,15 +79,14 @@ class StateJournal:
         elif func in _SET_REQUIRES_GRAD and not is_wrapped(args[0]) and args[0].is_leaf:
             put = partial(Tensor.requires_grad_, args[0], args[0].requires_grad)
             self.before.setdefault((id(args[0]), "requires_grad"), (args[0], put, None))
-        elif changes_in_place(func, args, kwargs):
-            for x in targets_of(func, args, kwargs):
-                # What has a history in the graph was made by the losses themselves.
-                state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
-                if state and id(x) not in self.before:
-                    old = x.detach().clone()
-                    self.before[id(x)] = x, partial(x.copy_, old), old
-                    if func in WITH_STATISTICS:
-                        self.averages.append(x)
+        for x in targets_of(func, args, kwargs):
+            # What has a history in the graph was made by the losses themselves.
+            state = isinstance(x, Tensor) and not is_wrapped(x) and x.grad_fn is None
+            if state and id(x) not in self.before:
+                old = x.detach().clone()
+                self.before[id(x)] = x, partial(x.copy_, old), old
+                if func in _CHOOSING and _CHOOSING[func][2] == _AVERAGES:
+                    self.averages.append(x)
 
     def undo(self, *, again: bool = False) -> None:
         """Put everything back to what it was; `again`: it may have to be put back once more."""
@@ -95,18 +127,16 @@ class Watch(TorchFunctionMode):
         """Call an op of `SEEN`, or one with an argument of `SEEN_WITH`."""
         if func in GRAPH_ATTRIBUTES and transform_level() == self.level:
             return graph_attribute(func, *args)
-        if self.level is not None and func in BATCH_NORMS and changes_in_place(func, args, kwargs):
+        if self.level is not None and func in BATCH_NORMS:
             refuse_statistics_of_one(args, kwargs, self.where)
         if self.journal is not None:
             self.journal.note(func, args, kwargs)
-        if func in _SELECT_SCATTER and not self.forms and any(map(is_batched, args)):
+        if func in _SELECT_SCATTER and not self.forms and vmaps_inside(0) and any(map(is_wrapped, args[:2])):
             raise ValueError(
                 f"{self.where}: a torch.vmap inside the losses must not contain select_scatter, whose derivative torch "
                 "computes wrongly there. Write torch.slice_scatter(x, y.unsqueeze(dim), dim, index, index + 1)."
             )
-        func = self.forms.get(func, func)
-        form = None if self.level is None or kwargs else batched_form(func, args)
-        return (form or func)(*args, **kwargs)
+        return self.forms.get(func, func)(*args, **kwargs)
 
 
 class WatchingMode(TorchFunctionMode):
@@ -155,6 +185,6 @@ def watched(
 _SELECT_SCATTER = {torch.select_scatter, Tensor.select_scatter}
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _SET_REQUIRES_GRAD: Any = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # pyright: ignore
-SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *IN_PLACE, *WITH_FLAG, *RECURRENT, *REPAIRED}
+SEEN = {_SET_DATA, *_SET_REQUIRES_GRAD, *GRAPH_ATTRIBUTES, *_CHOOSING, *_IN_PLACE, *_WITH_FLAG, *REPAIRED}
 SEEN_WITH = {"out", "generator"}
 """The ops with which a `Watch` may have something to do, and the arguments by which others concern it."""

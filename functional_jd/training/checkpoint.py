@@ -160,7 +160,7 @@ def _named(where: str, tree: Any) -> tuple[dict[str, Tensor], Any, dict[str, lis
             raise TypeError(
                 f"{where}: all leaves must be tensors, and dense, found {dtype_or_type(leaf)} in {name!r}. Make "
                 "numbers tensors, torch.as_tensor(...), and leave out the rest, or register its container with "
-                "torch.utils._pytree."
+                "torch.export.register_dataclass."
             )
     twice = sorted(name for name, count in Counter([*names, *_OWN]).items() if count > 1)
     if twice:

@@ -25,8 +25,7 @@ from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import random_state, set_random_state, user_level
-from functional_jd.torch_compat.torch_internals import has_values
-from functional_jd.torch_compat.vmap_levels import innermost
+from functional_jd.torch_compat.torch_internals import has_values, innermost
 from functional_jd.torch_compat.watching import StateJournal
 
 _CURE = "Call functional(model)(params, ...), not model(...)"

@@ -254,7 +254,7 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
             if not callable(leaf) and type(leaf).__hash__ is object.__hash__:
                 raise TypeError(
                     f"compiled: expected tensors, containers, numbers or functions, found {found} {at}, whose contents "
-                    "are not seen. Pass a dict or a tuple, or register the class with torch.utils._pytree."
+                    "are not seen. Pass a dict or a tuple, or take torch.export.register_dataclass."
                 )
         elif type(leaf) not in PLAIN_TENSORS or leaf.is_nested:
             found = "a nested tensor" if leaf.is_nested else found

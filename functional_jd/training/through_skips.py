@@ -12,8 +12,7 @@ from torch.autograd import Function
 
 from functional_jd.core.tree import any_sharded, tree_leaves, tree_map
 from functional_jd.core.types import Tree
-from functional_jd.torch_compat.torch_internals import under_functorch
-from functional_jd.torch_compat.vmap_levels import differentiates, innermost, zero_of_members
+from functional_jd.torch_compat.torch_internals import differentiates, innermost, under_functorch, zero_of_members
 
 
 def opened(tree: Tree) -> tuple[Tensor | None, Tree]:

@@ -13,7 +13,7 @@ from functional_jd.aggregation.aggregate import Aggregator, aggregate, start, we
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
-from functional_jd.core.types import MultitaskJacobian
+from functional_jd.core.heads import MultitaskJacobian
 
 numbers = st.integers(-4, 4).map(float)
 

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.graddrop import graddrop
-from functional_jd.core.types import MultitaskJacobian
+from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.random import key, split
 
 EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])

@@ -22,8 +22,8 @@ from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.modo import modo
 from functional_jd.aggregators.total import total
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.core.types import MultitaskJacobian
 from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.training.prepare import chosen_engine

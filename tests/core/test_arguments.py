@@ -20,7 +20,6 @@ from functional_jd.core.arguments import (
     check_type,
     described,
     is_size,
-    is_too_large,
 )
 
 
@@ -45,17 +44,6 @@ from functional_jd.core.arguments import (
 )
 def test_values_are_described_in_a_few_words(value, words):
     assert described(value) == words
-
-
-@given(st.integers())
-def test_integers_are_too_large_where_no_float_holds_them(n):
-    for value in (n, n * 10**300):
-        try:
-            float(value)
-        except OverflowError:
-            assert is_too_large(value)
-        else:
-            assert not is_too_large(value)
 
 
 @given(st.integers(-3, 9), st.integers(-3, 9))

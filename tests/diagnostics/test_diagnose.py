@@ -17,8 +17,8 @@ from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregators.upgrad import upgrad
+from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.names import objective_names
-from functional_jd.core.types import MultitaskJacobian
 from functional_jd.diagnostics import Diagnosis, describe, diagnose
 from functional_jd.engines.gramian_engine import gramian_fn
 from functional_jd.engines.jacobian import jacobian_fn
@@ -355,12 +355,11 @@ def test_a_diagnosis_shows_itself_everywhere():
     def look(J):
         found = diagnose([J])
         seen.append(repr(found))
-        seen.append(found._repr_html_())
         return found
 
     batch = torch.vmap(look)(random_rows(2, 3, 4))
     torch.func.grad(lambda J: look(J).norms.sum())(random_rows(3, 4))
-    assert len(seen) == 4
+    assert len(seen) == 2
     assert "tensor [3, 3]" in seen[0]
     assert "tensor [2, 3, 3]" in repr(batch)
 

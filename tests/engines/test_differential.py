@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from zoo import MODELS, MORE, Case, numbers
 
 import functional_jd as fj
-from functional_jd.core.types import MultitaskJacobian
+from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.engines.gramian import squared_norms
 from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
 from functional_jd.engines.jacobian import MODES, jacobian_fn

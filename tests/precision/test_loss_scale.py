@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_jd.core.types import MultitaskJacobian
+from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.precision.loss_scale import FLOOR, multiplier, scale, select, unscale, update_scale
 from functional_jd.precision.scale_state import (
     ScaleState,

@@ -1,14 +1,12 @@
 """Tracers beside torch.compile: make_fx, fake tensors, torch.export, control flow; and another default device."""
 
-import io
-
 import pytest
 import torch
 from rule_table import RULES, rule_of
 from torch._higher_order_ops import cond, scan, while_loop
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import functional_jd as jd
 from functional_jd.aggregation.views import as_view
@@ -116,9 +114,8 @@ def test_control_flow_takes_a_step_that_make_fx_traced():
     torch.testing.assert_close(found, steps(stepped, leaves, [X[0]] * 3))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_control_flow_is_told_to_take_what_make_fx_returns(name):
-    leaves, stepped = start(name)
+def test_control_flow_of_torch_raises_for_a_step_that_was_not_traced():
+    leaves, stepped = start("layers")
     flows = {
         "scan": lambda: scan(lambda carried, x: (list(stepped(x, *carried)), x.sum()), leaves, X),
         "cond": lambda: cond(torch.tensor(True), stepped, lambda x, *old: [y.clone() for y in old], (X[0], *leaves)),
@@ -128,9 +125,7 @@ def test_control_flow_is_told_to_take_what_make_fx_returns(name):
     }
     for flow, call in flows.items():
         torch.compiler.reset()
-        with pytest.raises(
-            Exception, match=rf"step: expected a call outside of .* found one in {flow}, .*make_fx\(f\)"
-        ):
+        with pytest.raises(Exception, match=rf"captured completely(.|\n)*{flow}"):
             call()
 
 
@@ -154,18 +149,7 @@ class Module(torch.nn.Module):
 
 
 def exported(f, args):
-    """What is saved and loaded again."""
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(f, args, strict=False), file)
-    file.seek(0)
-    return torch.export.load(file).module()
-
-
-def test_a_jacobian_in_control_flow_is_told_so_too():
-    rows = lambda b: jd.jacobian_fn(losses)(PARAMS | {"b": b}, X[0])[0]["b"]
-    torch.compiler.reset()
-    with pytest.raises(Exception, match=r"jacobian_fn: expected a call outside of .* found one in cond, "):
-        cond(torch.tensor(True), rows, lambda b: b.expand(2, 2).clone(), (PARAMS["b"],))
+    return torch.export.export(f, args, strict=False).module()
 
 
 def test_what_torch_export_would_get_wrong_is_refused_and_make_fx_is_the_cure():
@@ -180,22 +164,8 @@ def test_what_torch_export_would_get_wrong_is_refused_and_make_fx_is_the_cure():
         torch.testing.assert_close(exported(make_fx(g)(*given), given)(*later), g(*later))
 
 
-def test_an_exported_aggregation_is_saved_and_loaded():
+def test_an_exported_aggregation_aggregates():
     rows = torch.randn(3, 2, generator=torch.Generator().manual_seed(2))
     found = exported(Module(lambda rows: jd.aggregate(jd.upgrad(), rows)), (rows,))(2 * rows)
     assert type(found) is jd.aggregation.Aggregation
     torch.testing.assert_close(found, jd.aggregate(jd.upgrad(), 2 * rows))
-
-
-def test_every_record_has_a_name_in_programs_that_are_saved():
-    records = [r for r in tuple.__subclasses__() if r.__module__.startswith("functional_jd.") and hasattr(r, "_fields")]
-    assert {jd.TrainState, jd.StepInfo, jd.FoundWeights, jd.precision.ScaleState} <= set(records)
-    for record in records:
-        if record.__module__.split(".")[1] not in (
-            "testing",
-            "plotting",
-            "distributed",
-            "__main__",
-        ):  # which load later
-            spec = tree_flatten(record(*range(len(record._fields))))[1]
-            assert treespec_loads(treespec_dumps(spec)) == spec

@@ -18,8 +18,7 @@ from functional_jd.engines.row_vjps import Rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.backward import gradients
-from functional_jd.torch_compat.torch_internals import traced_grad, transform_level, under_transform
-from functional_jd.torch_compat.vmap_levels import varies_in_vmap
+from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level, under_transform
 
 Recorded: TypeAlias = Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]]
 """`f(points, recorder) -> (outputs, extra)`."""
@@ -72,7 +71,7 @@ def _traced_pullback(outputs: list[Tensor], inputs: list[Tensor], cotangent: Cot
             filled = [torch.zeros_like(y) if c is None else c for y, c in pairs]
             found = traced_grad(outputs, inputs, filled, retain_graph=True, create_graph=True)
             depth = transform_level()[0]
-            return [g if varies_in_vmap(g, depth) else None for g in found]
+            return [g if is_batched(g, depth) else None for g in found]
         # A zero cotangent would turn an infinite derivative into NaN.
         sent = [(y, c) for y, c in pairs if c is not None and y.requires_grad]
         if not sent:

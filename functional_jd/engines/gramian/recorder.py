@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from functional_jd.engines.gramian.factors import Factors
 from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
 from functional_jd.torch_compat.autograd_graph import graph_nodes
-from functional_jd.torch_compat.recurrent import RECURRENT, batched_form
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
     as_batch,
@@ -27,7 +26,6 @@ from functional_jd.torch_compat.torch_internals import (
     traceable,
     transform_level,
     transparent,
-    untraced,
     version,
 )
 from functional_jd.torch_compat.watching import SEEN, SEEN_WITH, WatchingMode
@@ -118,7 +116,6 @@ class LayerRecorder(WatchingMode):
             self.remember(_Known(leaf, index, constant))
         self.level = transform_level()
 
-    @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, watch = kwargs or {}, self.watch
         func = call = traceable(func) if self.traced else func
@@ -131,7 +128,7 @@ class LayerRecorder(WatchingMode):
             given = dict(zip(layer.names, args, strict=False)) | kwargs
             uses = self.uses_of(layer, given, len(args))
             return self.record(call, layer, given, uses, args, kwargs) if uses else call(*args, **kwargs)
-        form = batched_form(func, args) if func in RECURRENT and not kwargs else transparent.get(func)
+        form = transparent.get(func)
         if torch.compiler.is_compiling() and kwargs.get("key_padding_mask") is not None:
             form = None  # torch checks it with a message that its compiler cannot trace
         if form is not None and any(self.known_as(x) for x in _with_lists((*args, *kwargs.values()))):
@@ -198,13 +195,14 @@ class LayerRecorder(WatchingMode):
         if "weight" in uses and uses["weight"].transposed and not layer.matrix:
             return {}
         others = [given.get(name) for name in layer.forms if name not in uses]
-        return uses if not self.m or (is_batched(given["input"]) and not any(map(is_batched, others))) else {}
+        hidden = partial(is_batched, level=self.level[0])
+        return uses if not self.m or (hidden(given["input"]) and not any(map(hidden, others))) else {}
 
     def record(
         self, call: Any, layer: Layer, given: dict[str, Any], uses: dict[str, _Known], args: Any, kwargs: Any
     ) -> Tensor:
         """Remember the uses of parameters by a layer, and return its output as the losses get it."""
-        source = examples_first(given["input"]) if self.m else given["input"]
+        source = examples_first(given["input"], self.level[0]) if self.m else given["input"]
         several = source.shape[: source.ndim - layer.dims]
         # Along one dimension: the output is then no view, which changes in place would give another graph.
         flat = source if len(several) == 1 else source.reshape(-1, *source.shape[len(several) :])
@@ -253,9 +251,9 @@ def _attention_of_examples(level: int, *args: Any, **kwargs: Any) -> Tensor:
     """
     given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
     sides, mask = [given[name] for name in _ATTENTION[:3]], given.get("attn_mask")
-    masked = mask is not None and (is_batched(mask) or mask.ndim > 2 or given.get("is_causal"))
-    if not given.get("dropout_p") and not masked and all(map(is_batched, sides)):
-        physical = [examples_first(x) for x in sides]
+    masked = mask is not None and (is_batched(mask, level) or mask.ndim > 2 or given.get("is_causal"))
+    if not given.get("dropout_p") and not masked and all(is_batched(x, level) for x in sides):
+        physical = [examples_first(x, level) for x in sides]
         several = physical[0].shape[:-3]
         if several and all(x.shape[:-3] == several for x in physical):
             flat: Any = dict(zip(_ATTENTION, [x.flatten(0, -4) for x in physical], strict=False))
@@ -278,7 +276,6 @@ _TRANSPOSES = {
 _WATCHED = {
     *LAYERS,
     *transparent,
-    *RECURRENT,
     *_BACKWARD,
     *_TRANSPOSES,
     F.scaled_dot_product_attention,

@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combined
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.foreach import each_magnitude, times
-from functional_jd.core.heads import nan_unless_finite
+from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
 from functional_jd.core.rows import as_matrix, at_least_float32, magnitudes, per_row
 from functional_jd.core.tree import (
     CONTAINERS,
@@ -22,7 +22,7 @@ from functional_jd.core.tree import (
     tree_leaves,
     tree_unflatten,
 )
-from functional_jd.core.types import Direction, Losses, MultitaskJacobian, Params, Tree
+from functional_jd.core.types import Direction, Losses, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import dense_gradients, dense_rows, element_count, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
