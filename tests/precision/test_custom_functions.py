@@ -406,14 +406,3 @@ def test_same_inputs_give_the_same_bits_and_the_class_stays_as_it_is():
 def test_only_autograd_functions_are_taken(wrong):
     with pytest.raises(TypeError, match=r"custom: expected a subclass of torch\.autograd\.Function, found"):
         custom(wrong)
-
-
-@pytest.mark.parametrize("wrong", [torch.float64, torch.int8, "float32"])
-def test_other_dtypes_are_refused(wrong):
-    with pytest.raises(TypeError, match="custom: cast_inputs must be"):
-        custom(Product, cast_inputs=wrong)
-
-
-def test_an_island_needs_a_function():
-    with pytest.raises(TypeError, match="float32_island: expected a function, found Tensor"):
-        float32_island(draw(2))

@@ -177,16 +177,6 @@ def test_update_scale_refuses_flags_that_would_change_the_shape(finite):
         update_scale(scale_state(), finite.all(), losses_finite=finite)
 
 
-@pytest.mark.parametrize("finite", [True, torch.tensor(1.0), torch.tensor(0)])
-def test_flags_are_bool_tensors(finite):
-    with pytest.raises(TypeError, match="update_scale: finite must be a bool tensor"):
-        update_scale(scale_state(), finite)
-    with pytest.raises(TypeError, match="update_scale: losses_finite must be a bool tensor"):
-        update_scale(scale_state(), torch.tensor(True), losses_finite=finite)
-    with pytest.raises(TypeError, match="select: finite must be a bool tensor"):
-        select(finite, torch.ones(1), torch.zeros(1))
-
-
 @given(st.lists(st.booleans(), max_size=5))
 def test_no_scale_never_changes(walk):
     state = no_scale()
@@ -321,13 +311,6 @@ def test_trees_that_do_not_fit_m_scales_are_refused(tree):
         unscale(scale_state(shape=3), tree)
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.int64), 1.0, "loss", torch.ones(3, dtype=torch.complex64)])
-def test_leaves_that_are_no_floating_point_tensors_are_named(leaf):
-    for f in (scale, unscale):
-        with pytest.raises(TypeError, match=rf"{f.__name__}: every leaf must be a floating-point tensor.*'a\.0'"):
-            f(scale_state(), {"a": [leaf]})
-
-
 @pytest.mark.parametrize("state", [2.0, torch.tensor(2), torch.ones(2, 2), None])
 def test_multiplier_refuses_what_is_no_scale(state):
     with pytest.raises(TypeError, match="multiplier: expected a ScaleState or a floating-point tensor"):
@@ -406,13 +389,6 @@ def test_nothing_leaks_from_the_tree_that_was_not_selected(poison):
         assert [g.tolist() for g in gradients] == [[e, e] for e in expected]
         _, tangent = torch.func.jvp(lambda a, b, finite=finite: select(finite, a, b), (new, old), (new, old))
         assert torch.equal(tangent, good)
-
-
-def test_dicts_match_by_key():
-    out = select(
-        torch.tensor(True), {"b": torch.ones(1), "a": torch.zeros(1)}, {"a": torch.ones(1), "b": torch.zeros(1)}
-    )
-    assert (out["a"].item(), out["b"].item()) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
