@@ -9,7 +9,8 @@ from torch import Tensor
 
 from functional_jd.core.arguments import refuse
 from functional_jd.core.names import names_or_indices
-from functional_jd.fronts import Front, knee, non_dominated
+from functional_jd.fronts.points import knee, non_dominated
+from functional_jd.fronts.train import Front
 from functional_jd.plotting.style import (
     PALETTE,
     Array,

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colors
-from matplotlib.ticker import SymmetricalLogLocator
 from torch import Tensor
 
 from functional_jd.core.arguments import check_option
@@ -61,9 +60,7 @@ def heatmap(
     colorbar = ax.figure.colorbar(image, ax=ax, label="cosine" if kind == "cosines" else "inner product", shrink=0.8)
     colorbar.outline.set_visible(False)
     if isinstance(image.norm, colors.SymLogNorm):
-        ticks = SymmetricalLogLocator(linthresh=image.norm.linthresh, base=10)
-        ticks.set_params(numticks=9)  # matplotlib's usual 15 labels overlap
-        colorbar.set_ticks(ticks)
+        colorbar.set_ticks(_ticks(image.norm))
     if m <= MAX_WITH_VALUES:
         _write_values(ax, values, image, "{:.2f}".format if kind == "cosines" else _compact_number)
     return ax
@@ -88,6 +85,13 @@ def _label_rows_and_columns(ax: Ax, names: list[str]) -> None:
     rotated: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
     ax.set_yticks(ticks, names)
     ax.set_xticks(ticks, names, **rotated)
+
+
+def _ticks(norm: colors.SymLogNorm) -> list[float]:
+    """Return zero and up to four powers of ten on either side: the labels of SymmetricalLogLocator overlap at zero."""
+    lowest, highest = np.ceil(np.log10(norm.linthresh)) + 1, np.floor(np.log10(norm.vmax or 1))
+    powers = 10.0 ** np.arange(highest, lowest - 1, -max(1, np.ceil((highest - lowest + 1) / 4)))
+    return sorted([*-powers, 0.0, *powers])
 
 
 def _compact_number(value: float) -> str:
