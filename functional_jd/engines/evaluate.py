@@ -12,6 +12,7 @@ from functional_jd.core.tree import CONTAINERS, own_containers, tree_leaves, tre
 from functional_jd.core.types import Declared, Losses, LossFunction, Tree
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.calls import run_traced
+from functional_jd.objectives.structured import check_example_aux
 from functional_jd.precision.autocast import without_cache
 from functional_jd.torch_compat.slow_path import refuse_export
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -84,16 +85,6 @@ def _refuse_none(where: str, values: Losses, path: tuple[str, ...] = ()) -> None
         )
     for name, part in children(values) or []:
         _refuse_none(where, part, (*path, name))
-
-
-def check_example_aux(where: str, aux: Any) -> None:
-    """What comes back for every example is stacked, and must be tensors."""
-    for leaf in tree_leaves(aux):
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"{where}: with per_example, aux must be a pytree of tensors, found {type(leaf).__name__}. Leave it "
-                "out, or return torch.as_tensor(...) of numbers."
-            )
 
 
 def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:

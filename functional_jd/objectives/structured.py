@@ -41,7 +41,9 @@ class PerExample(Declared):
 
         def watched(*given: Any, alone: bool = False) -> Any:
             with journal.watch(examples=True):
-                return self.of_one(*given) if alone else self.loss(*given)
+                result = self.of_one(*given) if alone else self.loss(*given)
+            check_example_aux("per_example", result)
+            return result
 
         def together() -> Losses:
             return torch.vmap(watched, in_dims=dims, randomness="different")(params, *batch)
@@ -282,6 +284,16 @@ def _by_name(losses: Mapping[str, Callable[..., Any]], in_dims: Dims) -> Example
         )
     parts = {name: per_example(loss, in_dims) for name, loss in losses.items()}
     return ExampleSets({name: replace(part, name=name) for name, part in parts.items()})
+
+
+def check_example_aux(where: str, aux: Any) -> None:
+    """What comes back for every example is stacked, and must be tensors."""
+    for leaf in tree_leaves(aux):
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{where}: with per_example, losses and aux must be tensors, found {type(leaf).__name__}. Leave it "
+                "out, or return torch.as_tensor(...) of numbers."
+            )
 
 
 def _select(argument: Tree, dim: int, index: int) -> Tree:

@@ -687,7 +687,7 @@ MISTAKES = {
         ValueError,
         r"\[\] or \[3\].*found \[2\].*scale_state\(shape=\(3,\)\)",
     ),
-    "scale's type": (lambda: jacobian_fn(SUM, scale=2.0), TypeError, "ScaleState or a floating-point tensor.*float"),
+    "scale's type": (lambda: jacobian_fn(SUM, scale=2.0), TypeError, "ScaleState or a floating.*found 2.0"),
     "no scalar": (
         lambda: jacobian_fn(per_example(lambda w, x: w * x))(W, torch.ones(2, 3)),
         ValueError,
