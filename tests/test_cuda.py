@@ -16,7 +16,7 @@ from two_tasks import close, method, two_tasks
 
 import functional_jd as fj
 from functional_jd import distributed
-from functional_jd.solvers.dual_cone import cosines
+from functional_jd.core.safe import cosines
 from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.pivoting import least_pivot
 

@@ -21,11 +21,11 @@ from functional_jd.core.rows import (
     squared_norms,
     weighted_rows,
 )
+from functional_jd.core.safe import cosines
 from functional_jd.core.sharding import shard_of, sharded_as
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
 from functional_jd.core.types import AffineWeights, Direction, Gramian, Jacobian, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.torch_compat.torch_internals import dispatch_modes
 
 # Weighted rows cancel if the square of their sum is below this fraction of the sum of their squares.

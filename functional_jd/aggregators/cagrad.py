@@ -8,8 +8,8 @@ from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import equal_weights, gramian
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, number
+from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.search import Solver
 from functional_jd.solvers.worst_gain import worst_gain_multipliers
 

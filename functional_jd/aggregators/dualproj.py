@@ -6,9 +6,9 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
-from functional_jd.core.safe import nonzero
+from functional_jd.core.safe import cosines, nonzero
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import cosines, dual_cone_multipliers
+from functional_jd.solvers.dual_cone import dual_cone_multipliers
 from functional_jd.solvers.search import Solver
 
 

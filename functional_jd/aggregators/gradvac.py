@@ -10,11 +10,10 @@ from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.arguments import FROM_0_TO_1, Number, number
-from functional_jd.core.safe import nonzero, sqrt_or_zero, with_nan_of
+from functional_jd.core.safe import cosines, nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
 from functional_jd.random.keys import check_key
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.search import Solver
 
 # Smallest distance of targets from +-1: G does not resolve rows that are closer to parallel or opposite.

@@ -6,8 +6,8 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import Solver
 

@@ -9,9 +9,8 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_integer, number
-from functional_jd.core.safe import with_nan_of
+from functional_jd.core.safe import cosines, with_nan_of
 from functional_jd.core.types import Gramian
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.fairness import fair_shares
 from functional_jd.solvers.search import Solver
 

@@ -10,9 +10,8 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import Numbers, per_objective, runs_on_host
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.arguments import BELOW_1, FROM_0_TO_1, Number, number
-from functional_jd.core.safe import nonzero
+from functional_jd.core.safe import cosines, nonzero
 from functional_jd.core.types import Gramian
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import linear_complementarity
 from functional_jd.solvers.search import Solver
 

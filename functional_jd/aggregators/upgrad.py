@@ -4,8 +4,9 @@ from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.hyper_parameters import Numbers, preferences, runs_on_host
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import gramian
+from functional_jd.core.safe import cosines
 from functional_jd.core.types import Gramian, Weights
-from functional_jd.solvers.dual_cone import cosines, row_multipliers
+from functional_jd.solvers.dual_cone import row_multipliers
 from functional_jd.solvers.search import Solver
 
 

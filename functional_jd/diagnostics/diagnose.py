@@ -14,11 +14,10 @@ from functional_jd.core.heads import rows_of, split_heads
 from functional_jd.core.names import names_or_indices
 from functional_jd.core.record_display import Table, displayed_as, number, outline, shortened
 from functional_jd.core.rows import row_count
-from functional_jd.core.safe import divide, nonzero, sqrt_or_zero
+from functional_jd.core.safe import cosines, divide, nonzero, sqrt_or_zero
 from functional_jd.core.tree import tree_leaves, tree_map, tree_names
 from functional_jd.core.types import Direction, Gramian, Jacobian, Weights
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.torch_compat.torch_internals import has_values, under_transform
 
 # Values below this multiple of the machine epsilon of the products count as zero.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_flag, check_integer, check_type, refuse
 from functional_jd.core.names import names_or_indices, objective_names
+from functional_jd.core.safe import cosines
 from functional_jd.core.tree import tree_leaves
 from functional_jd.diagnostics.diagnose import share_in_conflict
 from functional_jd.plotting.style import (
@@ -28,7 +29,6 @@ from functional_jd.plotting.style import (
     text_color,
 )
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.training.state import StepInfo
 
 SIZE = (7.0, 2.8)

@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from functional_jd.torch_compat.autograd_graph import nodes_from
+from functional_jd.torch_compat.slow_path import cure_of
 from functional_jd.torch_compat.torch_internals import private
 
 # What `torch.autograd.grad`, which takes its place, calls after it has asked about each tensor.
@@ -37,16 +38,6 @@ def gradients(
         if cure := cure_of(str(error)):
             error.add_note(f"{where}:{cure}")
         raise
-
-
-def cure_of(message: str) -> str:
-    """What helps against an error of torch that does not name its cure."""
-    if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
-        return ""
-    return (
-        " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
-        "torch.amp.custom_fwd and custom_bwd."
-    )
 
 
 class OwnParameters(TorchFunctionMode):

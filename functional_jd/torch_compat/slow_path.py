@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from functional_jd.torch_compat.backward import cure_of
 from functional_jd.torch_compat.torch_internals import constant_while_tracing
 
 Result = TypeVar("Result")
@@ -123,6 +122,16 @@ def _reason(error: BaseException) -> str:
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     place = f"{Path(own[-1][0]).name}:{own[-1][1]}: " if own else ""
     return f"{place}{type(error).__name__}: {message}{cure_of(message)}"
+
+
+def cure_of(message: str) -> str:
+    """What helps against an error of torch that does not name its cure."""
+    if "setup_context staticmethod" not in message and "_fwd_used_autocast" not in message:
+        return ""
+    return (
+        " Under transforms, an autograd.Function needs setup_context, and functional_jd.precision.custom instead of "
+        "torch.amp.custom_fwd and custom_bwd."
+    )
 
 
 def user_level() -> int:

@@ -8,8 +8,8 @@ import torch
 from bounds import check_within, cone_bound, eps
 
 import functional_jd as fj
+from functional_jd.core.safe import cosines
 from functional_jd.solvers import lcp
-from functional_jd.solvers.dual_cone import cosines
 from functional_jd.solvers.lcp import can_be_launched, linear_complementarity
 
 if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
