@@ -378,12 +378,6 @@ def test_wide_axes_are_logarithmic_and_their_ticks_plain_numbers():
     assert _ticks(plotting.norms(near)) != []
 
 
-def test_conflicts_are_shares_of_diagnoses():
-    gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
-    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
-    np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
-
-
 def test_gramians_in_the_infos_give_norms_and_conflicts():
     J = torch.tensor([[3.0, 4.0], [-1.0, 0.0]])
     gramians = [J @ J.T, torch.zeros(2, 2), J.abs() @ J.abs().T]
@@ -427,7 +421,10 @@ def test_rows_whose_losses_were_replaced_by_means_are_numbered():
         assert _labels(ax) == [f"row {index}" for index in range(8)]
 
 
-def test_records_of_every_few_steps_stand_at_these_steps():
+def test_conflicts_are_shares_or_diagnoses_at_every_few_steps():
+    gramians = [torch.tensor([[1.0, c], [c, 1.0]]) for c in (0.5, -0.5)]
+    ax = plotting.conflicts([jd.diagnostics.diagnose(gramian) for gramian in gramians])
+    np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), [0, 100])
     (line,) = plotting.conflicts([0.0, 0.5, 1.0], every=10).get_lines()
     np.testing.assert_array_equal(line.get_xydata(), [[0, 0], [10, 50], [20, 100]])
 
@@ -499,17 +496,6 @@ def test_the_pareto_set_of_quadratics_is_stationary(condition):
     crossed = jacobian[:, 0, 0] * jacobian[:, 1, 1] - jacobian[:, 0, 1] * jacobian[:, 1, 0]
     assert crossed.abs().max() < 1e-10 * condition**2
     assert ((jacobian[:, 0] * jacobian[:, 1]).sum(-1) <= 1e-10 * condition).all()
-
-
-@pytest.mark.parametrize("build", plotting.PROBLEMS.values(), ids=plotting.PROBLEMS)
-def test_losses_compose(build):
-    problem = build()
-    points, push = problem.starts, torch.ones(2, dtype=torch.float64)
-    rows = torch.vmap(torch.func.jacrev(problem.losses))(points)
-    _, tangents = torch.vmap(lambda point: torch.func.jvp(problem.losses, (point,), (push,)))(points)
-    torch.testing.assert_close(rows.sum(-1), tangents)
-    compiled = torch.compile(problem.losses, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(points[0]), problem.losses(points[0]))
 
 
 def test_descent_is_the_loop_that_one_would_write():
@@ -585,26 +571,14 @@ def test_the_ends_of_paths_stand_out_in_small_multiples_too(columns):
     assert 5 <= filled.get_markersize() <= max(5, height / 12)
 
 
-def test_trajectories_can_be_lean():
-    problem = plotting.quadratics()
-    ax = plotting.trajectories(problem, _short_path(problem), contours=False, legend=False)
+def test_trajectories_can_be_lean_and_rules_run_with_the_problems_own_settings():
+    problem = plotting.quadratics()._replace(steps=2)
+    ax = plotting.trajectories(problem, {"mgda": jd.mgda()}, contours=False, legend=False)
     assert not ax.collections
     assert ax.get_legend() is None
-    assert set(_lines(ax)) >= {"Pareto set", "start", "mean"}
+    expected = plotting.descend(problem, jd.mgda()).points[:, 0]
+    np.testing.assert_array_equal(_lines(ax)["mgda"].get_xydata(), expected)
     assert _labels(plotting.trajectories(problem, {}, contours=False)) == ["Pareto set", "start"]
-
-
-@pytest.mark.parametrize("plot", ["cone", "weights"])
-def test_a_constrained_layout_keeps_legends_off_the_axes_beside(plot):
-    def is_covered(layout):
-        figure, (left, right) = plt.subplots(1, 2, layout=layout)
-        for ax in (left, right):
-            plotting.cone(CONFLICTED, RULES, ax) if plot == "cone" else plotting.weights(_infos(), ax)
-        figure.canvas.draw()
-        return left.get_legend().get_window_extent().overlaps(right.get_window_extent())
-
-    assert is_covered(None)
-    assert not is_covered("constrained")
 
 
 def test_a_legend_is_made_again_after_drawing_more():
@@ -617,13 +591,6 @@ def test_a_legend_is_made_again_after_drawing_more():
     assert ax.get_legend().get_window_extent().x0 == before
     assert ax.get_lines()[-1].get_color() == plotting.PALETTE[2]
     assert ax.get_ylabel() == "scale"
-
-
-def test_rules_are_followed_with_the_problems_own_settings():
-    problem = plotting.quadratics()._replace(steps=2)
-    ax = plotting.trajectories(problem, {"mgda": jd.mgda()})
-    expected = plotting.descend(problem, jd.mgda()).points[:, 0]
-    np.testing.assert_array_equal(_lines(ax)["mgda"].get_xydata(), expected)
 
 
 # The front
