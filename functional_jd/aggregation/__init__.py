@@ -2,6 +2,7 @@
 
 from functional_jd.aggregation.aggregate import Aggregation, Aggregator, aggregate
 from functional_jd.aggregation.combine import combine
+from functional_jd.aggregation.groups import from_part
 from functional_jd.aggregation.held import held
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.core.heads import MultitaskJacobian
@@ -14,6 +15,7 @@ __all__ = [
     "MultitaskJacobian",
     "aggregate",
     "combine",
+    "from_part",
     "held",
     "scalarized",
     "stateless",

@@ -1,22 +1,27 @@
 """Groups of parameters: what a rule receives that has another rule for every top-level key."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import View
+from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.heads import rows_of
 from functional_jd.core.tree import tree_leaves
+from functional_jd.solvers.spectral import may_be_read
+from functional_jd.torch_compat.slow_path import user_level
 
 _STRENGTH = ("none", "norms", "gramian", "rows")
 
 
-def view_of_groups(views: Mapping[str, View], passes: int) -> View:
+def view_of_groups(views: Mapping[str, View], passes: int, partial: Collection[str] = ()) -> View:
     """The view whose rule receives, for every group, what the rule with its view receives.
 
     Args:
         views: by top-level key of the parameters.
         passes: how many of the rules differ.
+        partial: the groups that are known to have rows of some losses only.
     """
 
     def by_group(seen: Observation) -> dict[str, Any]:
@@ -27,13 +32,70 @@ def view_of_groups(views: Mapping[str, View], passes: int) -> View:
 
     # Groups inside a group have rows: products are known, and passes taken, by top-level key only.
     needs = ["rows" if view.groups is not None else view.products for view in views.values()]
-    return View(
+    found = View(
         by_group,
         max(needs, key=_STRENGTH.index),  # pyright: ignore[reportArgumentType]
         losses=any(view.losses for view in views.values()),
         batches=max(view.batches for view in views.values()),
         groups=dict(views),
         passes=passes,
+    )
+    found.partial = frozenset(partial)
+    return found
+
+
+def warn_of_zero_rows(where: str, view: View, products: Any) -> None:
+    """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
+    groups = view.groups if view.groups is not None and products is not None else {}
+    for key in groups:
+        own = products[key]
+        if key in view.partial or own.ndim != 2 or not may_be_read(own):
+            continue
+        reached = (own.diagonal() != 0).tolist()
+        if any(reached) and not all(reached):
+            known = [i for i, yes in enumerate(reached) if yes]
+            warnings.warn(
+                f"{where}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. If "
+                f"these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
+                stacklevel=user_level(),
+            )
+
+
+def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
+    """A rule that receives the rows of some parameters, whose weights count for all of them.
+
+    Args:
+        rule: a rule with one weight per row.
+        names: top-level keys of the parameters: `from_part(gradnorm(), ["last"])` balances the norms of one layer.
+
+    Returns:
+        A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`.
+
+    Raises:
+        TypeError: `rule` is not an `Aggregator`.
+        ValueError: when called, a name that is no key of the parameters.
+
+    Example:
+        >>> rule = aggregation.from_part(upgrad(), ["last"])
+        >>> jacobian = {"first": torch.eye(2), "last": torch.tensor([[2.0, 0.0], [-1.0, 1.0]])}
+        >>> aggregate(rule, jacobian).weights
+        tensor([1.0000, 0.5000], dtype=torch.float64)
+    """
+    check_rule(rule, "from_part")
+    view = as_view(rule.view)
+
+    def part(rows: Any) -> dict[str, Any]:
+        found = rows_of(rows)
+        if missing := [name for name in names if not isinstance(found, Mapping) or name not in found]:
+            raise ValueError(f"from_part: names must be keys of the parameters, found {missing}. Check the spelling.")
+        return {name: found[name] for name in names}
+
+    def receive(seen: Observation) -> Any:
+        return view.receive(seen._replace(rows=part(seen.rows), others=tuple(map(part, seen.others))))
+
+    receive.__name__ = f"{view.__name__}_of_a_part"
+    return rule._replace(
+        view=View(receive, "rows", losses=view.losses, batches=view.batches), on_host=False, sensitivity=None
     )
 
 

@@ -61,7 +61,7 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
     Differs:
         A softmax keeps the weights positive and their sum m, as in LibMTL, where the paper renormalises weights that a
         step may have made negative. L is divided by mean(N), so that the rate is dimensionless. The norms are those of
-        all parameters in the Jacobian, not of the last shared layer: `grouped` applies a rule to that layer alone.
+        all parameters; those of the last shared layer, as in the paper: `aggregation.from_part(gradnorm(), ["layer"])`.
     """
     alpha = number("gradnorm", "alpha", alpha, NOT_NEGATIVE, "The default is 1.5.")
     rate = number("gradnorm", "rate", rate, POSITIVE, "The default is 0.025.")

@@ -1,17 +1,19 @@
 """Grouped: one rule per top-level group of parameters (partial Jacobian descent)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.groups import view_of_groups
 from functional_jd.aggregation.views import as_view
 from functional_jd.core.arguments import check_mapping
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
 
 
-def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
+def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] | None = None) -> Aggregator:
     """Give every top-level group of parameters a rule of its own, which receives that group only.
 
     `direction[key] = aggregate(rules[key], jacobian[key]).direction`
@@ -19,6 +21,9 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
     Args:
         rules: one rule for every key of params: `grouped({"backbone": upgrad(), "decoder": mean()})`. Of a
             `MultitaskJacobian`, the groups are those of `shared`.
+        rows: for groups that only some losses reach, the places of these, in leaf order: `{"decoder": [1, 2]}`. The
+            group's rule receives their rows alone; the others have weight 0. Else a loss that does not reach a group
+            has a row of zeros there, which stops `mgda` and `cagrad`, and counts in the mean of `upgrad`.
 
     Returns:
         A rule that receives, for every group, what the group's rule does, and costs what these cost together: one
@@ -28,7 +33,11 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
 
     Raises:
         TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
-        ValueError: no rules; when called, a group without a rule or a rule without a group.
+        ValueError: no rules; `rows` of a group without a rule; when called, a group without a rule or a rule without a
+            group.
+
+    Warns:
+        UserWarning: where training starts, a loss with a row of zeros in a group whose rule needs the Gramian.
 
     Laws:
         The direction of one group does not depend on the others' rows. With one group it is the group's rule. The laws
@@ -57,10 +66,15 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
     chosen = dict(rules)
     views = {key: as_view(rule.view) for key, rule in chosen.items()}
     # The first group with an equal rule; a user's rule need not be hashable.
-    twins = {key: next(other for other in chosen if chosen[other] == rule) for key, rule in chosen.items()}
+    alike = lambda key, other: chosen[other] == chosen[key] and not {key, other} & (rows or {}).keys()
+    twins = {key: next((other for other in chosen if alike(key, other)), key) for key in chosen}
+
+    places = {key: list(own) for key, own in (rows or {}).items()}
+    if unknown := [key for key in places if key not in chosen]:
+        raise ValueError(f"grouped: rows must have keys of the rules, found {unknown}. Name groups that have a rule.")
 
     def init(received: dict[str, Any]) -> dict[str, Tree]:
-        return {key: rule.init(received[key]) for key, rule in chosen.items()}
+        return {key: rule.init(_some(received[key], places.get(key))) for key, rule in chosen.items()}
 
     def update(received: dict[str, Any], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
         weights: dict[str, Weights] = {}
@@ -71,7 +85,8 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
                 # The same tensor, and not only an equal one, tells the engine that one backward pass serves both.
                 weights[key], states[key] = weights[twin], ()
             else:
-                weights[key], states[key] = rule.update(received[key], state[key])
+                own, states[key] = rule.update(_some(received[key], places.get(key)), state[key])
+                weights[key] = own if key not in places else _among(own, received[key], places[key])
         return weights, states
 
     # Rows stay where they are.
@@ -79,4 +94,20 @@ def grouped(rules: Mapping[str, Aggregator]) -> Aggregator:
     bounds = [rule.sensitivity for rule in chosen.values()]
     squares = [bound**2 for bound in bounds if bound is not None]
     sensitivity = sum(squares) ** 0.5 if len(squares) == len(bounds) else None
-    return Aggregator(view_of_groups(views, passes=len(set(twins.values()))), init, update, on_host, sensitivity)
+    view = view_of_groups(views, len(set(twins.values())), partial=places.keys())
+    return Aggregator(view, init, update, on_host, sensitivity)
+
+
+def _some(received: Any, places: list[int] | None) -> Any:
+    """What a rule receives, of some of the rows."""
+    if places is None:
+        return received
+    m = len(tree_leaves(received)[0])
+    return tree_map(lambda x: x[places][:, places] if x.shape == (m, m) else x[places], received)
+
+
+def _among(weights: Weights, received: Any, places: list[int]) -> Weights:
+    """The weights of some of the rows, with 0 for the others."""
+    m = len(tree_leaves(received)[0])
+    index = torch.tensor(places, device=tree_leaves(weights)[0].device)
+    return tree_map(lambda w: w.new_zeros(m, *w.shape[1:]).index_copy(0, index, w), weights)

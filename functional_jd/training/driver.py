@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import initial_state, weigh, where_it_runs
 from functional_jd.aggregation.combine import combined, weights_to_sum
+from functional_jd.aggregation.groups import warn_of_zero_rows
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import gramian
 from functional_jd.core.float64 import has_float64
@@ -81,6 +82,8 @@ def observe(plan: Plan, engine: Engine) -> Observation:
 def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     """The rule's initial state, and the losses that it starts from."""
     seen = observe(plan, engine)
+    if plan.view.groups is not None:
+        warn_of_zero_rows(plan.where, plan.view, seen.products)
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
             seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])

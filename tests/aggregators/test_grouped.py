@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import functional_jd as jd
 from functional_jd import random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
 from functional_jd.aggregation.combine import combine
@@ -306,3 +307,102 @@ def test_a_view_that_is_made_of_the_gramian_gets_its_engine(view):
     torch.testing.assert_close(info.weights, torch.softmax(-(2 * G).diagonal().sqrt(), 0), rtol=1e-9, atol=0)
     torch.testing.assert_close(aggregate(rule, rows, losses=values).weights, info.weights, rtol=1e-9, atol=0)
     torch.testing.assert_close(info.gramian, G, rtol=1e-9, atol=1e-12)
+
+
+ROWS = {"all": torch.randn(3, 4, dtype=torch.float64), "some": torch.randn(3, 5, dtype=torch.float64)}
+ROWS["some"][0] = 0
+PARTS = {"trunk": ROWS["all"], "last": torch.randn(3, 5, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("rule", [jd.mgda(), jd.cagrad(0.4), jd.upgrad(), jd.nash_mtl(), jd.trimmed_mean(0)])
+def test_rows_of_some_losses_are_those_that_the_rule_of_the_group_receives(rule):
+    both = jd.grouped({"all": rule, "some": rule}, rows={"some": [1, 2]})
+    expected = jd.aggregate(rule, ROWS["some"][1:]).direction
+    assert expected.norm() > 0
+    direction = lambda J: jd.aggregate(both, J).direction["some"]
+    found = direction(ROWS)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(jd.aggregate(both, ROWS).direction["all"], jd.aggregate(rule, ROWS["all"]).direction)
+    compiled = torch.compile(direction, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ROWS), expected)
+    batch = {name: torch.stack([x, 2 * x]) for name, x in ROWS.items()}
+    torch.testing.assert_close(torch.vmap(direction)(batch)[0], expected)
+    value, tangent = torch.func.jvp(direction, (ROWS,), ({name: torch.ones_like(x) for name, x in ROWS.items()},))
+    torch.testing.assert_close(value, expected)
+    slope = torch.func.grad(lambda J: direction(J).sum())(ROWS)
+    torch.testing.assert_close(sum(x.sum() for x in slope.values()), tangent.sum())
+    assert not slope["some"][0].any()
+
+
+def test_rows_of_some_losses_train_in_steps_and_a_warning_names_them_where_they_are_not_given():
+    params = {"all": torch.ones(2), "some": torch.ones(2)}
+
+    def losses(p):
+        return torch.stack(
+            [p["all"].square().sum(), (p["all"] + p["some"]).exp().sum(), (p["some"] - 3).square().sum()]
+        )
+
+    for rule in (jd.mgda(), jd.cagrad(0.4)):
+        how = {"losses": losses, "optimizer": jd.sgd(0.01)}
+        rules = {"all": jd.total(), "some": rule}
+        with pytest.warns(UserWarning, match=r"'some'.*rows=\{'some': \[1, 2\]\}"):
+            jd.train_state(params, aggregator=jd.grouped(rules), **how)
+        how["aggregator"] = jd.grouped(rules, rows={"some": [1, 2]})
+        state, info = jd.step(jd.train_state(params, **how), **how)
+        J, _ = jd.jacobian_fn(losses)(params)
+        moved = (params["some"] - state.params["some"]) / 0.01
+        torch.testing.assert_close(moved, jd.aggregate(rule, J["some"][1:]).direction, rtol=1e-4, atol=1e-4)
+        assert info.weights["some"][0] == 0
+
+
+def test_rows_of_some_losses_of_a_group_without_a_rule_are_refused():
+    with pytest.raises(ValueError, match="rows must have keys"):
+        jd.grouped({"all": jd.mean()}, rows={"some": [1]})
+
+
+@pytest.mark.parametrize("rule", [jd.gradnorm(), jd.upgrad(), jd.nash_mtl()])
+def test_from_part_weights_of_a_part_count_for_all(rule):
+    whole, alone, memory, own = jd.aggregation.from_part(rule, ["last"]), rule, None, None
+    for _ in range(3):
+        found = jd.aggregate(whole, PARTS, memory, losses=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+        other = jd.aggregate(
+            alone, {"last": PARTS["last"]}, own, losses=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+        )
+        memory, own = found.state, other.state
+        torch.testing.assert_close(found.weights, other.weights)
+        torch.testing.assert_close(found.direction["trunk"], found.weights @ PARTS["trunk"])
+
+
+def test_from_part_under_transforms():
+    rule = jd.aggregation.from_part(jd.upgrad(), ["last"])
+    direction = lambda J: jd.aggregate(rule, J).direction["trunk"]
+    found = direction(PARTS)
+    torch.testing.assert_close(torch.compile(direction, fullgraph=True, backend="aot_eager")(PARTS), found)
+    batch = {name: torch.stack([x, 2 * x]) for name, x in PARTS.items()}
+    torch.testing.assert_close(torch.vmap(direction)(batch), torch.stack([found, 2 * found]))
+    _, tangent = torch.func.jvp(direction, (PARTS,), (PARTS,))
+    torch.testing.assert_close(tangent, found)
+    slope = torch.func.grad(lambda J: direction(J) @ found)(PARTS)
+    torch.testing.assert_close(sum((slope[k] * x).sum() for k, x in PARTS.items()), found @ found)
+
+
+def test_from_part_a_step_takes_it():
+    params = {"trunk": torch.ones(2), "last": torch.ones(2)}
+    losses = lambda p: torch.stack([(p["trunk"] * p["last"]).square().sum(), (p["trunk"] - 2 * p["last"]).exp().sum()])
+    how = {
+        "losses": losses,
+        "optimizer": jd.sgd(0.01),
+        "aggregator": jd.aggregation.from_part(jd.gradnorm(), ["last"]),
+    }
+    state = jd.train_state(params, **how)
+    for _ in range(2):
+        state, info = jd.step(state, **how)
+    assert info.moved
+    assert info.weights[0] != info.weights[1]
+
+
+def test_from_part_names_that_are_no_parameters_are_refused():
+    with pytest.raises(ValueError, match="from_part: names must be keys of the parameters"):
+        jd.aggregate(jd.aggregation.from_part(jd.upgrad(), ["lost"]), PARTS)
+    with pytest.raises(TypeError, match="from_part"):
+        jd.aggregation.from_part(jd.upgrad, ["last"])
