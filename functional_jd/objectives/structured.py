@@ -18,7 +18,7 @@ Dims = int | None | Sequence[int | None]
 """The dimension of the examples: one for all arguments, or one per argument; `None` marks a shared argument."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PerExample(Declared):
     """The function that `per_example` returns. The engines read the loss of one example from it.
 
@@ -117,7 +117,7 @@ class PerExample(Declared):
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Multitask(Declared):
     """The function that `multitask` returns. The engines read the trunk and the heads from it."""
 
@@ -145,7 +145,7 @@ def _join(found: dict[str, Any]) -> Any:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExampleSets(Declared):
     """The function that `per_example` returns for losses by name: several sets of examples, each with its own loss.
 

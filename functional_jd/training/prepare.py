@@ -67,7 +67,7 @@ def prepare(
     )
     if isinstance(engine, str) and engine == "auto":
         with_rows, shape = kind.row_params(losses, params), scale.scale.shape
-        own = leaves if with_rows is params else tree_leaves(with_rows)
+        own = tree_leaves(with_rows)
         m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
         choice = choose_engine(view, m, own, scale.scale, batch, kind, sharded=sharded)
         return plan, ENGINES[choice.engine], choice

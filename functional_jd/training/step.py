@@ -119,7 +119,7 @@ def step(
         elif not (type(memory) is type(buffers) is tuple and not memory and not buffers):
             buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
             new = new._replace(buffers=buffers, aggregator=memory)
-        return new._replace(scale=scale), info
+        return TrainState(*new[:-1], scale), info  # torch 2.11 returns no tuple that `_replace` made in a graph
     except Exception as error:
         if isinstance(error, TypeError):
             note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)
