@@ -59,9 +59,9 @@ def walk(step):
 @pytest.mark.parametrize(
     ("make", "rule", "engine", "calls", "changes"),
     [
-        (plain, jd.upgrad, "auto", 174, 83),
-        (plain, jd.mean, "auto", 120, 73),
-        (multitask, jd.upgrad, "auto", 246, 126),
+        (plain, jd.upgrad, "auto", 174, 79),
+        (plain, jd.mean, "auto", 120, 69),
+        (multitask, jd.upgrad, "auto", 246, 124),
         (per_example, jd.upgrad, "gramian", 297, 135),
     ],
 )
