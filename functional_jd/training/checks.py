@@ -61,7 +61,13 @@ def check_noise(
 
 
 def check_learning(
-    plan: Plan, journal: StateJournal, buffers: Tree = (), constant: Collection[str] | None = None, noised: bool = False
+    plan: Plan,
+    journal: StateJournal,
+    buffers: Tree = (),
+    constant: Collection[str] = (),
+    *,
+    noised: bool = False,
+    training: bool = True,
 ) -> None:
     """Evaluate the losses once by plain autograd, and check what trains wrongly without an error.
 
@@ -69,9 +75,9 @@ def check_learning(
         plan: its losses are evaluated, or those of some examples.
         journal: notes what they change, and keeps it for the next evaluation.
         buffers: what the losses take after the parameters.
-        constant: the names of the losses that may have no gradient on this batch; None if weights alone are computed:
-            then losses without a gradient warn.
+        constant: the names of the losses that may have no gradient on this batch.
         noised: whether the optimizer adds noise.
+        training: whether a training starts; else weights alone are computed, and losses without a gradient warn.
 
     Raises:
         ValueError: no loss reaches the parameters, or one does not; a module uses a parameter of its own, or is given
@@ -88,7 +94,7 @@ def check_learning(
             sample, args = kind.sample(plan.losses, (params, *plan.args[1:]), where)
             _, (values, (returned, _)) = evaluate_losses(sample, args, plain)
         _check_written(where, journal, [*named.items(), *(given for call in calls for given in call.params.items())])
-        if constant is not None:
+        if training:
             moved = {name: x for call in calls for name, x in call.moved().items()}
             _warn_of_lost_buffers(where, journal, moved, returned)
         if noised:
@@ -98,7 +104,7 @@ def check_learning(
         set_random_state(draws)
     found = _leaves_behind(_nodes(tree_leaves(values)))
     unlearned = [name for name, x in named.items() if id(x) not in found]
-    if (mesh := mesh_of(plan.losses)) is not None and constant is not None:
+    if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         Gathers(where, mesh, True).announce(without, mesh.device_type)
     own = {_place(x) for key, x in found.items() if key not in set(map(id, points)) and x.numel()} - {None}
@@ -110,8 +116,8 @@ def check_learning(
                 "or detach it."
             )
     trunk = tree_leaves(kind.row_params(plan.losses, params))
-    unreached = _check_reached(where, values, points, trunk, constant)
-    if unlearned and (len(trunk) == len(points) if constant is None else not unreached):  # else weights are the trunk's
+    unreached = _check_reached(where, values, points, trunk, constant, training)
+    if unlearned and (not unreached if training else len(trunk) == len(points)):  # else weights are the trunk's
         _warn(
             f"{where}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
@@ -131,13 +137,11 @@ def _check_written(where: str, journal: StateJournal, named: list[tuple[str, Ten
 
 
 def _check_reached(
-    where: str, values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Collection[str] | None
+    where: str, values: Losses, points: list[Tensor], trunk: list[Tensor], constant: Any, training: bool
 ) -> list[str]:
     """The names of the losses without a gradient. Raise if one may not be constant, or if none reaches the rows."""
     names, points_of_rows = objective_names(values), {id(x) for x in trunk}
     given: list[Any] = list(constant) if isinstance(constant, list | tuple | set) else [constant]
-    if constant is None:
-        given = []
     if unknown := [x for x in given if not isinstance(x, str) or x not in names]:
         raise ValueError(
             f"{where}: constant must hold names of losses, {_few(names)}, found {described(unknown[0])}. "
@@ -153,7 +157,7 @@ def _check_reached(
     unreached = [name for name, leaves in zip(names, reached, strict=True) if not leaves]
     needed = [name for name in unreached if name not in given]
     text = f"{where}: all losses must depend on the parameters, found {_few(needed)} without a gradient. {_CURE}"
-    if needed and constant is None:
+    if needed and not training:
         _warn(f"{text}: their weights mean nothing.")
     elif needed:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import check_flag, check_function
+from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Losses
@@ -33,8 +33,7 @@ def fit(
     Args:
         step: `step(state, *batch) -> (state, info)`, such as `functools.partial(functional_jd.step, **method)`, what
             `compiled` makes of that, or your own.
-        state: from `train_state`, or from the last `fit`. `train_state` starts the rule on one batch: of a generator,
-            spend the first on it, `train_state(params, *next(batches), **method)`.
+        state: from `train_state`, or from the last `fit`.
         batches: a `DataLoader`, a list, a generator. A tuple, a NamedTuple or a list is spread over the arguments of
             `step`; anything else, such as a tensor or a dict, is one argument. For losses that take a NamedTuple whole,
             pass `((batch,) for batch in loader)`.
@@ -64,24 +63,16 @@ def fit(
         >>> take, history = functools.partial(step, **method), []
         >>> state = fit(take, state, loader, on_step=history.append)  # progress=True
 
-        To stop with Ctrl-C and go on with what there is (in a notebook, `sys.last_value.state` has it too):
+        To stop with Ctrl-C and keep the state:
 
         >>> try:
         ...     state = fit(take, state, loader)
         ... except KeyboardInterrupt as stopped:
         ...     state = stopped.state
-
-        An info does not have the scale of its step. A step of your own keeps it, for `plotting.scales`:
-
-        >>> scales = []
-        >>> def keep(state, *batch):
-        ...     scales.append(state.scale)
-        ...     return step(state, *batch, **method)
-        >>> state = fit(keep, state, loader, on_step=history.append)
     """
     check_flag("fit", "progress", progress)
     with_state = on_step is not None and _takes_state(on_step)
-    pairs = _iterate(step, state, batches, SkipWatch("fit", patience))
+    pairs = _checked(step, state, batches, SkipWatch("fit", patience))
     bar = _Bar(length_hint(batches)) if progress else None
     taken = 0
     try:
@@ -128,7 +119,15 @@ def steps(
         ...     if max(info.losses) < 0.1:
         ...         break
     """
-    return _iterate(step, state, batches, SkipWatch("steps", patience))
+    return _checked(step, state, batches, SkipWatch("steps", patience))
+
+
+def _checked(step: Any, state: Any, batches: Any, watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:
+    check_function(watch.where, "step", step, "Pass functools.partial(functional_jd.step, losses=..., ...).")
+    iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if not iterable or (isinstance(batches, Tensor) and not batches.ndim):
+        refuse(watch.where, "batches", "a DataLoader, a list or a generator", batches, "A single batch is [batch].")
+    return _iterate(step, state, batches, watch)
 
 
 def _iterate(step: Any, state: Any, batches: Iterable[Any], watch: SkipWatch) -> Iterator[tuple[TrainState, StepInfo]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.views import View, as_view
-from functional_jd.core.arguments import check_function, refuse
+from functional_jd.core.arguments import check_function, check_type, refuse
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
@@ -18,7 +18,7 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
-from functional_jd.training.state import TrainState
+from functional_jd.training.state import START, TrainState
 
 
 def prepare(
@@ -102,6 +102,7 @@ def chosen_engine(state: TrainState, *batch: Any, losses: LossFunction, aggregat
         >>> chosen_engine(state, x, losses=losses, aggregator=upgrad()).engine
         'jacobian'
     """
+    check_type("chosen_engine", "state", state, TrainState, START)
     check_function("chosen_engine", "losses", losses, "Pass losses(params, ...).")
     check_rule(aggregator, "chosen_engine")
     how: Any = {"scale": state.scale, "buffers": state.buffers}

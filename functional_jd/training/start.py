@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.core.agreement import check_alike, description
+from functional_jd.core.arguments import refuse
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
@@ -91,10 +92,14 @@ def train_state(
     leaves, _ = floating_leaves(params, where)
     refuse_frozen(where, params)
     check_noise(where, losses, aggregator, optimizer)
+    if not all(isinstance(x, Tensor) for x in tree_leaves(buffers)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(where, "buffers", "a pytree of tensors", buffers, "Pass for instance dict(module.named_buffers()).")
     # Detached first: a copy for all replicas would keep the graph of what it is given.
     replicate = (engine.replicate if isinstance(engine, Engine) else None) or (lambda tree: tree)
     params, place = replicate(detach_parameters(params)), _place(leaves)
-    buffers = tree_map(lambda x: place((x if _is_tracked(x) else x.detach()).clone()), buffers)
+    tracked = under_functorch()  # what plain autograd recorded is mostly the rest of another call
+    kept = lambda x: x if tracked and not isinstance(x, nn.Parameter) else x.detach()
+    buffers = tree_map(lambda x: place(kept(x).clone()), buffers)
     placed = no_scale(device=leaves[0].device) if scale is None else scale
     placed = tree_map(place, placed) if isinstance(placed, ScaleState) else placed  # `prepare` raises for others
     values = {"parameters": params, "buffers": buffers, "scale": placed}
@@ -161,19 +166,12 @@ def keys_of(state: Tree) -> list[Tensor]:
 
 
 def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
-    """The state with memory of its own for every element of a vmap, as each step returns it.
-
-    What no input enters, such as a count of steps, would be stored once, with a stride of 0: torch.compile would take
-    the second step for another function than the first.
+    """The state with memory of its own for every element of a vmap, as each step returns it: with strides of 0, as of a
+    count of steps, torch.compile would take the second step for another function than the first.
     """
     tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
     return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)
-
-
-def _is_tracked(buffer: Tensor) -> bool:
-    """Whether a transform may follow a buffer. What plain autograd recorded is mostly the rest of another call."""
-    return under_functorch() and not isinstance(buffer, nn.Parameter)
 
 
 def refuse_frozen(where: str, params: Params) -> None:

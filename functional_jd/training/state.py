@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.core.arguments import check_flag, check_function
+from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
@@ -113,8 +113,15 @@ class StepInfo(NamedTuple):
     aux: Tree = ()
 
 
-def check_method(where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any) -> None:
-    """Raise for what is no function, no rule for one batch, no optimizer, or no flag."""
+START = "Start with state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
+
+
+def check_method(
+    where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, state: Any = None
+) -> None:
+    """Raise for what is no function, no rule for one batch, no optimizer, no flag, or no state of a step."""
+    if where == "step" and not isinstance(state, TrainState):
+        refuse(where, "state", "a TrainState", state, START)
     are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
     if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
         check_function(where, "losses", losses, "Pass losses(params, ...).")

@@ -84,7 +84,7 @@ def step(
         >>> bool(info.moved), sorted(info.losses)
         (True, ['fit', 'near'])
     """
-    check_method("step", losses, aggregator, optimizer, has_aux)
+    check_method("step", losses, aggregator, optimizer, has_aux, state)
     if optimizer.sensitivity is not None:
         check_noise("step", losses, aggregator, optimizer, reading=False)
     how: Any = {"scale": state.scale, "buffers": state.buffers, "has_aux": has_aux, "engine": engine}

@@ -123,7 +123,7 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         if state is None and not traced:
             journal, put_back = StateJournal(), random_state_outside_torch()
             try:
-                check_learning(plan, journal)
+                check_learning(plan, journal, training=False)
             finally:
                 journal.undo()
                 put_back()
@@ -161,9 +161,8 @@ def _warn_of_graph(params: Params) -> None:
         if p.requires_grad and p.is_leaf and not isinstance(p, nn.Parameter):
             warnings.warn(
                 f"{_WHERE}: the weights carry a graph to {name!r}, a tensor that requires grad and is no nn.Parameter: "
-                "the gradient of (weights * losses).sum() goes through the rule, and is not its direction. Pass the "
-                "parameters of the module, or tensors without grad, or take weights.detach(). For derivatives of "
-                "weights use torch.func.",
+                "the gradient of (weights * losses).sum() is not the direction. Pass parameters of a module or tensors "
+                "without grad, or take weights.detach().",
                 stacklevel=user_level(),
             )
             return
@@ -171,22 +170,16 @@ def _warn_of_graph(params: Params) -> None:
 
 def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engine:
     """The engine of the ranks whose batches count."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if group is False or (group is None and not several):
-        return "auto"
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     over_mesh = mesh_of(losses) is not None
-    if group is None:
-        if over_mesh or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params))):
-            return "auto"
-        raise ValueError(
-            f"{_WHERE}: expected a group, since there are {dist.get_world_size()} ranks, each with its part of the "
-            "batch, found none. Pass group=torch.distributed.group.WORLD for the weights of the whole batch, or "
-            "group=False for those of this rank alone."
-        )
+    meshes = meshes_of(tree_leaves(params)) if group is None and ranks > 1 else []
+    if group is False or (group is None and (ranks == 1 or over_mesh or any(x.size() == ranks for x in meshes))):
+        return "auto"
     if over_mesh or not isinstance(group, dist.ProcessGroup):
-        found = "losses of sharded(losses, mesh), whose mesh tells the ranks" if over_mesh else described(group)
+        found = "losses of sharded(losses, mesh)" if over_mesh else described(group)
         raise ValueError(
-            f"{_WHERE}: expected group to be a ProcessGroup that this process is in, for losses of whole parameters, "
-            f"found {found}. Pass group=torch.distributed.group.WORLD, or leave it out for sharded losses."
+            f"{_WHERE}: expected group to be a ProcessGroup of this process, for losses of whole parameters, found "
+            f"{found} and {ranks} ranks. Pass group=torch.distributed.group.WORLD for the weights of the whole batch, "
+            "group=False for those of this rank alone, or leave it out for sharded losses."
         )
     return replicated(group=group)

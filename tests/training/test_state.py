@@ -38,9 +38,12 @@ def noted(match, run):
     assert re.search(match, "\n".join(failed.value.__notes__))
 
 
-@pytest.mark.parametrize("state", [PARAMS, None, (PARAMS, ()), fj.scale_state()])
-def test_what_is_no_state_has_no_parameters(state):
-    refused("has no attribute '(scale|buffers)'", lambda: fj.step(state, X, **method()), AttributeError)
+@pytest.mark.parametrize("state", [PARAMS, (PARAMS, ()), fj.scale_state()])
+def test_what_is_no_state_is_refused(state):
+    words = rf"state must be a TrainState, found {type(state).__name__}\. .*train_state\("
+    refused(f"^step: {words}", lambda: fj.step(state, X, **method()), TypeError)
+    how = {"losses": losses, "aggregator": fj.upgrad()}
+    refused(f"^chosen_engine: {words}", lambda: fj.chosen_engine(state, X, **how), TypeError)
 
 
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])

@@ -77,7 +77,7 @@ def test_a_loop_that_stalls_ends_with_an_error_after_every_step_was_seen():
 
 
 def test_what_cannot_be_looped_is_refused_at_once():
-    with pytest.raises(TypeError, match="'TrainState' object is not callable"):
-        list(steps(start(), STEP, batches(1)))
+    with pytest.raises(TypeError, match="steps: step must be a function, found TrainState"):
+        steps(start(), STEP, batches(1))
     with pytest.raises(ValueError, match="steps: patience must be an integer of at least 1, found 0"):
         steps(STEP, start(), batches(1), patience=0)
