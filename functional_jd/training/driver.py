@@ -155,17 +155,16 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
 def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses) -> Verdict:
     """The verdict of finite rows and losses.
 
-    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and no
-    scale moves.
+    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and its
+    scale stays, as do those of such rows.
     """
-    losses_finite = _finite_losses(losses, scale.scale)
-    sound = losses_finite.all() if losses_finite.ndim else losses_finite
-    following = update_scale(scale, rows_finite, losses_finite=sound)
-    if not losses_finite.ndim:
-        finite = rows_finite & losses_finite
-        return Verdict(finite, finite, following)
-    finite = torch.where(sound, rows_finite, losses_finite)
-    return Verdict(finite, finite.all(), following)
+    losses_finite = known = _finite_losses(losses, scale.scale)
+    finite = rows_finite & losses_finite
+    if finite.ndim:
+        sound = losses_finite.all()
+        known, finite = finite | sound, torch.where(sound, finite, losses_finite)
+    following = update_scale(scale, rows_finite, losses_finite=known)
+    return Verdict(finite, finite.all() if finite.ndim else finite, following)
 
 
 def _finite_losses(values: Losses, scale: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def step(
     Guarantees:
         Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
         skipped step changes nothing but the scale.
-        Each row's scale follows its own flag. No scale moves if a loss itself is not finite. With `engine="weighted"`
+        Each row's scale follows its own flag, and stays if the loss itself is not finite. With `engine="weighted"`
         the backward pass runs at the largest scale that serves all objectives, and all flags are equal.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
         Does not synchronize with the device, unless the rule does: its docstring has it.
