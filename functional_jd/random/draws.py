@@ -18,15 +18,9 @@ _F: Any = nn.functional
 
 
 class Numbers:
-    """Random numbers for the function that is being called.
+    """Random numbers for the function that is being called. A subclass has `take`, which returns the next key."""
 
-    Args:
-        take: returns the next key, int64 `[2]`.
-        uniform: draws uniform numbers `[n]` of a dtype with it, on a device; they are only read.
-    """
-
-    def __init__(self, take: Callable[[], Tensor], uniform: Callable[..., Tensor] | None = None):
-        self.take, self.uniform = take, uniform
+    take: Callable[[], Tensor]
 
     def draw(self, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draw numbers of one kind; `what` is "uniform", "normal" or "exponential"."""
@@ -37,12 +31,14 @@ class Numbers:
             )
         return draw(on_device(self.take(), device), math.prod(shape), what, dtype).reshape(tuple(shape))
 
+    def uniform(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Draw uniform numbers `[n]`, which are only read."""
+        return self.draw("uniform", (n,), dtype, device)
+
     def events(self, probability: Tensor | float, shape: Sequence[int], device: torch.device) -> Tensor:
         """Draw booleans that are true with this probability."""
         double = isinstance(probability, Tensor) and probability.dtype == torch.float64
         dtype = torch.float64 if double else torch.float32
-        if self.uniform is None:
-            return self.draw("uniform", shape, dtype, device) < probability
         return self.uniform(math.prod(shape), dtype, device).reshape(tuple(shape)) < probability
 
 

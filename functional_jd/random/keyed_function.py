@@ -100,7 +100,7 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
     return wraps(f)(run) if hasattr(f, "__name__") else run
 
 
-class _Keyed(RecomputedMode):
+class _Keyed(RecomputedMode, Numbers):
     """Gets every function of torch that Python calls, and gives their numbers to those that need random ones.
 
     Args:
@@ -128,14 +128,14 @@ class _Keyed(RecomputedMode):
             if kwargs.get(name) is not None:
                 raise RuntimeError(f"keyed: expected {function_name(func)} without {name}=, found one. Leave it out.")
         kwargs = {name: value for name, value in kwargs.items() if name not in ("generator", "out")}
-        return self.draw(func, args, kwargs)
+        return self.call(func, args, kwargs)
 
-    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         if func in _OF_SEVERAL_OPS and has_torch_function(values) and _under_autocast(values):
             return handle_torch_function(_AsOneOp(self, func), values, *args, **kwargs)
-        if func in DRAWS:  # made for this call, as a mode that holds its own methods is left to the collector
-            return DRAWS[func](Numbers(self.take, self.uniform), *args, **kwargs)
+        if func in DRAWS:
+            return DRAWS[func](self, *args, **kwargs)
         with self:
             return _IN_PYTHON[func](*args, **kwargs)
 
@@ -154,7 +154,6 @@ class _Keyed(RecomputedMode):
         return self.of_elements(keys[k])
 
     def uniform(self, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uniform numbers `[n]` with the key of the next call that draws."""
         k, key = len(self.drawn), self.take()
         if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or functorch_depth() != self.depth:
             return draw(on_device(key, device), n, "uniform", dtype)
@@ -200,7 +199,7 @@ class _AsOneOp:
         self.mode, self.func, self.__name__ = mode, func, func.__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.mode.draw(self.func, args, kwargs)
+        return self.mode.call(self.func, args, kwargs)
 
 
 @constant_while_tracing  # it runs while tracing
