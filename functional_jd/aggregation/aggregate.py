@@ -1,5 +1,6 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count, loss_vector
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import Domain, refuse
 from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
+from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import per_row, row_count
 from functional_jd.core.sharding import shard_of
@@ -39,6 +41,7 @@ class Aggregator(NamedTuple):
             back, for what would take more than some 40 launches. Not under transforms.
         sensitivity: the largest norm that a row can add to the direction, whatever the rows; None: no such bound is
             known. `noised` needs one.
+        takes: its name and the losses that it can take, where these are not all; `train_state` raises for others.
     """
 
     view: View | Callable[..., Any]
@@ -46,6 +49,7 @@ class Aggregator(NamedTuple):
     update: Callable[[Any, Tree], tuple[Weights, Tree]]
     on_host: bool = False
     sensitivity: float | Tensor | None = None
+    takes: tuple[str, Domain] | None = None
 
 
 @displayed_as(outline)
@@ -248,6 +252,20 @@ def _refuse_other_state(
             f"{where}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
             "anew with train_state, or by aggregate without a state."
         ) from error
+
+
+def check_losses_of_rule(where: str, aggregator: Aggregator, losses: Losses) -> None:
+    """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
+    values = loss_vector(losses)
+    if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
+        return
+    name, domain = aggregator.takes
+    for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
+        if math.isfinite(value) and not domain.contains(value):
+            raise ValueError(
+                f"{where}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "
+                "constant to the loss, or take a rule that needs no losses, such as upgrad."
+            )
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:

@@ -82,7 +82,8 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         weights, inner = weigh(view, state.inner)
         return weights, HeldState(weights, inner)
 
-    return Aggregator(rule.view, init, update, rule.on_host), Aggregator(no_gradients, _cannot_start, _repeat)
+    fresh = Aggregator(rule.view, init, update, rule.on_host, takes=rule.takes)
+    return fresh, Aggregator(no_gradients, _cannot_start, _repeat)
 
 
 def _cannot_start(view: Any) -> Tree:  # noqa: ARG001

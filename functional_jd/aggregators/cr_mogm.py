@@ -80,4 +80,4 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         return weights, CrMogmState(weights, inner, torch.ones_like(state.started))
 
     on_host = rule.on_host and (not isinstance(keep, Tensor) or keep.is_cpu)
-    return Aggregator(rule.view, init, update, on_host)
+    return Aggregator(rule.view, init, update, on_host, takes=rule.takes)

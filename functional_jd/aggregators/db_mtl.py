@@ -78,4 +78,4 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         w = divide(norms.amax(), norms)
         return average_as_weights(state.rows, b, factors, w), DbMtlState(rows, calls)
 
-    return Aggregator(jacobian_and_losses, init, update)
+    return Aggregator(jacobian_and_losses, init, update, takes=("db_mtl", NOT_NEGATIVE))

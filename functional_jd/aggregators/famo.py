@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import loss_count
 from functional_jd.aggregation.views import losses as losses_view
-from functional_jd.core.arguments import NOT_NEGATIVE, Number, check_type, number
+from functional_jd.core.arguments import NOT_NEGATIVE, POSITIVE, Number, check_type, number
 from functional_jd.core.safe import sqrt_or_zero
 from functional_jd.core.types import Losses
 
@@ -95,7 +95,7 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         new = FamoState(logits, first, second, state.calls + 1, losses, after, torch.zeros_like(state.measured))
         return torch.softmax(logits - losses.log(), dim=0), new
 
-    return Aggregator(losses_view, init, update)
+    return Aggregator(losses_view, init, update, takes=("famo", POSITIVE))
 
 
 def famo_after_step(state: FamoState, losses: Losses) -> FamoState:

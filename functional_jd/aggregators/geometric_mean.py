@@ -4,6 +4,7 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.lifts import scalarized
+from functional_jd.core.arguments import POSITIVE
 
 
 def geometric_mean() -> Aggregator:
@@ -23,7 +24,7 @@ def geometric_mean() -> Aggregator:
     Source:
         Chennupati, Sistu, Yogamani & Rawashdeh, MultiNet++, CVPR workshops 2019: the geometric loss strategy.
     """
-    return scalarized(value)
+    return scalarized(value)._replace(takes=("geometric_mean", POSITIVE))
 
 
 def value(losses: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         logits = state.logits - rate * (slopes - w / len(w) * slopes.sum())
         return with_nan_of(w, logits), GradNormState(state.initial, logits)
 
-    return Aggregator(norms_and_losses, init, update)
+    return Aggregator(norms_and_losses, init, update, takes=("gradnorm", POSITIVE))
 
 
 def _inverse_rates(losses: Tensor, initial: Tensor) -> Tensor:

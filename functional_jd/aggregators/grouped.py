@@ -95,7 +95,8 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     squares = [bound**2 for bound in bounds if bound is not None]
     sensitivity = sum(squares) ** 0.5 if len(squares) == len(bounds) else None
     view = view_of_groups(views, len(set(twins.values())), partial=places.keys())
-    return Aggregator(view, init, update, on_host, sensitivity)
+    takes = next((rule.takes for rule in chosen.values() if rule.takes is not None), None)
+    return Aggregator(view, init, update, on_host, sensitivity, takes)
 
 
 def _some(received: Any, places: list[int] | None) -> Any:

@@ -93,4 +93,4 @@ def moco(
         w = torch.softmax(w - c * (gramian(rows) @ w + rho * w), dim=0)
         return average_as_weights(state.rows, 1 - b, factors, w), MocoState(rows, w, calls)
 
-    return Aggregator(jacobian_and_losses, init, update)
+    return Aggregator(jacobian_and_losses, init, update, takes=("moco", NOT_NEGATIVE))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import check_integer
 from functional_jd.core.names import objective_names
-from functional_jd.core.tree import tree_leaves
+from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.torch_compat.slow_path import user_level
 from functional_jd.training.state import StepInfo, TrainState
 
@@ -74,6 +74,13 @@ class SkipWatch:
         finite = torch.cat([leaf.detach().reshape(-1).isfinite().cpu() for leaf in tree_leaves(info.losses)]).tolist()
         bad = [name for name, yes in zip(names, finite, strict=True) if not yes]
         found = f"losses were not finite themselves: {', '.join(bad)}"
+        if not bad and not all_finite(info.weights):
+            values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(info.losses)])
+            return (
+                f"{self.where}: the last {len(self.run)} steps were skipped. In the last step, losses and rows were "
+                f"finite and the weights of the rule were not, for the losses {', '.join(f'{x:.4g}' for x in values)}. "
+                "Some rules need positive losses: their docstrings tell which."
+            )
         if not bad:
             found = (
                 "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, check_losses_of_rule
 from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import refuse
 from functional_jd.core.checksum import checksums
@@ -112,7 +112,8 @@ def train_state(
         if not traced and not under_transform():
             check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
             put_back()
-        rule_state = started(plan, chosen)[0]
+        rule_state, values = started(plan, chosen)
+        check_losses_of_rule(where, aggregator, values)
     except TypeError as error:
         note_losses(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
