@@ -57,10 +57,7 @@ from functional_jd.aggregators.trimmed_mean import trimmed_mean
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.aggregators.uw import uw
 from functional_jd.core.names import objective_names
-from functional_jd.engines.cross_products import cross_gramian_fn
-from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import jacobian_fn
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.engines.differentiate import cross_gramian_fn, gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.objectives import functional, multitask, per_example
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.adapters import from_torch, from_transformation

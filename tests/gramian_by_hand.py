@@ -8,9 +8,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BATCH, Case, Cube, Model, numbers
 
+from functional_jd import gramian_fn
 from functional_jd.engines.gramian import products
-from functional_jd.engines.gramian_engine import gramian_fn
-from functional_jd.engines.kinds import from_rows
+from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.autocast import autocast
 

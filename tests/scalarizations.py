@@ -8,8 +8,8 @@ import io
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from functional_jd import jacobian_fn
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask, per_example
 
 # What the peer was shown, too: one row per call.

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_jd.core.sharding import is_sharded, over_dimension, shard_of
 from functional_jd.core.tree import tree_leaves, tree_names
 from functional_jd.core.types import Tree
-from functional_jd.engines.group import Group, check_alike, check_dense, collective, known_group
+from functional_jd.engines.replicas import Group, check_alike, check_dense, collective, known_group
 from functional_jd.torch_compat.torch_internals import under_transform
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from functional_jd.engines.group import known_group
+from functional_jd.engines.replicas import known_group
 
 
 def leave() -> None:

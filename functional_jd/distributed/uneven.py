@@ -10,7 +10,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import over_mesh
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Losses
-from functional_jd.engines.group import Group, collective, known_group
+from functional_jd.engines.replicas import Group, collective, known_group
 
 
 def weighted_by_examples(losses: Losses, examples: int | Tensor, group: Group = None) -> Losses:

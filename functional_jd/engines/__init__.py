@@ -4,15 +4,11 @@ of losses or another engine.
 
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.types import Declared
+from functional_jd.engines.by_name import features_engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.engines.choose import EngineChoice
-from functional_jd.engines.features import features_engine
-from functional_jd.engines.gramian_engine import gramian_engine
-from functional_jd.engines.jacobian import jacobian_engine
-from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.kinds.kind import Kind, Pullback
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.engines.kinds.results import Pullback
 from functional_jd.engines.plan import Engine, Plan, require
-from functional_jd.engines.weighted import weighted_engine
 
 __all__ = [
     "PLAIN",

@@ -1,9 +1,153 @@
-"""The engines of a step, by name."""
+"""The engines of a step, by name, and the observations that they make of rows."""
 
-from functional_jd.engines.gramian_engine import gramian_engine
-from functional_jd.engines.jacobian import jacobian_engine
-from functional_jd.engines.plan import Engine
-from functional_jd.engines.weighted import weighted_engine
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_jd.aggregation.combine import combined, products_of_rows
+from functional_jd.aggregation.groups import check_groups
+from functional_jd.aggregation.observation import Observation, Products
+from functional_jd.core.arguments import check_integer, check_option
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, of_groups, split_heads
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves
+from functional_jd.core.types import Direction, Jacobian, Losses
+from functional_jd.engines.choose import gramian_mode
+from functional_jd.engines.kinds.kind import FoundJacobian, gramian_from_rows
+from functional_jd.engines.plan import Engine, Plan, require
+from functional_jd.precision.loss_scale import nan_rows_unless, unscale
+
+MODES = ("auto", "vmap", "loop")
+
+
+def rows_at_once(where: str, mode: str, chunk_size: int | None) -> tuple[str, int | None]:
+    """The mode and the number of rows at once. Raises for an unknown mode, and for what is no number of rows."""
+    check_option(where, "mode", mode, MODES, "'auto' chooses by shapes. For column by column call torch.func.jacfwd.")
+    if chunk_size is not None:
+        check_integer(where, "chunk_size", chunk_size, 1, "1 is the loop, None is no limit.")
+    return "loop" if chunk_size == 1 else mode, chunk_size
+
+
+def jacobian_engine(mode: str = "auto", chunk_size: int | None = None) -> Engine:
+    """All rows, for every rule.
+
+    Args:
+        mode: how rows are differentiated, as for `jacobian_fn`.
+        chunk_size: the number of rows differentiated at once, as for `jacobian_fn`.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`.
+
+    Raises:
+        ValueError: an unknown mode, or a chunk size below 1.
+    """
+    how = rows_at_once("jacobian_engine", mode, chunk_size)
+    return Engine(lambda plan: of_rows(plan, *rows_of_plan(plan, *how)))
+
+
+def rows_of_plan(plan: Plan, mode: str = "auto", chunk_size: int | None = None) -> FoundJacobian:
+    """The rows, the losses, and `(buffers, aux)`."""
+    plan = plan._replace(mode=mode, chunk_size=chunk_size)
+    return plan.kind.jacobian(plan.losses, plan.args, plan)
+
+
+def gramian_engine() -> Engine:
+    """Inner products of the rows, without rows where layers allow, for rules that need these or the rows' norms, and no
+    more but the losses.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`: see `gramian_fn`, and `squared_norms_fn` for rules that need norms.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule with another view.
+
+    Laws:
+        Weights and direction are those of `jacobian_engine`, up to the order of sums.
+    """
+
+    def observe(plan: Plan) -> Observation:
+        plan = plan._replace(mode=gramian_mode())
+        return of_products(*plan.kind.gramian(plan.losses, plan.args, plan))
+
+    def check(plan: Plan) -> None:
+        require(plan, "gramian", serves=plan.view.inner_products_suffice, rules="inner products of rows")
+
+    return Engine(observe, check)
+
+
+def weighted_engine() -> Engine:
+    """One backward pass with the weights as cotangent, for rules that need no gradients: `view.products` is `"none"`.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`. With one scale per objective, the backward pass runs at the largest
+        scale that serves all, and all flags are equal. Groups of parameters whose rules differ take one pass each.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for a rule that needs more.
+
+    Laws:
+        The direction is that of `jacobian_engine`, up to the order of sums.
+    """
+
+    def observe(plan: Plan) -> Observation:
+        if plan.view.groups is not None:
+            check_groups(plan.kind.row_params(plan.losses, plan.args[0]), plan.view.groups)
+        values, carried, pull = plan.kind.weighted(plan.losses, plan.args, plan)
+        return Observation(values, pullback=partial(pull, last=True), carried=carried)
+
+    def check(plan: Plan) -> None:
+        require(plan, "weighted", serves=plan.view.products == "none", rules="no gradients")
+
+    return Engine(observe, check)
+
+
+def features_engine() -> Engine:
+    """Inner products of the rows with respect to the features of `multitask` losses, for rules that need the Gramian,
+    with the losses or without.
+
+    The heads are differentiated once per objective, the trunk once for the weighted sum of the rows. The weights are
+    those for the features, not for the parameters: `"auto"` never takes this engine.
+
+    Returns:
+        An `Engine`, for `step` and `train_state`. With one scale per objective, an overflow in the trunk cannot be
+        assigned to an objective: all scales back off.
+
+    Raises:
+        ValueError: from `step` and `train_state`, for losses that are not made by `multitask`, or a rule with another
+            view.
+
+    Laws:
+        The direction of the trunk is `sum_i w_i J_i`, with w the rule's weights for `Z Z'` and Z the rows by feature.
+
+    Source:
+        Sener and Koltun, Multi-task learning as multi-objective optimization, NeurIPS 2018, arXiv 1810.04650, section
+        3.3 (MGDA-UB).
+    """
+
+    def observe(plan: Plan) -> Observation:
+        assert plan.kind.features is not None
+        products, values, carried, pull = plan.kind.features(plan.losses, plan.args, plan)
+        rows = finite_rows(products, plan.scale_state.scale.ndim)
+
+        def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
+            direction, passed = pull(weights)
+            # A row that overflowed is to blame for what comes after it.
+            return direction, rows & (passed | ~rows.all())
+
+        return Observation(values, products=products, pullback=pullback, carried=carried)
+
+    def check(plan: Plan) -> None:
+        if plan.kind.features is None:
+            raise ValueError(
+                f"{plan.where}: features_engine() serves losses with features, found {type(plan.losses).__name__}. "
+                "Make them with multitask(features, heads), or use engine='auto'."
+            )
+        serves = plan.view.products == "gramian" and plan.view.groups is None
+        require(plan, "features", serves=serves, rules="the Gramian of all parameters")
+
+    return Engine(observe, check)
+
 
 ENGINES: dict[str, Engine] = {
     "jacobian": jacobian_engine(),
@@ -11,3 +155,63 @@ ENGINES: dict[str, Engine] = {
     "weighted": weighted_engine(),
 }
 """`"auto"` is one of these, as `choose_engine` says."""
+
+
+def of_rows(plan: Plan, jacobian: Jacobian, values: Losses, carried: Any) -> Observation:
+    """The observation of rows of which some may not be finite: of their inner products if the rule needs no more."""
+    view, where = plan.view, plan.where
+    leaves = [] if plan.scale is None else tree_leaves(jacobian)
+    if plan.scale is not None and view.products == "none" and view.groups is None and not any_sharded(leaves):
+        # For rules that need no gradients, the largest magnitudes tell what overflowed.
+        rows, heads = split_heads(jacobian)
+        largest, pull = products_of_rows(where, *tree_flatten(rows), "magnitudes")
+        dims = plan.scale_state.scale.ndim
+        finite = finite_rows(largest if dims else nan_unless_finite(largest, heads), dims)
+        whole = lambda weights: (direction_with_heads(pull(weights), heads), None)
+        return Observation(values, pullback=whole, finite=finite, carried=carried)
+    # The squares of finite float32 numbers are finite in float64. Without a scale it does not matter whether a step is
+    # skipped for rows or for squares that overflow.
+    if view.inner_products_suffice and all(leaf.dtype != torch.float64 for leaf in leaves):
+        return of_products(*gramian_from_rows((jacobian, values, carried), plan))
+    rows, finite = checked(plan, jacobian)
+    summed = lambda weights: (combined(where, rows, weights), None)
+    return Observation(values, rows=rows, pullback=summed, finite=finite, carried=carried, where=where)
+
+
+def of_products(products: Products, values: Losses, carried: Any, pull: Any) -> Observation:
+    """The observation of inner products, which tell what overflowed."""
+    return Observation(values, products=products, pullback=lambda weights: (pull(weights), None), carried=carried)
+
+
+def checked(plan: Plan, jacobian: Jacobian) -> tuple[Jacobian, Tensor | None]:
+    """The rows, and which of them are finite.
+
+    If they are not, a step is skipped, and its rule receives zeros. If no step looks at the flags, weights have to show
+    it: the rule receives NaN.
+    """
+    if not plan.guarded and plan.scale is None:
+        return jacobian, None
+    rows, finite = unscale(torch.ones_like(plan.scale_state.scale), jacobian)
+    return rows if plan.guarded else nan_rows_unless(finite, rows), finite
+
+
+def without_overflow(products: Products, flags: int) -> tuple[Products, Tensor]:
+    """Inner products with zeros for rows that overflowed, and flags of those that did not: one, or one a row.
+
+    As with whole rows, the rule never receives what is not finite, nor any row if one scale serves all; the direction
+    shows it.
+    """
+    rows = finite_rows(products, flags)
+
+    def masked(own: Tensor) -> Tensor:
+        return torch.where(rows[:, None] & rows if rows.ndim and own.ndim > 1 else rows, own, 0)
+
+    return masked(products) if isinstance(products, Tensor) else of_groups(masked, products), rows
+
+
+def finite_rows(products: Products, flags: int) -> Tensor:
+    """Which rows have finite inner products with themselves: bool `[m]`, or, for 0 flags, `[]`, whether all have."""
+    parts = [products] if isinstance(products, Tensor) else list(products.values())
+    squares = [own if own.ndim == 1 else own.diagonal() for own in parts]
+    largest = squares[0] if len(squares) == 1 else reduce(torch.maximum, squares)
+    return (largest if flags else largest.amax()) < torch.inf

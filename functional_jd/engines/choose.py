@@ -24,7 +24,7 @@ from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
 if TYPE_CHECKING:
-    from functional_jd.engines.gramian.factors import Factors
+    from functional_jd.engines.gramian.layers import Factors
     from functional_jd.engines.kinds.kind import Kind
 
 
@@ -42,21 +42,15 @@ class EngineChoice(NamedTuple):
 
 # Engine
 
-# Time of a whole step with the Gramian engine, by that with the Jacobian engine, eager; P positions (of a linear layer:
-# examples times the length of a sequence) and n parameters with rows. Recording layers has a price, and inner products
-# of all pairs of positions cost the less beside rows, the larger the layers.
-# - m tasks on an MLP. P = 16: 1.04, 0.85 at n = 2^17 and m = 2, 8; 0.85, 0.61 at 2^19. P = 64: 1.23, 1.20, 1.23 at 2^15
-#   and m = 2, 8, 32; 1.14, 1.04, 0.96 at 2^17; 0.95, 0.67, 0.58 at 2^19; 0.78, 0.37, 0.34 at 2^21. P = 128: 1.11 at
-#   2^16.6 and m = 8. P = 256: 1.17, 1.20 at 2^19 and m = 2, 8; 1.11, 0.88 at 2^21.
-# - m tasks on a transformer. P = 64: 1.04 at n = 2^18 and m = 4, 0.86 at 2^20, 0.67 at 2^22. P = 256: 1.18, 1.06 at
-#   2^18 and m = 2, 8; 1.15, 0.95 at 2^20.
-# - m tasks on convolutions: 1.21, 1.13 at n = 2^12 and m = 2, 8; 1.12, 1.15 at 2^16; 1.05, 1.48 at 2^18; 0.94, 0.89 at
-#   2^20.
-# - m examples, P for each, with inner products and with norms only. MLP, P = 1: 0.95, 0.99 at m n = 2^14; 0.88, 0.94 at
-#   2^16; 0.81, 0.88 at 2^18; 0.43 at 2^22, 0.26 at 2^23. Transformer, P = 16: 1.06, 1.13 at 2^18; 1.02, 0.99 at 2^19;
-#   0.88, 0.81 at 2^20; 0.83, 0.74 at 2^21. Convolutions: 0.99, 0.99 at 2^16; 0.98, 0.92 at 2^18; 1.04, 0.86 at 2^20.
-# - Rules that need the losses too: epo, m = 2: 1.33 at n = 2^10 and P = 16; 1.22, 1.06, 0.76 at 2^13.6, 2^16.3, 2^19
-#   and P = 64. natural_gradient, a residual per example: 0.98 at m n = 2^15, 1.10 at 2^17, 0.53 at 2^20.5.
+# Time of a step with the Gramian engine, by that with the Jacobian engine, eager, on a CPU. P: positions of a linear
+# layer (examples times the length of a sequence); n: parameters with rows.
+# - m = 2, 8 tasks on an MLP. P = 16: 1.04, 0.85 at n = 2^17; 0.85, 0.61 at 2^19. P = 64: 1.23, 1.20 at 2^15; 1.14, 1.04
+#   at 2^17; 0.95, 0.67 at 2^19; 0.78, 0.37 at 2^21. P = 256: 1.17, 1.20 at 2^19; 1.11, 0.88 at 2^21.
+# - m = 4 tasks on a transformer, P = 64: 1.04 at n = 2^18, 0.86 at 2^20, 0.67 at 2^22.
+# - m = 2, 8 tasks on convolutions: 1.21, 1.13 at n = 2^12; 1.12, 1.15 at 2^16; 1.05, 1.48 at 2^18; 0.94, 0.89 at 2^20.
+# - m examples. MLP, P = 1: 0.95 at m n = 2^14, 0.81 at 2^18, 0.26 at 2^23. Transformer, P = 16: 1.06 at 2^18, 0.88 at
+#   2^20, 0.83 at 2^21. Convolutions: 0.99 at 2^16, 0.98 at 2^18, 1.04 at 2^20.
+# - Rules that need the losses too: epo, m = 2, P = 64: 1.22, 1.06, 0.76 at n = 2^13.6, 2^16.3, 2^19.
 _RECORDED_FROM = 1 << 17
 # So many parameters for each position of all tasks; so many elements of rows for each position of one example. On an
 # H100, tasks on GPT-2 small with 2^12 positions and n = 2^26.9: 1.5.
@@ -129,13 +123,6 @@ _BESIDE = "beside the batch (examples times the length of a sequence)"
 _INNER = "computing their inner products layer by layer"
 
 
-def choose_replica_engine(view: View, scale: Tensor) -> EngineChoice:
-    """The engine of a step on several replicas, of which the user named none."""
-    if view.products == "none" and not scale.ndim:
-        return EngineChoice("weighted", f"the rule needs {view.needs}, and one scale serves each backward pass")
-    return EngineChoice("jacobian", "the mean of the rows is needed on every replica")
-
-
 # Rows
 
 
@@ -144,11 +131,10 @@ class _Room(NamedTuple):
 
     Attributes:
         few: up to so many rows, a loop is never slower than vmap.
-        between: elements of the largest gradient between the layers, over all rows of a group. On a CPU they stay in
-            the second-level cache. On an H100, one row of a quarter of it takes as long as the launch of its kernel.
-        written: elements of a group of rows, all parameters together. Beside all rows, one group is in memory.
-        smallest: a group of fewer rows does not pay for the price of vmap.
-        convolution: a gradient of a graph with convolutions counts so many times: under vmap their kernels are slow.
+        between: elements of the largest gradient between the layers, over all rows of a group: what fits a cache.
+        written: elements of a group of rows, all parameters together: it is in memory as well as all rows.
+        smallest: for fewer rows, vmap costs more than it saves.
+        convolution: how often a gradient of a graph with convolutions counts: their kernels are slow under vmap.
     """
 
     few: int
@@ -170,10 +156,9 @@ _STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
 def choose_rows(point: Vjp, m: int, plan: Plan) -> tuple[str, int | None]:
     """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
 
-    vmap saves the fixed price of every operation. It costs cache and memory. Rows whose activations are large (images)
-    go one by one; what lies between goes in groups of about the same size. Where a parameter is larger than all
-    activations, writing the rows is the work, and as many go together as `written` lets. On a CPU few rows go one by
-    one. Under a transform rows go together. Free memory has no say: other processes would change the bits of a result.
+    vmap saves the fixed cost of every operation, and takes cache and memory. Rows with large activations go one by one,
+    others in groups of about the same size. If a parameter is larger than all activations, `written` limits a group. On
+    a CPU few rows go one by one. Under a transform all go together. Free memory has no say: it would change the bits.
     """
     mode, chunk_size = plan.mode, plan.chunk_size
     if mode != "auto":
@@ -186,9 +171,8 @@ def choose_rows(point: Vjp, m: int, plan: Plan) -> tuple[str, int | None]:
     hidden = not point.inputs and under_transform()
     if m > 1 and hidden and not point.sizes:
         return "auto", chunk_size
-    if m <= room.few or (
-        not hidden and in_checkpoint()
-    ):  # a backward pass runs all of it again, which is not to be under vmap
+    # In a checkpoint, a backward pass runs all of it again, which must not be under vmap.
+    if m <= room.few or (not hidden and in_checkpoint()):
         return "loop", chunk_size
     at_once = _rows_at_once(point, room)
     if at_once < room.smallest:
@@ -212,7 +196,7 @@ def _sizes_of(point: Vjp) -> Sizes:
     """From the graph of plain autograd."""
     nodes = graph_nodes(point.outputs)
     convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
-    return Sizes(largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions)
+    return largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions
 
 
 def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, plan: Plan) -> str:

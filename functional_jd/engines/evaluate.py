@@ -45,12 +45,7 @@ def evaluate_losses(
         refuse_export(where)
     if not CONTAINERS.isdisjoint(map(type, args[1:])):
         args = (*args[:1], *map(own_containers, args[1:]))
-    # In eager mode, losses of examples watch the loss of one example themselves.
-    declared = isinstance(cast(Any, losses), Declared)
-    examples = plan.examples and (torch.compiler.is_compiling() or not declared)
-    with without_cache():
-        run = watched(losses, plan.journal, where, examples=examples, inner=recorder)
-        result = run_traced(run, *args) if torch.compiler.is_compiling() else run(*args)
+    result = called(losses, args, plan, recorder)
     if has_aux and not (isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2):
         raise TypeError(
             f"{where}: with has_aux=True the losses must return a pair (losses, aux), found {type(result).__name__}. "
@@ -76,6 +71,16 @@ def evaluate_losses(
     return [leaf if leaf.dtype.itemsize >= 4 else leaf.float() for leaf in leaves], (values, aux)
 
 
+def called(f: Callable[..., Any], args: tuple[Any, ...], plan: Plan, recorder: WatchingMode | None = None) -> Any:
+    """Call losses, or a part of them, under the modes that must see their ops."""
+    compiling = torch.compiler.is_compiling()
+    # In eager mode, losses of examples watch the loss of one example themselves.
+    examples = plan.examples and (compiling or not isinstance(cast(Any, f), Declared))
+    with without_cache():
+        run = watched(f, plan.journal, plan.where, examples=examples, inner=recorder)
+        return run_traced(run, *args) if compiling else run(*args)
+
+
 def _refuse_none(where: str, values: Losses, path: tuple[str, ...] = ()) -> None:
     """Refuse None in the place of a loss: other losses would move to its row."""
     if values is None:
@@ -96,6 +101,18 @@ def check_example_losses(outputs: list[Tensor], shape: tuple[int, ...]) -> None:
             "its own, or take a plain function: .mean() is for losses, as the signs of residuals cancel. Of shape [1], "
             "return loss[0]."
         )
+
+
+def row_scales(plan: Plan, m: int, like: Tensor) -> Tensor:
+    """The scale of every row, float32 `[m]`."""
+    if plan.scale is None:
+        return torch.ones(m, device=like.device)
+    if plan.scale.ndim and plan.scale.shape != (m,):
+        raise ValueError(
+            f"{plan.where}: the scale must be of shape [] or [{m}], one per objective, found "
+            f"{list(plan.scale.shape)}. Start it with scale_state(shape=({m},))."
+        )
+    return plan.scale.expand(m)
 
 
 def objective_count(values: Losses) -> int:
@@ -128,36 +145,6 @@ def check_weights(where: str, weights: Any, m: int) -> None:
             f"{where}: weights must be one tensor [{m}], one per objective, found {described(weights)}. "
             "Rules that weigh entry by entry need the Jacobian."
         )
-
-
-def row_scales(scale: Tensor | None, m: int, like: Tensor, where: str) -> Tensor:
-    """The scale of every row, float32 `[m]`."""
-    if scale is None:
-        return torch.ones(m, device=like.device)
-    if scale.ndim and scale.shape != (m,):
-        raise ValueError(
-            f"{where}: the scale must be of shape [] or [{m}], one per objective, found {list(scale.shape)}. "
-            f"Start it with scale_state(shape=({m},))."
-        )
-    return scale.expand(m)
-
-
-def dense_gradients(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """One gradient `[*p]` per leaf, zeros in the place of None."""
-    dense = list(gradients)
-    for index, g in enumerate(dense):
-        if g is None:
-            dense[index] = torch.zeros_like(leaves[index])
-    return cast(list[Tensor], dense)
-
-
-def dense_rows(rows: Sequence[Tensor | None], leaves: Sequence[Tensor], m: int) -> list[Tensor]:
-    """Rows `[m, *p]` per leaf, zeros in the place of None."""
-    dense = list(rows)
-    for index, row in enumerate(dense):
-        if row is None:
-            dense[index] = leaves[index].new_zeros(m, *leaves[index].shape)
-    return cast(list[Tensor], dense)
 
 
 def select_arguments(

@@ -1,17 +1,21 @@
-"""Replicas: the engine of several processes, each with its own batch, as one process would do with all of it."""
+"""Replicas: several processes, each with its own batch, do what one would do with all of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.observation import Observation
+from functional_jd.core import agreement
 from functional_jd.core.agreement import description, means_if_alike
-from functional_jd.core.arguments import check_option
-from functional_jd.core.rows import of_distinct
+from functional_jd.core.arguments import check_option, refuse
+from functional_jd.core.rows import at_least_float32, of_distinct
+from functional_jd.core.sharding import collective as collective_of
+from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import (
     all_finite,
     described_leaves,
@@ -22,21 +26,16 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
-from functional_jd.engines.by_name import ENGINES
-from functional_jd.engines.choose import choose_replica_engine
-from functional_jd.engines.group import (
-    Group,
-    check_alike,
-    check_dense,
-    collective,
-    known_group,
-    mean_over_group,
-    sum_over_group,
-)
-from functional_jd.engines.jacobian import rows_of_plan
-from functional_jd.engines.observed import checked
+from functional_jd.engines.by_name import ENGINES, checked, rows_of_plan
 from functional_jd.engines.plan import Engine, Plan
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.torch_internals import is_concrete, under_transform
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`; `None` is all processes."""
+
+_BUCKET = 1 << 22
+"""Elements that travel together, at most: a collective costs a round trip, and what is larger pays for its own."""
 
 
 def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
@@ -45,10 +44,10 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
     `mean = sum_r J_r / R`, small leaves of one dtype in one all-reduce.
 
     Args:
-        jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too, with the same structure, shapes and
-            dtypes on all R replicas. Row i is the same objective everywhere.
-        group: the replicas; `None` is all processes. One that does not answer is waited for as long as the `timeout` of
-            `init_process_group`: 30 minutes with gloo, 10 with nccl, by default.
+        jacobian: pytree of floating-point tensors, a `MultitaskJacobian` too, alike on all R replicas. Row i is the
+            same objective everywhere.
+        group: the replicas; `None` is all processes. The `timeout` of `init_process_group` limits the wait for one that
+            does not answer.
 
     Returns:
         A pytree like `jacobian`, in its dtypes, the same bits on every replica. Added up in at least float32.
@@ -60,7 +59,7 @@ def mean_jacobian(jacobian: Jacobian, group: Group = None) -> Jacobian:
 
     Laws:
         Linear. A value that is not finite on one replica is so on all; a mean of finite values is finite. Composes with
-        vmap, grad, jvp and compile, if all replicas do the same. Its cotangent is the mean of the replicas' cotangents.
+        vmap, grad, jvp and compile, if all replicas do the same.
 
     Differs: from torch's functional collectives, whose jvp is zero, and which torch.func.grad refuses.
     """
@@ -131,26 +130,21 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Raises:
         ValueError: an unknown engine, or one that does not give the rule what it needs; no process group, or one that
-            this process is not in. In `train_state`: parameters, states or losses that differ in names, shapes or
-            dtypes between the replicas, and rules or optimizers that differ. In `step`: losses with other names, and
-            other rules (off the CPU, the step is skipped); more losses, `per_example` ones too, on one replica than on
-            another (on a CPU, as the check waits for the device).
-        RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time: see `mean_jacobian`.
+            this process is not in. In `train_state`: replicas that differ in names, shapes or dtypes of parameters,
+            states or losses, or in rules or optimizers. In `step`: other losses or rules (off the CPU, the step is
+            skipped); another number of `per_example` losses (on a CPU, as the check waits for the device).
+        RuntimeError: in `step` and `train_state`, a replica stopped, or did not answer in time.
 
     Laws:
         The replicas stay equal, bit for bit, on equal machines. A step equals, to rounding, one on the whole batch. One
         replica's overflow skips the step on all. Each row's scale follows that row on all replicas. Compiles in a full
         graph.
-
-    Differs:
-        From DistributedDataParallel, whose replicas must never see that one of them skipped: here they agree. Losses
-        that draw random numbers without a key draw each replica's own.
     """
     check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
     def observe(plan: Plan) -> Observation:
-        chosen = choose_replica_engine(plan.view, plan.scale_state.scale).engine if engine == "auto" else engine
-        return _OBSERVE[chosen](plan, group)
+        by_weights = plan.view.products == "none" and not plan.scale_state.scale.ndim  # serves each backward pass
+        return _OBSERVE[engine if engine != "auto" else "weighted" if by_weights else "jacobian"](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
         check_alike("train_state", tree, group, "parameters and states")
@@ -261,3 +255,90 @@ def _pooled_rows(plan: Plan, tree: Tree, group: Group) -> Tree:
     if not plan.kind.rows_are_examples:
         return mean_over_group(tree, group)
     return tree_map(lambda leaf: collective("gather", leaf, group).flatten(0, 1), tree)
+
+
+def sum_over_group(tree: Tree, group: Group) -> Tree:
+    """Add up over the group, small leaves of one dtype together."""
+    leaves, structure = tree_flatten(tree)
+    sums: list[Tensor] = []
+    for bucket in _buckets(leaves):
+        if len(bucket) == 1:
+            sums.append(collective("sum", bucket[0], group))
+            continue
+        total = collective("sum", torch.cat([leaf.reshape(-1) for leaf in bucket]), group)
+        parts = total.split([leaf.numel() for leaf in bucket])
+        sums.extend(part.reshape(leaf.shape) for part, leaf in zip(parts, bucket, strict=True))
+    return tree_unflatten(structure, sums)
+
+
+def _buckets(leaves: list[Tensor]) -> list[list[Tensor]]:
+    """The leaves in their order, side by side where they fit together."""
+    buckets: list[list[Tensor]] = []
+    kind, held = None, 0
+    for leaf in leaves:
+        before, kind, held = kind, (type(leaf), leaf.dtype, leaf.device), held + leaf.numel()
+        if kind != before or held > _BUCKET:
+            buckets.append([])
+            held = leaf.numel()
+        buckets[-1].append(leaf)
+    return buckets
+
+
+def mean_over_group(tree: Tree, group: Group) -> Tree:
+    """Average over the group. Divides before summing, so that finite values do not overflow."""
+    replicas = known_group(group)[1]
+    sums = sum_over_group(tree_map(lambda leaf: at_least_float32(leaf) / replicas, tree), group)
+    return tree_map(lambda leaf, total: total.to(leaf.dtype), tree, sums)
+
+
+def known_group(group: Group) -> tuple[str, int, int]:
+    """Return the name of the group, its number of replicas, and the rank of this process."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "distributed: expected a process group, found none. Call torch.distributed.init_process_group('gloo') "
+            "(or 'nccl') first, and start the program with torchrun."
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"distributed: expected a process group that this process is in, found {group!r}. "
+            "Call this function on members of the group only."
+        )
+    return group.group_name, group.size(), group.rank()
+
+
+def collective(kind: str, value: Tensor, group: Group) -> Tensor:
+    if is_sharded(value):
+        raise ValueError(
+            "distributed: expected tensors that are whole on every replica, found a DTensor. For sharded parameters "
+            "use sharded(losses, mesh), without replicated()."
+        )
+    with autocast_disabled():
+        return collective_of(kind, value, *known_group(group)[:2])
+
+
+def check_dense(where: str, tree: Tree) -> None:
+    """Refuse leaves that are no dense tensors."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+            refuse(where, "tree", "a pytree of dense tensors", leaf, "Make numbers tensors, torch.as_tensor(...).")
+
+
+def check_alike(where: str, tree: Tree, group: Group, what: str, method: Mapping[str, Any] = {}) -> None:
+    """Raise ValueError unless all replicas hold pytrees with the same names, shapes and dtypes: one exchange of a
+    digest. Collectives of different sizes would end the process.
+
+    Args:
+        where: the function that the user called.
+        tree: the pytree.
+        group: the replicas.
+        what: the name of the pytree.
+        method: by name, what else must be alike, except for keys: a rule and an optimizer.
+    """
+    leaves = tree_leaves(tree)
+    if under_transform() or not leaves or not is_concrete(leaves[0]):  # `compiled` writes down shapes, not values
+        return
+    parts = {f"{what} with the same names, shapes and dtypes": described_leaves(tree)}
+    parts |= {f"the same {name}": [description(record, keys=False)] for name, record in method.items()}
+    least = partial(collective, "least", group=group)
+    agreement.check_alike(where, parts, least, leaves[0].device, "Build them alike everywhere.")

@@ -1,17 +1,22 @@
-"""Many vector-Jacobian products: rows by vmap, in groups, or one by one."""
+"""Many vector-Jacobian products: rows by vmap, in groups, or one by one; or one product, for weights of the rows."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from functional_jd.core.float64 import widest
 from functional_jd.core.rows import at_least_float32, joined, per_row
+from functional_jd.core.tree import Structure, tree_unflatten
+from functional_jd.core.types import Direction
 from functional_jd.engines.choose import choose_rows, stack_at_once
+from functional_jd.engines.evaluate import check_weights, row_scales
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import divided, multiplier
 from functional_jd.torch_compat.repaired_ops import refuse_batched_distances
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -23,6 +28,9 @@ Result = TypeVar("Result")
 
 # Elements of the cotangents that the loop makes at once.
 _COTANGENTS = 1 << 16
+
+# A power of two whose inverse is a normal float32.
+_CEILING = 2.0**126
 
 LOOP = "differentiates one row after the other, which takes m backward passes"
 
@@ -58,6 +66,15 @@ def jacobian_rows(point: Vjp, factors: Tensor, plan: Plan) -> Rows:
             lambda: stack_rows(gradients_one_by_one(point, factors), m),
             plan,
         )
+
+
+def dense(found: Sequence[Tensor | None], leaves: Sequence[Tensor], *rows: int) -> list[Tensor]:
+    """One gradient `[*p]` per leaf, or m rows `[m, *p]`, zeros in the place of None."""
+    filled: list[Any] = list(found)
+    for index, x in enumerate(filled):
+        if x is None:
+            filled[index] = leaves[index].new_zeros((*rows, *leaves[index].shape))
+    return filled
 
 
 def unscaled_rows(rows: list[Any], scale: Tensor) -> Rows:
@@ -206,3 +223,55 @@ def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -
             g = None
         part.clear()  # `enumerate` and the caller hold the list while the next part is differentiated
     return rows
+
+
+def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tuple[list[Tensor | None], Tensor | None]:
+    """The scaled weights, by output, and the scale `[]` that they have in common; None without a scale."""
+    sizes = [y.numel() for y in outputs]
+    m, common = sum(sizes), None
+    check_weights(plan.where, weights, m)
+    if plan.scale is not None:
+        common = common_scale(weights, row_scales(plan, m, outputs[0]), plan)
+        weights = weights.to(widest(common.device)) * common
+    if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
+        weights = weights.to(outputs[0].dtype)
+    parts = zip(weights.split(sizes), outputs, strict=True)
+    return [part.reshape(y.shape).to(y.dtype) for part, y in parts], common
+
+
+def unscaled_direction(
+    common: Tensor | None,
+    gradients: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    structure: Structure,
+    plan: Plan,
+) -> tuple[Direction, Tensor | None]:
+    """The direction of the gradients of these leaves, divided by the scale if there is one, and whether it is finite,
+    in the scale's shape: None without a scale. Where it is not finite, it may be anything.
+    """
+    found = dense(gradients, leaves)
+    if common is None or plan.scale is None:
+        return tree_unflatten(structure, [g if g.dtype.itemsize >= 4 else g.float() for g in found]), None
+    direction, finite = divided(common, tree_unflatten(structure, found))
+    return direction, finite.expand(plan.scale.shape)
+
+
+def pulled(
+    point: Vjp, leaves: Sequence[Tensor], structure: Structure, plan: Plan, weights: Tensor, *, last: bool = False
+) -> tuple[Direction, Tensor | None]:
+    """One backward pass with the weights as cotangent: the unscaled direction, and whether it is finite."""
+    with autocast_disabled():
+        cotangent, common = weighted_cotangent(point.outputs, weights, plan)
+        return unscaled_direction(common, point.pullback(cotangent, last=last), leaves, structure, plan)
+
+
+def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
+    """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
+    `|weights_i| S <= scale_i` for all i. A power of two divides exactly, and so has no derivative.
+    """
+    if plan.scale is None or not plan.scale.ndim:
+        return scales[0]
+    wide = widest(scales.device)
+    largest = (scales.detach().to(wide) / weights.detach().to(wide).abs()).amin().clamp(max=_CEILING)
+    mantissa, _ = torch.frexp(largest)
+    return multiplier(largest / (2 * mantissa))

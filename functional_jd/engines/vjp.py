@@ -9,32 +9,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
-from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
 from functional_jd.torch_compat.backward import gradients
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
-from functional_jd.torch_compat.torch_internals import (
-    traceable,
-    traced_grad,
-    under_transform,
-)
+from functional_jd.torch_compat.torch_internals import traceable, traced_grad, under_transform
+
+Differentiated: TypeAlias = Callable[[list[Tensor]], tuple[list[Tensor], Any]]
 
 Cotangent: TypeAlias = list[Tensor | None]
 """One per output; `None` where the cotangent is zero, so that plain autograd never walks that output's graph."""
 
 
-class Sizes(NamedTuple):
-    """What the choice between ways of many rows needs.
-
-    Attributes:
-        between: the number of elements of the largest gradient between the layers.
-        inputs: the number of elements of each input.
-        convolutions: whether there are any.
-    """
-
-    between: int
-    inputs: list[int]
-    convolutions: bool
+Sizes: TypeAlias = tuple[int, list[int], bool]
+"""What the choice between ways of many rows needs: the number of elements of the largest gradient between the layers,
+that of each input, and whether there are convolutions."""
 
 
 class Vjp(NamedTuple):
@@ -44,7 +33,7 @@ class Vjp(NamedTuple):
         outputs: what the function returned first.
         extra: what it returned second.
         pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input of the slice; `None`
-            where an input is certainly not reached. The last call frees the graph.
+            where an input is certainly not reached. The last call frees the graph. The caller switches autocast off.
         inputs: the leaves of plain autograd's graph; empty where torch.func recorded it.
         sizes: on an accelerator while torch.compile traces, which shows no graph; else None.
     """
@@ -57,13 +46,12 @@ class Vjp(NamedTuple):
 
 
 def vjp(
-    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]],
+    f: Differentiated,
     inputs: list[Tensor],
+    plan: Plan,
     *,
-    differentiable: bool,
     scalars: bool = False,
     example: bool = False,
-    where: str | None = None,
     ends: Sequence[Any] = (),
 ) -> Vjp:
     """Evaluate `f(inputs) -> (outputs, extra)` once, and return it with its vector-Jacobian product.
@@ -71,36 +59,33 @@ def vjp(
     Args:
         f: a function of a list of tensors.
         inputs: floating-point tensors.
-        differentiable: whether the gradients may be differentiated: an input requires grad, or a transform is active.
+        plan: whether the gradients may be differentiated, and the function in whose name errors are raised.
         scalars: whether scalars that `torch.stack` joined become outputs of their own, where plain autograd records
             them: the cotangent of one then walks its graph only, and not those of the others.
-        example: whether a `torch.vmap` over examples may have been entered since `differentiable` was asked.
-        where: the function in whose name backward passes inside the backward pass are refused; None lets them pass.
+        example: whether a `torch.vmap` over examples may have been entered since the plan was made.
         ends: a list that `f` fills with tensors or edges of plain autograd's graph: their gradients come before those
             of the inputs.
     """
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # torch 2.11 returns zeros
         raise ValueError(
-            f"{where or 'functional_jd'}: expected a call outside of torch.inference_mode, where torch records no "
-            "derivatives, found one inside. Use torch.no_grad() around it."
+            f"{plan.where}: expected a call outside of torch.inference_mode, where torch records no derivatives, found "
+            "one inside. Use torch.no_grad() around it."
         )
-    if (differentiable or example) and under_transform():
-        return _by_func(f, inputs, differentiable)
-    return _by_autograd(f, inputs, differentiable, scalars and not differentiable, where, ends)
+    if (plan.differentiable or example) and under_transform():
+        return _by_func(f, inputs, plan.differentiable)
+    return _by_autograd(f, inputs, plan, scalars and not plan.differentiable, ends)
 
 
-def refuse_inner_backward(where: str, points: Iterable[Tensor]) -> None:
-    """Refuse leaves of the graph to which something added a gradient beside those that `torch.autograd.grad` returned:
-    the backward of a custom function that calls `Tensor.backward`.
+def _inner_backward(where: str) -> ValueError:
+    """The error for leaves of the graph to which something added a gradient beside those that `torch.autograd.grad`
+    returned: the backward of a custom function that calls `Tensor.backward`.
     """
-    for x in points:
-        if x.grad is not None:
-            raise ValueError(
-                f"{where}: expected custom autograd functions whose backward returns its gradients, found one that "
-                "calls Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are "
-                "lost. Pass it the parameters as inputs, and return what torch.autograd.grad gives; or, of a "
-                "reversible model, take the form that does not recompute."
-            )
+    return ValueError(
+        f"{where}: expected custom autograd functions whose backward returns its gradients, found one that calls "
+        "Tensor.backward or torch.autograd.backward, by which those of the parameters inside it are lost. Pass it the "
+        "parameters as inputs, and return what torch.autograd.grad gives; or, of a reversible model, take the form "
+        "that does not recompute."
+    )
 
 
 def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -112,7 +97,7 @@ def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     return dense
 
 
-def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list[Tensor], differentiable: bool) -> Vjp:
+def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> Vjp:
     # torch.func.vjp returns tensors only: the structure of `extra` and its other leaves leave by this list.
     aside: list[Any] = []
     inside: list[list[Tensor]] = []
@@ -135,13 +120,12 @@ def _by_func(f: Callable[[list[Tensor]], tuple[list[Tensor], Any]], inputs: list
     extra = tree_unflatten(structure, [next(rest) if x is None else x for x in others])
 
     def pullback(cotangent: Cotangent, among: slice = slice(None), last: bool = False) -> list[Tensor | None]:  # noqa: ARG001
-        with autocast_disabled():
-            if among != slice(None) and torch.compiler.is_compiling():  # traces only what is asked for
-                pairs = [(y, c) for y, c in zip(inside[0], cotangent, strict=True) if c is not None]
-                given = [y for y, _ in pairs], inside[1][among], [c for _, c in pairs]
-                return list(traced_grad(*given, retain_graph=True, create_graph=True))
-            filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
-            return to_dense(pull(filled)[0][among])
+        if among != slice(None) and torch.compiler.is_compiling():  # traces only what is asked for
+            pairs = [(y, c) for y, c in zip(inside[0], cotangent, strict=True) if c is not None]
+            given = [y for y, _ in pairs], inside[1][among], [c for _, c in pairs]
+            return list(traced_grad(*given, retain_graph=True, create_graph=True))
+        filled = [torch.zeros_like(y) if c is None else c for y, c in zip(outputs, cotangent, strict=True)]
+        return to_dense(pull(filled)[0][among])
 
     return Vjp(outputs, extra, pullback, sizes=_sizes(made, inputs) if sized else None)
 
@@ -168,17 +152,11 @@ _CONVOLUTIONS = {
 
 def _sizes(made: list[tuple[bool, torch.Size]], inputs: list[Tensor]) -> Sizes:
     between = largest_between([shape for _, shape in made], inputs)
-    return Sizes(between, [x.numel() for x in inputs], any(convolution for convolution, _ in made))
+    return between, [x.numel() for x in inputs], any(convolution for convolution, _ in made)
 
 
-def _by_autograd(
-    f: Callable[[list[Tensor]], tuple[list[Tensor], Any]],
-    inputs: list[Tensor],
-    differentiable: bool,
-    scalars: bool,
-    where: str | None,
-    ends: Sequence[Any],
-) -> Vjp:
+def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: bool, ends: Sequence[Any]) -> Vjp:
+    where, differentiable = plan.where, plan.differentiable
     # Aliases, not the tensors themselves: the gradient stops here, wherever else the caller uses them.
     with torch.enable_grad():
         points = [x.view_as(x) if differentiable and x.requires_grad else x.detach().requires_grad_() for x in inputs]
@@ -194,7 +172,7 @@ def _by_autograd(
             values.append(value)
             sources.append(source if source is not value or value.requires_grad else None)
     # Where the inputs are not differentiable, all points are leaves.
-    leaves = [] if where is None else [x for x in points if x.is_leaf] if differentiable else points
+    leaves = [x for x in points if x.is_leaf] if differentiable else points
     targets = [*ends, *points]
 
     def pullback(
@@ -213,10 +191,10 @@ def _by_autograd(
         wanted = targets[among]
         if not outs or not wanted:
             return [None] * len(wanted)
-        with autocast_disabled():
-            found = gradients(where or "functional_jd", outs, wanted, given, create_graph or not last, create_graph)
-        if where is not None:
-            refuse_inner_backward(where, leaves)
+        found = gradients(where, outs, wanted, given, create_graph or not last, create_graph)
+        for x in leaves:
+            if x.grad is not None:
+                raise _inner_backward(where)
         return to_dense(found)
 
     return Vjp(values, extra if differentiable else detach_tree(extra), pullback, tuple(points))

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule, start
 from functional_jd.core.arguments import Domain, check_integer, check_number, check_type
 from functional_jd.core.types import Tree
-from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd.engines.differentiate import jacobian_fn
 from functional_jd.optimizers.adamw import adamw
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.optimizers.sgd import sgd

@@ -13,7 +13,7 @@ from functional_jd.aggregation.views import gramian
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
-from functional_jd.engines.observed import without_overflow
+from functional_jd.engines.by_name import without_overflow
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import update_scale

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sequences import check_batch, check_form, check_slopes, number, sequences, values
 
+from functional_jd import jacobian_fn
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
-from functional_jd.engines.jacobian import jacobian_fn
 
 RULE = db_mtl(0.6, 0.3)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import functional_jd as jd
-from functional_jd import random
+from functional_jd import jacobian_fn, random
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import stateless
@@ -25,7 +25,6 @@ from functional_jd.aggregators.total import total
 from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.tree import tree_leaves, tree_map
-from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.optimizers.sgd import sgd
 from functional_jd.training.prepare import chosen_engine
 from functional_jd.training.start import train_state

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 
+from functional_jd import jacobian_fn
 from functional_jd.core.names import names_or_indices, objective_names
-from functional_jd.engines.jacobian import jacobian_fn
 
 
 class Two(NamedTuple):

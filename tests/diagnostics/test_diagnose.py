@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import functional_jd as jd
+from functional_jd import gramian_fn, jacobian_fn
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.views import gramian
@@ -20,8 +21,6 @@ from functional_jd.aggregators.upgrad import upgrad
 from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.core.names import objective_names
 from functional_jd.diagnostics import Diagnosis, describe, diagnose
-from functional_jd.engines.gramian_engine import gramian_fn
-from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.objectives import multitask
 
 jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(

@@ -10,11 +10,9 @@ from jacobian_by_hand import KINDS, case_of, leaves, rows_of
 from torch.utils import _pytree
 from zoo import MODELS, mlp, numbers
 
-from functional_jd.engines.cross_products import cross_gramian_fn
-from functional_jd.engines.gramian import crossed_leaves, factors
-from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian_engine import gramian_fn
+from functional_jd import cross_gramian_fn, gramian_fn
+from functional_jd.engines.gramian import products
+from functional_jd.engines.gramian.products import Factors, crossed_leaf
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 def priced(patch, lean):
-    patch.setattr(crossed_leaves, "crossed_factors_are_cheaper", lambda *_: lean)
+    patch.setattr(products, "crossed_factors_are_cheaper", lambda *_: lean)
 
 
 def multiplied_out(part, shape, m):
@@ -69,7 +67,7 @@ def test_leaf_by_leaf_equal_to_rows_multiplied_out(sizes, kinds, groups, o, i, l
         both.append(parts)
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
-        patch.setattr(factors, "block_size", lambda _: cached)
+        patch.setattr(products, "block_size", lambda _: cached)
         found = crossed_leaf(*both, leaf, *sizes)
     assert (found.shape, found.dtype) == (sizes, torch.float64)
     n = leaf.numel()

@@ -15,12 +15,11 @@ from torch.utils import _pytree
 from zoo import MODELS, MORE, Case, numbers
 
 import functional_jd as fj
+from functional_jd import gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
 from functional_jd.core.heads import MultitaskJacobian
-from functional_jd.engines.gramian import squared_norms
-from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import MODES, jacobian_fn
-from functional_jd.engines.kinds import from_rows
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd.engines.by_name import MODES
+from functional_jd.engines.gramian import products
+from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import Multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 
@@ -222,7 +221,7 @@ def test_every_engine_equals_a_loop_of_plain_autograd(name, kind, monkeypatch):
         for scaled, scale in scales_of(expected, name, how).items():
             for lean in (True, False) if how in ("gramian", "norms") and scale is None else (True,):
                 priced(monkeypatch, lean)
-                monkeypatch.setattr(squared_norms, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
+                monkeypatch.setattr(products, "position_norms_are_cheaper", lambda *_, lean=lean: lean)
                 try:
                     check(scale)
                 except AssertionError as error:

@@ -1,9 +1,12 @@
-"""What losses return: None in the place of a loss is refused by name, in every engine and at every depth."""
+"""What the functions of losses have in common: what losses may return, and what comes back of it."""
 
 import collections
 
 import pytest
 import torch
+from jacobian_by_hand import every_kind
+from torch import nn
+from zoo import BATCH, by_example, mlp, numbers, of_module, plain, tasks
 
 import functional_jd as fj
 from functional_jd.core.tree import tree_leaves
@@ -128,3 +131,90 @@ def test_losses_that_are_evaluated_again_find_the_batch_as_it_was():
         gramian, _, _ = fj.gramian_fn(losses)(params, {"given": {"x": X}})
     rows = fj.jacobian_fn(losses)(params, {"given": {"x": X}})[0]["w"].flatten(1).double()
     torch.testing.assert_close(gramian, rows @ rows.T)
+
+
+CALLS = [("jacobian_fn", {"mode": mode}) for mode in ("auto", "vmap", "loop")]
+CALLS += [(name, {}) for name in ("gramian_fn", "squared_norms_fn", "weighted_fn")]
+every_call = pytest.mark.parametrize(("name", "how"), CALLS, ids=[" ".join([n, *how.values()]) for n, how in CALLS])
+
+
+def found(name, how, losses, params, *args):
+    """The losses as they came back, and all that was made of their rows."""
+    rows = getattr(fj, name)(losses, **how)(params, *args)
+    if name == "jacobian_fn":
+        return rows[::-1]
+    *products, values, pullback = rows
+    of_losses = values[0] if how.get("has_aux") else values
+    weights = torch.arange(1.0, 1 + sum(x.numel() for x in tree_leaves(of_losses)), dtype=torch.float64)
+    return values, (products, pullback(weights)[0])
+
+
+def same_bits(x, y):
+    return all(map(torch.equal, tree_leaves(x), tree_leaves(y)))
+
+
+@every_call
+@every_kind
+def test_aux_comes_back_beside_the_losses(kind, name, how):
+    case = kind(mlp())
+    with_aux = lambda f: lambda *args: (f(*args), {"n": torch.tensor(7), "nested": [args[-1].exp(), args[-1] > 0]})
+    if kind is by_example:
+        both = fj.per_example(with_aux(case.losses.loss))
+    else:
+        both = (
+            fj.multitask(case.losses.features, with_aux(case.losses.heads)) if kind is tasks else with_aux(case.losses)
+        )
+    (values, aux), rows = found(name, how | {"has_aux": True}, both, case.params, *case.args)
+    assert same_bits((values, rows), found(name, how, case.losses, case.params, *case.args))
+    torch.testing.assert_close(values, case.losses(case.params, *case.args))
+    assert same_bits(aux["nested"], [case.args[1].exp(), case.args[1] > 0])
+    assert torch.equal(aux["n"], torch.full((BATCH,) if kind is by_example else (), 7))
+
+
+@every_call
+@every_kind
+def test_nothing_stays_attached_or_changes_unless_an_input_requires_grad(kind, name, how):
+    captured, model = numbers(3).requires_grad_(), mlp()
+    case = kind(model._replace(predict=lambda p, x: model.predict(p, x) * captured))
+    before = [x.clone() for x in tree_leaves(case.params)]
+    asking = torch.utils._pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
+    first, second = (found(name, how, case.losses, case.params, *case.args) for _ in range(2))
+    with torch.no_grad():
+        silent = found(name, how, case.losses, asking, *case.args)
+    loud = found(name, how, case.losses, asking, *case.args)
+    assert same_bits(first, second)
+    assert not any(x.requires_grad for x in tree_leaves((first, silent)))
+    assert all(x.requires_grad for x in tree_leaves(loud))
+    for other in (silent, loud):
+        torch.testing.assert_close([*map(torch.detach, tree_leaves(other))], tree_leaves(first), rtol=1e-9, atol=1e-9)
+    assert same_bits(before, case.params)
+    assert not any(x.requires_grad for x in tree_leaves(case.params))
+    assert all(x.grad is None and x.is_leaf for x in tree_leaves(asking))
+
+
+@every_call
+@pytest.mark.parametrize("kind", [plain, tasks])
+def test_running_statistics_are_updated_exactly_once(kind, name, how):
+    norm = nn.BatchNorm1d(4).double()
+    case = kind(of_module(lambda: norm, numbers(BATCH, 4)))
+    norm.reset_running_stats()
+    found(name, how, case.losses, case.params, *case.args)
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * case.args[0].mean(0))
+
+
+@every_call
+@every_kind
+@pytest.mark.parametrize("error", [KeyError("mine"), torch.OutOfMemoryError("mine")], ids=["error", "memory"])
+def test_an_error_of_the_losses_comes_back_as_it_was_at_once(error, kind, name, how):
+    calls = []
+
+    def broken(params, x):
+        calls.append(1)
+        raise error
+
+    case = kind(mlp()._replace(predict=broken))
+    with pytest.raises(type(error), match="mine") as raised:
+        found(name, how, case.losses, case.params, *case.args)
+    assert raised.value is error
+    assert len(calls) == 1 or isinstance(error, KeyError)  # a slower way may serve what a faster one does not

@@ -12,12 +12,11 @@ from jacobian_by_hand import CASES, KINDS, case_of, every_kind, leaves, moved, r
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
-from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, of_module, plain, tasks
+from zoo import BATCH, MODELS, Model, bare, by_example, mlp, numbers, plain, tasks
 
-from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.jacobian import MODES, jacobian_fn
-from functional_jd.engines.weighted import weighted_fn
-from functional_jd.objectives import Multitask, PerExample, multitask, per_example
+from functional_jd import gramian_fn, jacobian_fn, squared_norms_fn, weighted_fn
+from functional_jd.engines.by_name import MODES
+from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 
 pytestmark = [
@@ -170,30 +169,6 @@ def test_other_arguments_of_structured_losses_are_differentiated_the_plain_way(m
 
 @every_mode
 @every_kind
-def test_aux_comes_back_beside_the_losses(kind, mode):
-    case = kind(mlp())
-
-    def with_aux(f):
-        return lambda *args: (f(*args), {"n": torch.tensor(7), "nested": [args[-1].exp(), args[-1] > 0]})
-
-    losses = case.losses
-    if isinstance(losses, PerExample):
-        both = per_example(with_aux(losses.loss))
-    elif isinstance(losses, Multitask):
-        both = multitask(losses.features, with_aux(losses.heads))
-    else:
-        both = with_aux(losses)
-    jacobian, (values, aux) = jacobian_fn(both, has_aux=True, mode=mode)(case.params, *case.args)
-    same(jacobian, jacobian_of(losses, case.params, *case.args))
-    torch.testing.assert_close(values, losses(case.params, *case.args))
-    assert torch.equal(aux["nested"][0], case.args[1].exp())
-    assert torch.equal(aux["nested"][1], case.args[1] > 0)
-    assert (aux["n"] == 7).all()
-    assert aux["n"].shape == ((BATCH,) if kind is by_example else ())
-
-
-@every_mode
-@every_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_come_out_in_the_parameters_dtype_and_unscaled_ones_in_float32(kind, mode, dtype):
     case = kind(mlp())
@@ -276,49 +251,6 @@ def test_random_networks_of_random_structure_equal_the_loop(data):
 
 
 # Purity
-
-
-@every_mode
-@every_kind
-def test_nothing_stays_attached_when_no_input_requires_grad(kind, mode):
-    captured = numbers(3).requires_grad_()
-    model = mlp()
-    case = kind(model._replace(predict=lambda p, x: model.predict(p, x) * captured))
-    found = jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
-    assert not any(x.requires_grad for x in leaves(found))
-    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
-    with torch.no_grad():
-        silent = jacobian_fn(case.losses, mode=mode)(asking, *case.args)
-    assert not any(x.requires_grad for x in leaves(silent))
-    same(silent, leaves(found))
-    loud = jacobian_fn(case.losses, mode=mode)(asking, *case.args)
-    assert all(x.requires_grad for x in leaves(loud))
-    same(loud, leaves(found))
-
-
-@every_mode
-@every_kind
-def test_inputs_keep_their_bits_and_the_answer_its_own(kind, mode):
-    case = kind(mlp())
-    before = [x.clone() for x in leaves(case.params)]
-    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
-    f = jacobian_fn(case.losses, mode=mode)
-    first, second = f(case.params, *case.args), f(case.params, *case.args)
-    assert all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(second), strict=True))
-    f(asking, *case.args)
-    assert all(torch.equal(x, y) and not x.requires_grad for x, y in zip(leaves(case.params), before, strict=True))
-    assert all(x.grad is None and x.is_leaf for x in leaves(asking))
-
-
-@pytest.mark.parametrize("mode", ["auto", "vmap", "loop"])
-@pytest.mark.parametrize("kind", [plain, tasks])
-def test_running_statistics_are_updated_exactly_once(kind, mode):
-    norm = nn.BatchNorm1d(4).double()
-    case = kind(of_module(lambda: norm, numbers(BATCH, 4)))
-    norm.reset_running_stats()
-    jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
-    assert norm.num_batches_tracked == 1
-    torch.testing.assert_close(norm.running_mean, 0.1 * case.args[0].mean(0))
 
 
 def test_one_infinite_scale_leaves_the_other_rows_alone():
@@ -714,17 +646,6 @@ def test_mistakes_are_named_with_their_cure(mistake, scaled):
         make()
 
 
-@pytest.mark.parametrize("mode", ["auto", "loop"])
-@every_kind
-def test_an_error_of_the_losses_comes_back_as_it_was(kind, mode):
-    def broken(params, x):
-        raise KeyError("mine")
-
-    case = kind(mlp()._replace(predict=broken))
-    with pytest.raises(KeyError, match="mine"):
-        jacobian_fn(case.losses, mode=mode)(case.params, *case.args)
-
-
 # How "auto" goes about it: the numbers are those of the loop, whichever way it takes
 
 
@@ -842,22 +763,6 @@ def test_rows_are_written_where_they_belong_whatever_is_missing(data):
         for k, found in enumerate(jacobian):
             expected = torch.tensor([(i + 1.0) * (k in chosen) for i, chosen in rows], dtype=torch.float64)
             assert torch.equal(found, expected[:, None, None].expand(m, 90, 100))
-
-
-@pytest.mark.parametrize("make", [lambda f: f, per_example, lambda f: multitask(lambda s, x: s, f)])
-def test_memory_that_runs_out_is_no_reason_to_try_again(make):
-    calls = []
-
-    def losses(w, *rest):
-        calls.append(1)
-        raise torch.OutOfMemoryError("mine")
-
-    params = {"shared": W, "heads": W}
-    for f in (jacobian_fn(make(losses)), make(losses)):
-        calls.clear()
-        with pytest.raises(torch.OutOfMemoryError, match="mine"):
-            f(params, W)
-        assert len(calls) == 1
 
 
 def test_heads_that_share_a_gradient_do_not_share_its_memory():

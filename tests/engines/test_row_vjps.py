@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import numbers
 
+from functional_jd import gramian_fn, jacobian_fn
 from functional_jd.engines import row_vjps
 from functional_jd.engines.choose import choose_rows
-from functional_jd.engines.gramian_engine import gramian_fn
-from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import stack_rows
 from functional_jd.engines.vjp import vjp
@@ -35,7 +34,9 @@ def options(mode, chunk_size):
 
 def point(name, kind=torch.float32, differentiable=False):
     x, a, b = (numbers(*shape, seed=i, dtype=kind) for i, shape in enumerate(SHAPES[name]))
-    return vjp(lambda ws: ([torch.tanh((x @ ws[0]) @ ws[1]).mean(0)], None), [a, b], differentiable=differentiable)
+    return vjp(
+        lambda ws: ([torch.tanh((x @ ws[0]) @ ws[1]).mean(0)], None), [a, b], Plan("here", False, None, differentiable)
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def transformer(width, layers, heads, tasks, vocabulary=None):
 def test_a_device_takes_rows_together_where_models_are_small(model, batch, m, expected):
     shapes, losses = model
     weights = [torch.empty(shape, device="meta") for shape in shapes]
-    point = vjp(lambda ws: ([losses(ws, batch)], None), weights, differentiable=False)
+    point = vjp(lambda ws: ([losses(ws, batch)], None), weights, options("auto", None))
     assert choose_rows(point, m, options("auto", None)) == expected
 
 

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jacobian_by_hand import case_of, every_kind, leaves, moved, rows_of, same
-from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, of_module, plain, tasks, with_hook
+from zoo import ASKS, BATCH, MODELS, bare, by_example, mlp, numbers, tasks, with_hook
 
-from functional_jd.engines.weighted import weighted_fn
+from functional_jd import weighted_fn
 from functional_jd.objectives import Multitask, multitask, per_example
 from functional_jd.precision.scale_state import scale_state
 from functional_jd.torch_compat.slow_path import SlowPathWarning
@@ -173,25 +172,6 @@ def test_tiny_and_huge_weights_neither_vanish_nor_overflow():
 # Structures
 
 
-@every_kind
-def test_aux_comes_back_beside_the_losses(kind):
-    case = kind(mlp())
-    if kind is tasks:
-        heads = case.losses.heads
-        losses = multitask(case.losses.features, lambda h, z, *args: (heads(h, z, *args), {"z": z * 2}))
-        aux = {"z": 2 * case.losses.features(case.params["shared"], *case.args)}
-    elif kind is by_example:
-        losses = per_example(lambda p, x, y: (case.losses.loss(p, x, y), {"x": x * 2}))
-        aux = {"x": 2 * case.args[0]}
-    else:
-        losses, aux = (lambda p, x, y: (case.losses(p, x, y), {"x": x * 2})), {"x": 2 * case.args[0]}
-    (values, found), pullback = weighted_fn(losses, has_aux=True)(case.params, *case.args)
-    same(found, leaves(aux))
-    same(values, leaves(case.losses(case.params, *case.args)))
-    weights = weights_for(losses)
-    same(pullback(weights)[0], weighted_rows(case, weights))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @every_kind
 def test_the_direction_has_the_shapes_of_params_in_at_least_float32(kind, dtype):
@@ -227,19 +207,6 @@ def test_the_pullback_can_be_called_again_with_the_same_bits(kind):
     assert all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(second), strict=True))
     assert not all(torch.equal(x, y) for x, y in zip(leaves(first), leaves(other), strict=True))
     assert all(torch.equal(x, y) for x, y in zip(leaves(case.params), before, strict=True))
-
-
-@every_kind
-def test_nothing_stays_attached_when_no_input_requires_grad(kind):
-    captured = numbers(3).requires_grad_()
-    model = mlp()
-    case = kind(model._replace(predict=lambda p, x: model.predict(p, x) * captured))
-    values, pullback = weighted_fn(case.losses)(case.params, *case.args)
-    assert not any(x.requires_grad for x in leaves((values, *pullback(weights_for(case.losses)))))
-    asking = _pytree.tree_map(lambda x: x.clone().requires_grad_(), case.params)
-    values, pullback = weighted_fn(case.losses)(asking, *case.args)
-    assert all(x.requires_grad for x in leaves((values, pullback(weights_for(case.losses))[0])))
-    assert all(x.grad is None for x in leaves(asking))
 
 
 def test_the_last_call_frees_what_the_forward_pass_saved():
@@ -282,16 +249,6 @@ def test_one_backward_pass_is_all_it_costs(kind):
         weighted_fn(case.losses)(case.params, *case.args)[1](weights_for(case.losses))
     assert forward.flops > 0
     assert all_of_it.flops <= 3 * forward.flops  # forward, and two products for each on the way back
-
-
-def test_running_statistics_are_updated_exactly_once():
-    norm = nn.BatchNorm1d(4).double()
-    for kind in (plain, tasks):
-        case = kind(of_module(lambda: norm, numbers(BATCH, 4)))
-        norm.reset_running_stats()
-        _, pullback = weighted_fn(case.losses)(case.params, *case.args)
-        pullback(weights_for(case.losses))
-        assert norm.num_batches_tracked == 1
 
 
 # Precision
@@ -456,16 +413,6 @@ def test_mistakes_are_named_with_their_cure(mistake):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()
-
-
-@every_kind
-def test_an_error_of_the_losses_comes_back_as_it_was(kind):
-    def broken(params, x):
-        raise KeyError("mine")
-
-    case = kind(mlp()._replace(predict=broken))
-    with pytest.raises(KeyError, match="mine"):
-        weighted_fn(case.losses)(case.params, *case.args)
 
 
 @pytest.mark.parametrize("ask", ASKS)

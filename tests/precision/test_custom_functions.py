@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from functional_jd import SlowPathWarning, per_example
-from functional_jd.engines.jacobian import jacobian_fn
+from functional_jd import SlowPathWarning, jacobian_fn, per_example
 from functional_jd.precision.autocast import autocast
 from functional_jd.precision.custom_functions import custom, float32_island
 

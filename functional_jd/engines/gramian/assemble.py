@@ -10,17 +10,17 @@ from torch import Tensor
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
-from functional_jd.engines.gramian.factors import Factors, weighted_parts
-from functional_jd.engines.gramian.products import products_of_leaves
+from functional_jd.engines.gramian.layers import Factors
+from functional_jd.engines.gramian.products import products_of_leaves, weighted_parts
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
 from functional_jd.engines.plan import LeafGroup, Plan
-from functional_jd.engines.row_vjps import Rows
+from functional_jd.engines.row_vjps import Rows, unscaled_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.torch_compat.backward import gradients
 from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level, under_transform
 
-Recorded: TypeAlias = Callable[[list[Tensor], LayerRecorder], tuple[list[Tensor], Any]]
+Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
 """`f(points, recorder) -> (outputs, extra)`."""
 
 
@@ -49,8 +49,7 @@ def recorded_vjp(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Re
         inside[:] = [outputs, [*recording.ends, *points]]
         return outputs, (extra, recording.sources)
 
-    how: Any = {"differentiable": plan.differentiable, "where": plan.where, "ends": recording.ends}
-    point = vjp(inner, [*leaves, *leaves], **how)
+    point = vjp(inner, [*leaves, *leaves], plan, ends=recording.ends)
     outputs, inputs = inside
     if under_transform():
         return point._replace(pullback=partial(_traced_pullback, outputs, inputs)), recording
@@ -92,31 +91,26 @@ def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, point
 
 
 def gramian_of_uses(
-    recording: Recording, rows: Rows, leaves: list[Tensor], m: int, plan: Plan
-) -> tuple[Any, Callable[[Any], list[Tensor]]]:
-    """The Gramian of all leaves, or what `plan.products` says, and their pullback: from the rows by end and, behind
-    them, by leaf.
+    recording: Recording, rows: Rows, leaves: list[Tensor], structure: Structure, m: int, plan: Plan
+) -> tuple[Any, Callable[[Any], Direction]]:
+    """The Gramian of all leaves, or what `plan.products` says, and the pullback of weights to a direction: from the
+    scaled rows by end and, behind them, by leaf.
     """
-    leaves = _like_directions(leaves, plan)
     n = len(recording.ends)
+    if plan.scale is not None:  # the direction of what was unscaled is at least float32
+        rows = unscaled_rows(rows, plan.scale)
+        leaves = [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
     by_leaf: list[list[Factors | Tensor]] = [[] if direct is None else [direct] for direct in rows[n:]]
     with autocast_disabled():
         for leaf, part in parts_of(recording, rows[:n]):
             by_leaf[leaf].append(part)
         if plan.products == "factors":
-            return by_leaf, partial(weighted_parts, by_leaf, leaves, m)
-        if plan.groups is None:
-            return _products(by_leaf, leaves, m, plan.products)
-        return _products_by_group(by_leaf, leaves, m, plan.groups)
-
-
-def _products(
-    by_leaf: list[list[Factors | Tensor]], leaves: list[Tensor], m: int, needed: str
-) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    if needed != "gramian":
-        return products_of_leaves(by_leaf, leaves, m, norms_only=True)
-    products, pull = products_of_leaves(by_leaf, leaves, m)
-    return (products + products.mT) / 2, pull  # products of factors round differently on either side
+            products, pull = by_leaf, partial(weighted_parts, by_leaf, leaves, m)
+        elif plan.groups is None:
+            products, pull = products_of_leaves(by_leaf, leaves, m, plan.products)
+        else:
+            products, pull = _products_by_group(by_leaf, leaves, m, plan.groups)
+    return products, lambda weights: tree_unflatten(structure, pull(weights))
 
 
 def _products_by_group(
@@ -128,18 +122,6 @@ def _products_by_group(
     start = 0
     for key, count, needed in groups:
         part = slice(start, start + count)
-        products[key], pulls[key] = _products(by_leaf[part], leaves[part], m, needed)
+        products[key], pulls[key] = products_of_leaves(by_leaf[part], leaves[part], m, needed)
         start += count
     return products, lambda weights: [x for key, pull in pulls.items() for x in pull(weights[key])]
-
-
-def _like_directions(leaves: list[Tensor], plan: Plan) -> list[Tensor]:
-    """Tensors with the shapes and dtypes of the direction, without memory: what was unscaled is at least float32."""
-    if plan.scale is None:
-        return leaves
-    return [at_least_float32(x.new_empty(())).expand(x.shape) for x in leaves]
-
-
-def shaped(pullback: Callable[[Any], list[Tensor]], structure: Structure) -> Callable[[Any], Direction]:
-    """The pullback, whose direction is a pytree of this structure."""
-    return lambda weights: tree_unflatten(structure, pullback(weights))

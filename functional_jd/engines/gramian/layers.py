@@ -11,12 +11,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from functional_jd.engines.gramian.factors import Factors
-
 F = nn.functional
 
 Given: TypeAlias = dict[str, Any]
 """The arguments of an op by name."""
+
+
+class Factors(NamedTuple):
+    """Rows of a leaf, not multiplied out: `row_s = sum_p left_sp right_sp'`, group by group.
+
+    Attributes:
+        left: `[m, positions, groups, o]`; or int64 `[m, positions]`, the indices of unit vectors of length o.
+        right: `[m, positions, groups, i]`. 1 in the place of m where all rows share it.
+    """
+
+    left: Tensor
+    right: Tensor
+
 
 Form: TypeAlias = Callable[[Tensor, Tensor, Given], Factors | Tensor]
 """`form(inputs [m or 1, n, *x], gradients of the outputs [m, n, *y], other arguments)`, of n inputs."""
@@ -40,14 +51,10 @@ class Layer(NamedTuple):
     matrix: bool = False
 
 
-def _columns(x: Tensor) -> Tensor:
-    """`[m, n, i]` as `[m, positions, groups, i]`."""
-    return x.unsqueeze(2)
-
-
-def _sums(columns: Tensor) -> Tensor:
-    """Rows of what is added at every position."""
-    return columns.sum((1, 2), dtype=torch.promote_types(columns.dtype, torch.float32))
+def _added(_x: Tensor, gradient: Tensor, _given: Given) -> Tensor:
+    """Rows of what is added at every position of `[m, n, channels, *s]`."""
+    positions = [d for d in range(gradient.ndim) if d not in (0, 2)]
+    return gradient.sum(positions, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 def _pixels(x: Tensor, groups: int = 1) -> Tensor:
@@ -55,17 +62,17 @@ def _pixels(x: Tensor, groups: int = 1) -> Tensor:
     return _channels_first(x.transpose(1, 2).flatten(2), groups)
 
 
-def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, plan: Given) -> Tensor:
+def _patches(x: Tensor, kernel: tuple[int, ...], positions: torch.Size, given: Given) -> Tensor:
     """What the kernel sees at each position: `[m, n, channels, *s]` as `[m, positions, groups, channels * kernel]`."""
     dims = len(kernel)
-    stride, dilation = (_each(plan.get(name, 1), dims) for name in ("stride", "dilation"))
-    padding = _padding(plan.get("padding", 0), kernel, dilation)
+    stride, dilation = (_each(given.get(name, 1), dims) for name in ("stride", "dilation"))
+    padding = _padding(given.get("padding", 0), kernel, dilation)
     x = F.pad(x, padding) if any(padding) else x
     for d in range(dims):
         windows = x.unfold(3 + d, (kernel[d] - 1) * dilation[d] + 1, stride[d])
         x = windows[..., :: dilation[d]].narrow(3 + d, 0, positions[d])
     x = x.movedim((2, *range(x.ndim - dims, x.ndim)), tuple(range(1, dims + 2)))
-    return _channels_first(x.flatten(1, dims + 1).flatten(2), plan.get("groups", 1))
+    return _channels_first(x.flatten(1, dims + 1).flatten(2), given.get("groups", 1))
 
 
 def _channels_first(x: Tensor, groups: int) -> Tensor:
@@ -97,24 +104,23 @@ def _is_real(given: Given) -> bool:
 def _conv(dims: int, *, transposed: bool = False) -> Layer:
     """A convolution: the transposed one exchanges the input and the gradient of the output."""
 
-    def weight(x: Tensor, gradient: Tensor, plan: Given) -> Factors:
+    def weight(x: Tensor, gradient: Tensor, given: Given) -> Factors:
         small, large = (x, gradient) if transposed else (gradient, x)
-        right = _patches(large, plan["shape"][2:], small.shape[3:], plan)
-        return Factors(_pixels(small, plan.get("groups", 1)), right)
+        right = _patches(large, given["shape"][2:], small.shape[3:], given)
+        return Factors(_pixels(small, given.get("groups", 1)), right)
 
     def fits(given: Given) -> bool:
         return _is_real(given) and given["input"].ndim in (dims + 1, dims + 2)
 
     last = "output_padding groups dilation" if transposed else "dilation groups"
     names = f"input weight bias stride padding {last}".split()
-    bias = lambda _x, gradient, _options: _sums(_pixels(gradient))
-    return Layer(tuple(names), {"weight": weight, "bias": bias}, fits, dims + 1)
+    return Layer(tuple(names), {"weight": weight, "bias": _added}, fits, dims + 1)
 
 
-def _lookup(x: Tensor, gradient: Tensor, plan: Given) -> Factors:
-    padding, right = plan.get("padding_idx"), _columns(gradient)
+def _lookup(x: Tensor, gradient: Tensor, given: Given) -> Factors:
+    padding, right = given.get("padding_idx"), gradient.unsqueeze(2)
     if padding is not None:
-        right = torch.where((x == padding % plan["shape"][0])[:, :, None, None], 0, right)
+        right = torch.where((x == padding % given["shape"][0])[:, :, None, None], 0, right)
     return Factors(x.long(), right)
 
 
@@ -126,9 +132,9 @@ def _is_plain_lookup(given: Given) -> bool:
 def _product(names: str, *, transposed: bool = False) -> Layer:
     """A matrix `[o, i]` times each input, or, transposed, each input times a matrix `[i, o]`."""
 
-    def weight(x: Tensor, gradient: Tensor, _options: Given) -> Factors:
-        sides = _columns(gradient), _columns(x)
-        return Factors(*sides[::-1]) if transposed else Factors(*sides)
+    def weight(x: Tensor, gradient: Tensor, _given: Given) -> Factors:
+        left, right = (x, gradient) if transposed else (gradient, x)
+        return Factors(left.unsqueeze(2), right.unsqueeze(2))
 
     def fits(given: Given) -> bool:
         """Whether the bias has an element for each output: torch broadcasts others."""
@@ -137,8 +143,7 @@ def _product(names: str, *, transposed: bool = False) -> Layer:
         bias, outputs = given.get("bias"), given["weight"].shape[1 if transposed else 0]
         return bias is None or bias.shape == (outputs,)
 
-    bias = lambda _x, gradient, _options: _sums(_columns(gradient))
-    return Layer(tuple(names.split()), {"weight": weight, "bias": bias}, fits, matrix=True)
+    return Layer(tuple(names.split()), {"weight": weight, "bias": _added}, fits, matrix=True)
 
 
 def _of_matrices(layer: Layer) -> Layer:

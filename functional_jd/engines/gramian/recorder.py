@@ -15,8 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.layers import LAYERS, Form, Layer
+from functional_jd.engines.gramian.layers import LAYERS, Factors, Form, Layer
 from functional_jd.torch_compat.autograd_graph import graph_nodes
 from functional_jd.torch_compat.torch_internals import (
     GRAD_FN,
@@ -44,19 +43,19 @@ class LayerUse(NamedTuple):
         leaf: the index of the parameter.
         end: the index of the layer among those recorded.
         form: how its factors or rows are formed.
-        plan: the arguments of the layer that are not tensors, and the shape of its weight.
+        given: the arguments of the layer that are not tensors, and the shape of its weight.
         transposed: whether the layer received the transpose of the parameter.
     """
 
     leaf: int
     end: int
     form: Form
-    plan: dict[str, Any]
+    given: dict[str, Any]
     transposed: bool
 
     def part(self, source: Tensor, gradient: Tensor) -> Factors | Tensor:
         """What the use adds to the parameter's rows."""
-        made = self.form(source, gradient, self.plan)
+        made = self.form(source, gradient, self.given)
         return Factors(made.right, made.left) if self.transposed and isinstance(made, Factors) else made
 
 
@@ -110,10 +109,9 @@ class LayerRecorder(WatchingMode):
     ):
         super().__init__()
         self.constants, self.recording, self.traced, self.m = constants, recording, traced, m
-        self.known: list[_Known] = []
-        self.by_id: dict[int, _Known] = {}
-        for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
-            self.remember(_Known(leaf, index, constant))
+        self.known = [_Known(leaf, index, constants[index]) for index, leaf in enumerate(leaves)]
+        # An id would be a constant of what torch.compile traces.
+        self.by_id = {} if torch.compiler.is_compiling() else {id(known.seen): known for known in self.known}
         self.level = transform_level()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,12 +143,6 @@ class LayerRecorder(WatchingMode):
             raise UnrecordedDerivativeError("the losses ask for the grad_fn of a recorded layer, which may get a hook")
         return output
 
-    def remember(self, known: _Known) -> None:
-        """Recognise a tensor from now on."""
-        self.known.append(known)
-        if not torch.compiler.is_compiling():
-            self.by_id[id(known.seen)] = known
-
     def known_as(self, x: Any) -> _Known | None:
         """What is known of a tensor, unless it is frozen for a time."""
         if not isinstance(x, Tensor):
@@ -158,7 +150,7 @@ class LayerRecorder(WatchingMode):
         if not torch.compiler.is_compiling():
             found = self.by_id.get(id(x))
             return None if found is None or not (self.m or x.requires_grad) else found
-        for known in self.known:  # an id would be a constant of the graph
+        for known in self.known:
             if known.seen is x and x.requires_grad:
                 return known
         return None
@@ -181,7 +173,9 @@ class LayerRecorder(WatchingMode):
         way = [*args[1:], *kwargs.values()]
         if not way or (len(way) == 2 and all(isinstance(d, int) for d in way) and way[0] % 2 != way[1] % 2):
             constant = func(known.constant, *args[1:], **kwargs)
-            self.remember(_Known(output, known.leaf, constant, not known.transposed))
+            self.known.append(_Known(output, known.leaf, constant, not known.transposed))
+            if not torch.compiler.is_compiling():
+                self.by_id[id(output)] = self.known[-1]
 
     def uses_of(self, layer: Layer, given: dict[str, Any], n_args: int) -> dict[str, _Known]:
         """The parameters that a layer receives, by argument; none where its rows are left to autograd."""
@@ -209,12 +203,11 @@ class LayerRecorder(WatchingMode):
         made = given | {name: known.constant for name, known in uses.items()} | {"input": flat}
         output = call(*[made[name] for name in layer.names[: len(args)]], **{name: made[name] for name in kwargs})
         if output.requires_grad:  # else torch.no_grad inside the losses
-            recording = self.recording
+            recording, end = self.recording, len(self.recording.ends)
+            others = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+            others["shape"] = given["weight"].shape
             for name, known in uses.items():
-                plan = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
-                plan["shape"] = known.constant.shape
-                end = len(recording.ends)
-                recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], plan, known.transposed))
+                recording.uses.append(LayerUse(known.leaf, end, layer.forms[name], others, known.transposed))
             recording.ends.append(output if self.traced else get_gradient_edge(output))
             flat = flat.clone() if self.traced else flat.detach()
             recording.sources.append(flat.unflatten(0, (self.m, -1)) if self.m else flat)

@@ -12,13 +12,11 @@ from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params
 from functional_jd.engines.evaluate import check_weights, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.gramian.crossed_leaves import crossed_leaf
-from functional_jd.engines.gramian.products import products_of_leaves
-from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.gramian.products import crossed_leaf, products_of_leaves
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
-from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
@@ -53,10 +51,9 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
         pairs = zip(parts[a], parts[b], leaves, strict=True)
         return reduce(torch.add, [crossed_leaf(*pair, counts[a], counts[b]) for pair in pairs])
 
-    norms_only = plan.products == "norms"
     with autocast_disabled():
-        own = {name: products_of_leaves(parts[name], leaves, m, norms_only=norms_only)[0] for name, m in counts.items()}
-        if norms_only:
+        own = {name: products_of_leaves(parts[name], leaves, m, plan.products)[0] for name, m in counts.items()}
+        if plan.products == "norms":
             products = torch.cat(list(own.values()))
         else:
             products = _assembled(own, {pair: across(*pair) for pair in combinations(counts, 2)})
@@ -69,11 +66,11 @@ def gramian(losses: ExampleSets, args: Args, plan: Plan) -> FoundGramian:
 
 
 def _assembled(own: dict[str, Tensor], across: dict[tuple[str, str], Tensor]) -> Tensor:
-    """The Gramian from its blocks; those on the diagonal are symmetric but for rounding."""
+    """The Gramian from its blocks."""
 
     def block(a: str, b: str) -> Tensor:
         if a == b:
-            return (own[a] + own[a].mT) / 2
+            return own[a]
         return across[a, b] if (a, b) in across else across[b, a].mT
 
     return torch.cat([torch.cat([block(a, b) for b in own], dim=1) for a in own])
@@ -85,16 +82,15 @@ def weighted(losses: ExampleSets, args: Args, plan: Plan) -> FoundWeighted:
     found = {name: examples_weighted(losses.parts[name], own, one) for name, (own, one) in given.items()}
     counts = list(losses.counts(args[1:]).values())
 
-    def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
         check_weights(plan.where, weights, sum(counts))
         pieces = zip(found.values(), weights.split(counts), strict=True)
-        results = [pull.rows(piece, last=last) for (*_, pull), piece in pieces]
-        direction, flags = _added([found[0] for found in results]), [own for _, own in results if own is not None]
-        if not flags:
-            return direction, None
-        return direction, torch.cat(flags) if flags[0].ndim else reduce(torch.logical_and, flags)
+        directions, flags = zip(*[pull(piece, last=last) for (*_, pull), piece in pieces], strict=True)
+        if plan.scale is None:
+            return _added(directions), None
+        return _added(directions), torch.cat(flags) if plan.scale.ndim else reduce(torch.logical_and, flags)
 
-    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, plan), Pullback(rows)
+    return *_joined(losses, {name: (None, *result[:2]) for name, result in found.items()}, plan), pullback
 
 
 def _by_set(losses: ExampleSets, args: Args, plan: Plan) -> dict[str, tuple[Args, Plan]]:
@@ -104,7 +100,7 @@ def _by_set(losses: ExampleSets, args: Args, plan: Plan) -> dict[str, tuple[Args
     scales = [scale] * len(counts)
     if scale is not None and scale.ndim:
         leaves, _ = floating_leaves(params, plan.where)
-        scales = list(row_scales(scale, sum(counts.values()), leaves[0], plan.where).split(list(counts.values())))
+        scales = list(row_scales(plan, sum(counts.values()), leaves[0]).split(list(counts.values())))
     own = losses.batches(tuple(batch))
     return {name: ((params, *own[name]), plan._replace(scale=mine)) for name, mine in zip(counts, scales, strict=True)}
 

@@ -1,23 +1,48 @@
-"""What an engine must know of a kind of objectives."""
+"""What an engine must know of a kind of objectives, and what a kind does not say of itself, from its rows."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from functional_jd.aggregation.combine import combine, combined, products_of_rows
+from functional_jd.aggregation.observation import Products
+from functional_jd.aggregation.views import gramian_of_leaves, norms
 from functional_jd.core.float64 import has_float64
-from functional_jd.core.tree import tree_leaves
-from functional_jd.core.types import Params, Tree
-from functional_jd.engines.evaluate import objective_count, row_scales
+from functional_jd.core.heads import direction_with_heads, nan_unless_finite, split_heads
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
+from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
+from functional_jd.engines.evaluate import check_weights, objective_count, row_scales
 from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.kinds.from_rows import gramian_from_rows, weighted_from_rows
-from functional_jd.engines.kinds.results import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import CarryingLosses, Extras, carrying_losses
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import unscale
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.watching import StateJournal
+
+Args: TypeAlias = tuple[Any, ...]
+"""What the losses are called with: the parameters and the batch."""
+
+FoundJacobian: TypeAlias = tuple[Jacobian, Losses, Any]
+"""The Jacobian without the scale, in at least float32 if there is one, the losses, and aux."""
+
+FoundGramian: TypeAlias = tuple[Any, Losses, Any, Callable[[Any], Direction]]
+"""The Gramian, or what `plan.products` says; losses, aux, and the pullback of weights to a direction, all without the
+scale."""
+
+FoundFeatures: TypeAlias = tuple[Tensor, Losses, Any, Callable[[Tensor], tuple[Direction, Tensor]]]
+"""The Gramian of the rows by feature, the losses, aux, and `pullback(weights) -> (direction, finite)`, all unscaled."""
+
+Pullback: TypeAlias = Callable[..., tuple[Direction, Tensor | None]]
+"""From weights `[m]` to the unscaled direction of all parameters: `pullback(weights, *, last=False) -> (direction,
+finite)`. `finite` has the scale's shape, and is None without a scale. `last` frees the graph."""
+
+FoundWeighted: TypeAlias = tuple[Losses, Any, Pullback]
+"""The losses, aux, and the pullback of weights, unscaled."""
 
 
 class Kind(NamedTuple):
@@ -91,8 +116,83 @@ class Kind(NamedTuple):
         of all parameters, and what is finite; None without a scale.
         """
         if self.in_one_pass is None:
-            return weighted_from_rows(self.jacobian(losses, args, plan), plan)
-        found = self.in_one_pass(losses, args, plan)
-        if plan.scale is not None and plan.scale.ndim:  # a scale that does not fit is refused at once
-            row_scales(plan.scale, objective_count(found[0]), plan.scale, plan.where)
-        return found
+            values, aux, pull = _weighted_from_rows(self.jacobian(losses, args, plan), plan)
+        else:
+            values, aux, pull = self.in_one_pass(losses, args, plan)
+            if plan.scale is not None and plan.scale.ndim:  # a scale that does not fit is refused at once
+                row_scales(plan, objective_count(values), plan.scale)
+        if plan.groups is not None:
+            pull = _by_group(pull, heads=self.row_params(losses, args[0]) is not args[0])
+        return values, aux, pull
+
+
+def _by_group(pull: Pullback, *, heads: bool) -> Pullback:
+    """The pullback of a dict of weights, by top-level key of the parameters that have rows: one pass for each tensor.
+
+    Groups that share a tensor share a pass: whether two tensors are equal, only their values would tell.
+    """
+
+    def pullback(weights: dict[str, Tensor], *, last: bool = False) -> tuple[Direction, Tensor | None]:
+        passes = {id(own): own for own in weights.values()}
+        found: dict[int, Direction] = {}
+        direction: Any = ()
+        finite = None
+        for left, (key, own) in enumerate(passes.items(), start=1 - len(passes)):
+            direction, flags = pull(own, last=last and not left)
+            found[key] = direction["shared"] if heads else direction
+            finite = flags if finite is None or flags is None else finite & flags
+        of_groups = {name: found[id(own)][name] for name, own in weights.items()}
+        return {**direction, "shared": of_groups} if heads else of_groups, finite
+
+    return pullback
+
+
+def gramian_from_rows(found: FoundJacobian, plan: Plan) -> FoundGramian:
+    """What `plan.products` says of rows, of each group if there are groups."""
+    jacobian, values, aux = found
+    rows, heads = split_heads(jacobian)
+    if plan.products == "factors":
+        return [[leaf] for leaf in tree_leaves(rows)], values, aux, partial(combine, rows)
+    products, pull = products_and_pullback(plan.where, rows, plan.products, plan.groups)
+    if not heads:
+        return products, values, aux, pull
+    # With a scale for each row, the rows tell by themselves what overflowed in the heads.
+    if plan.scale is None or not plan.scale.ndim:
+        products = nan_unless_finite(products, heads)
+    return products, values, aux, lambda weights: direction_with_heads(pull(weights), heads)
+
+
+def _weighted_from_rows(found: FoundJacobian, plan: Plan) -> FoundWeighted:
+    """The pullback of weights of rows."""
+    jacobian, values, aux = found
+    finite = None
+    if plan.scale is not None:
+        jacobian, each = unscale(torch.ones_like(plan.scale), jacobian)
+        finite = each.all().expand(each.shape)
+    rows = tree_map(at_least_float32, jacobian)
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:  # noqa: ARG001
+        check_weights(plan.where, weights, objective_count(values))
+        return combine(rows, weights), finite
+
+    return values, aux, pullback
+
+
+def products_and_pullback(
+    where: str, rows: Tree, needed: str, groups: Any
+) -> tuple[Products, Callable[[Any], Direction]]:
+    """The inner products of rows, or their squared norms, by group if there are groups, and `combine` of the rows as
+    at least float32.
+    """
+    if groups is not None:
+        found = {key: products_and_pullback(where, rows[key], own, None) for key, _, own in groups}
+        return {key: products for key, (products, _) in found.items()}, lambda weights: {
+            key: found[key][1](weights[key]) for key in rows
+        }
+    with autocast_disabled():
+        leaves, structure = tree_flatten(rows)
+        if not any_sharded(leaves):
+            return products_of_rows(where, leaves, structure, needed)
+        whole = tree_map(at_least_float32, rows)
+        products = gramian_of_leaves(leaves) if needed == "gramian" else norms(whole).square()
+        return products, partial(combined, where, whole)

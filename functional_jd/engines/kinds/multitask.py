@@ -15,50 +15,39 @@ from functional_jd.core.tree import (
     CONTAINERS,
     Structure,
     all_finite,
-    detach_tree,
     floating_leaves,
     own_containers,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
-from functional_jd.core.types import Direction, Losses, Params, Tree
+from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
-from functional_jd.engines.evaluate import dense_gradients, dense_rows, element_count, evaluate_losses, row_scales
-from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded, shaped
-from functional_jd.engines.gramian.recorder import LayerRecorder
-from functional_jd.engines.kinds.kind import Kind
-from functional_jd.engines.kinds.results import (
-    Args,
-    FoundFeatures,
-    FoundGramian,
-    FoundJacobian,
-    FoundWeighted,
-    Pullback,
-    PulledHeads,
-    PulledRows,
-)
+from functional_jd.engines.evaluate import called, element_count, evaluate_losses, row_scales
+from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded
+from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
+from functional_jd.engines.kinds.kind import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import (
     Rows,
     blamed,
     by_mode,
+    common_scale,
+    dense,
     gradients_one_by_one,
     jacobian_rows,
     stack_rows,
+    unscaled_direction,
     unscaled_rows,
     vjp_rows,
+    weighted_cotangent,
 )
 from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import common_scale, flags, unscaled_direction, weighted_cotangent
 from functional_jd.objectives import Multitask
 from functional_jd.objectives.buffers import CarryingLosses, Extras, FeaturesAndBuffers, next_as_found, with_carried
-from functional_jd.objectives.calls import run_traced
-from functional_jd.precision.autocast import autocast_disabled, without_cache
+from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import inverse_of
 from functional_jd.torch_compat.autograd_graph import graph_nodes
-from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.torch_compat.watching import watched
 
 Parted: TypeAlias = tuple[Rows, Rows]
 """The heads' gradient, by leaf `[*p]`, and the rows of the features, by feature `[m, *z]`."""
@@ -72,78 +61,46 @@ class _Point(NamedTuple):
         heads: from the heads' parameters, and behind them those features, to the losses.
         shared: leaves and structure of the shared parameters.
         own: leaves and structure of the heads' parameters.
+        recording: what the layers of the trunk recorded, if it was asked for.
     """
 
     trunk: Vjp
     heads: Vjp
     shared: tuple[list[Tensor], Structure]
     own: tuple[list[Tensor], Structure]
+    recording: Recording | None
 
 
 def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
     """Rows of the trunk, by one pass through the heads and m through the trunk."""
-    rows, structure, heads, values, aux = _scaled_rows(losses, args, plan)
+    point = _evaluate(losses, args, plan)
+    factors, heads, features = _parted(point, plan)
+    shared, structure = point.shared
+    rows = dense(vjp_rows(point.trunk, features, plan), shared, len(factors))
     rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    return MultitaskJacobian(tree_unflatten(structure, rows), heads), values, aux
+    return MultitaskJacobian(tree_unflatten(structure, rows), _heads(point, heads, plan)), *point.heads.extra
 
 
-def _scaled_rows(losses: Multitask, args: Args, plan: Plan) -> tuple[Rows, Structure, Tree, Losses, Any]:
-    """The scaled rows of the trunk and its structure, the heads' gradient, the losses, and aux."""
-    below, above, (shared, structure), (own, own_structure) = point = _evaluate(losses, args, plan)
-    factors, sums, feature_rows = _parted(point, plan)
-    rows = dense_rows(vjp_rows(below, feature_rows, plan), shared, len(factors))
-    pairs = zip(dense_gradients(sums, own), own, strict=True)
-    heads = [g.to(x.dtype) if plan.scale is None else at_least_float32(g) for g, x in pairs]
-    return list(rows), structure, tree_unflatten(own_structure, heads), *above.extra
+def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
+    """The heads' gradient, in their dtypes without a scale."""
+    own, structure = point.own
+    pairs = zip(dense(sums, own), own, strict=True)
+    found = [g.to(x.dtype) if plan.scale is None else at_least_float32(g) for g, x in pairs]
+    return tree_unflatten(structure, found)
 
 
 def gramian(losses: Multitask, args: Args, plan: Plan) -> FoundGramian:
     """The Gramian of the trunk, layer by layer; the heads' gradient beside it."""
-    params, *batch = args
-    if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
-        batch = [*map(own_containers, batch)]
-    shared, heads = losses.split(params)
-    leaves, structure = floating_leaves(shared, f"{plan.where} (shared)")
-
-    inside: list[Tensor] = []
-
-    def trunk(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
-        inside[:] = [*points, *recorder.constants]
-        run = watched(losses.features, plan.journal, plan.where, inner=recorder)
-        with without_cache():
-            params = tree_unflatten(structure, points)
-            features = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
-        return _differentiable(features), features
-
-    point, recording = recorded(trunk, leaves, plan)
-    if any(x.is_complex() for x in _differentiable(point.extra)):
+    by_shapes = plan._replace(mode="auto")
+    point = _evaluate(losses, args, by_shapes, record=True)
+    if any(x.is_complex() for x in point.trunk.outputs):
         raise RowsNeededError("features are complex numbers")
-
-    extra = point.extra if plan.differentiable else detach_tree(point.extra)
-    evaluated: list[tuple[Any, list[Tensor]]] = []
-
-    def top(heads: Tree, differentiated: list[Tensor], *batch: Any) -> Any:
-        found = losses.heads(heads, _with_differentiable(extra, differentiated), *batch)
-        if not under_transform():
-            evaluated[:] = [(found[0] if plan.has_aux else found, differentiated)]
-        return found
-
-    # The rows of the features are those of tasks whose trunk returns its parameters as they are.
-    inner = point.outputs if plan.differentiable else detach_tree(point.outputs)
-    tasks = Multitask(lambda x, *_: x, top)
-    given = ({"shared": inner, "heads": heads}, *batch)
-    between, _, gradient, values, aux = _scaled_rows(tasks, given, plan._replace(mode="auto"))
-    for seen, differentiated in evaluated:  # outside the modes, which would see every look at the graph
-        tensors = [x for x in tree_leaves(seen) if isinstance(x, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
-        carried = _buffers_of(extra) if isinstance(extra, FeaturesAndBuffers) else []
-        _refuse_other_ways(tensors, [*differentiated, *carried], inside, plan)
-    rows = vjp_rows(point, between, plan)
-    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    products, pullback = gramian_of_uses(recording, rows, leaves, len(cast(Tensor, between[0])), plan)
+    factors, sums, features = _parted(point, by_shapes)
+    heads, rows = _heads(point, sums, plan), vjp_rows(point.trunk, features, plan)
+    products, pull = gramian_of_uses(cast(Recording, point.recording), rows, *point.shared, len(factors), plan)
     if plan.products != "factors":
-        products = nan_unless_finite(products, (gradient,))
-    pull = shaped(pullback, structure)
-    return products, values, aux, lambda weights: {"shared": pull(weights), "heads": gradient}
+        products = nan_unless_finite(products, (heads,))
+    return products, *point.heads.extra, lambda weights: {"shared": pull(weights), "heads": heads}
 
 
 def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
@@ -158,7 +115,7 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
             "engine='jacobian'."
         )
     products = gramian_of(reached) if reached else torch.zeros_like(scales.diag(), dtype=torch.float64)
-    own = [at_least_float32(g) for g in dense_gradients(sums, point.own[0])]
+    own = [at_least_float32(g) for g in dense(sums, point.own[0])]
     heads, heads_finite = tree_unflatten(point.own[1], own), all_finite(own)
 
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
@@ -167,7 +124,7 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
         summed = iter(combined(plan.where, reached, own, wide=True))
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
-        trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared)
+        trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared, plan)
         return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
 
     return products, *point.heads.extra, pullback
@@ -176,24 +133,26 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
 def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass for the trunk, one for the heads."""
     point = _evaluate(losses, args, plan)
-    outputs, n = point.heads.outputs, len(point.own[0])
+    below, above, shared, own, _ = point
+    n, ones = len(own[0]), above.outputs[0].new_ones(element_count(above.outputs))
+    of_heads: list[tuple[Tree, Tensor | None]] = []  # weights have no say in it: one pass for all groups
 
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
-    def heads() -> PulledHeads:
-        ones, common = weighted_cotangent(outputs, outputs[0].new_ones(element_count(outputs)), plan)
-        own, finite = unscaled_direction(common, point.heads.pullback(ones, slice(n)), *point.own)
-        return (own,), finite
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
+        with autocast_disabled():
+            if not of_heads:
+                cotangent, common = weighted_cotangent(above.outputs, ones, plan)
+                of_heads.append(unscaled_direction(common, above.pullback(cotangent, slice(n)), *own, plan))
+            heads, finite = of_heads[0]
+            cotangent, common = weighted_cotangent(above.outputs, weights, plan)
+            features = above.pullback(cotangent, slice(n, None), last=last)
+            trunk, passed = unscaled_direction(common, below.pullback(features, last=last), *shared, plan)
+        return {"shared": trunk, "heads": heads}, None if finite is None or passed is None else finite & passed
 
-    def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        cotangent, common = weighted_cotangent(outputs, weights, plan)
-        features = point.heads.pullback(cotangent, slice(n, None), last=last)
-        trunk, finite = unscaled_direction(common, point.trunk.pullback(features, last=last), *point.shared)
-        return trunk, flags(plan, finite)
-
-    return *point.heads.extra, Pullback(rows, heads)
+    return *above.extra, pullback
 
 
-def _evaluate(losses: Multitask, args: Args, plan: Plan) -> _Point:
+def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False) -> _Point:
     """Evaluate the losses of a trunk and its heads once, with a vector-Jacobian product of each."""
     params, *batch = args
     if not CONTAINERS.isdisjoint(map(type, batch)):  # the heads see what the trunk adds to them
@@ -202,15 +161,14 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan) -> _Point:
     shared, shared_structure = floating_leaves(shared_params, f"{plan.where} (shared)")
     # Heads may be losses only, without a parameter of their own.
     own, own_structure = floating_leaves(heads_params, f"{plan.where} (heads)", some=False)
+    inside: list[Tensor] = []
 
-    def trunk(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        params = tree_unflatten(shared_structure, inputs)
-        with without_cache():
-            run = watched(losses.features, plan.journal, plan.where)
-            found = run_traced(run, params, *batch) if torch.compiler.is_compiling() else run(params, *batch)
+    def trunk(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
+        inside[:] = inputs if recorder is None else [*inputs, *recorder.constants]
+        found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
         return _differentiable(found), found
 
-    below = vjp(trunk, shared, differentiable=plan.differentiable, where=plan.where)
+    below, recording = recorded(trunk, shared, plan) if record else (vjp(trunk, shared, plan), None)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         filled = _with_differentiable(below.extra, inputs[len(own) :])
@@ -218,12 +176,12 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan) -> _Point:
         outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), plan)
         if below.inputs:  # a graph of plain autograd
             carried = _buffers_of(below.extra) if isinstance(below.extra, FeaturesAndBuffers) else []
-            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], below.inputs, plan)
+            _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], inside, plan)
         return outputs, extra
 
     looped = plan.mode in ("auto", "loop")
-    above = vjp(top, own + below.outputs, differentiable=plan.differentiable, scalars=looped, where=plan.where)
-    return _Point(below, above, (shared, shared_structure), (own, own_structure))
+    above = vjp(top, own + below.outputs, plan, scalars=looped)
+    return _Point(below, above, (shared, shared_structure), (own, own_structure), recording)
 
 
 def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequence[Tensor], plan: Plan) -> None:
@@ -243,7 +201,7 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
 def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
     """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
     above, n_heads = point.heads, len(point.own[0])
-    factors = row_scales(plan.scale, element_count(above.outputs), above.outputs[0], plan.where)
+    factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
 
     def together() -> Parted:
         rows = jacobian_rows(above, factors, plan._replace(mode="vmap"))

@@ -20,19 +20,17 @@ from functional_jd.core.tree import (
     tree_unflatten,
 )
 from functional_jd.core.types import Params, Tree
-from functional_jd.engines.evaluate import check_example_losses, dense_gradients, evaluate_losses, row_scales
-from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples, shaped
+from functional_jd.engines.evaluate import check_example_losses, evaluate_losses, row_scales
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
 from functional_jd.engines.kinds import plain
-from functional_jd.engines.kinds.kind import Kind
-from functional_jd.engines.kinds.results import Args, FoundGramian, FoundJacobian, FoundWeighted, Pullback, PulledRows
+from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.plan import Plan
-from functional_jd.engines.row_vjps import by_mode, unscaled_rows
-from functional_jd.engines.vjp import Vjp, vjp
-from functional_jd.engines.weighted_cotangent import flags, unscaled_direction, weighted_cotangent
+from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows
+from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.objectives import PerExample, stacked
 from functional_jd.objectives.buffers import CarryingLosses, Extras, check_buffers, is_key, next_as_found, with_carried
-from functional_jd.precision.autocast import autocast_as_now
+from functional_jd.precision.autocast import autocast_as_now, autocast_disabled
 from functional_jd.random import split
 from functional_jd.torch_compat.slow_path import attempt, random_state, set_random_state
 from functional_jd.torch_compat.torch_internals import as_batch, transform_level
@@ -45,7 +43,7 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
     params, *batch = args
     leaves, structure = floating_leaves(params, plan.where)
     m = losses.count(tuple(batch))
-    factors = row_scales(plan.scale, m, leaves[0], plan.where)
+    factors = row_scales(plan, m, leaves[0])
     if not torch.compiler.is_compiling():  # which never evaluates twice
         plan = plan._replace(journal=StateJournal())
 
@@ -54,10 +52,11 @@ def jacobian(losses: PerExample, args: Args, plan: Plan) -> FoundJacobian:
             loss = losses.loss if torch.compiler.is_compiling() else losses.of_one
             return evaluate_losses(loss, (tree_unflatten(structure, inputs), *example), plan)
 
-        point = vjp(f, inputs, differentiable=plan.differentiable, example=True, where=plan.where)
+        point = vjp(f, inputs, plan, example=True)
         check_example_losses(point.outputs, ())
-        gradient = point.pullback([factor.to(point.outputs[0].dtype)])
-        return dense_gradients(gradient, inputs), *point.extra
+        with autocast_disabled():
+            gradient = point.pullback([factor.to(point.outputs[0].dtype)])
+        return dense(gradient, inputs), *point.extra
 
     def together() -> tuple[list[Tensor], Any, Any]:
         dims = (None, 0, *losses.dims(tuple(batch)))
@@ -97,11 +96,10 @@ def _gramian_eager(losses: PerExample, params: Tree, batch: Args, plan: Plan) ->
     with torch.enable_grad():
         outputs, extra = torch.vmap(one, dims, randomness="different")(*batch)
     check_example_losses(outputs, (m,))
-    scales = row_scales(plan.scale, m, outputs[0], plan.where).to(outputs[0].dtype)
+    scales = row_scales(plan, m, outputs[0]).to(outputs[0].dtype)
     rows = rows_of_examples(outputs[0], scales, recording, points)
-    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, m, plan)
-    return products, *detach_tree(extra), shaped(pullback, structure)
+    products, pullback = gramian_of_uses(recording._replace(outputs=outputs), rows, leaves, structure, m, plan)
+    return products, *detach_tree(extra), pullback
 
 
 def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -> FoundGramian:
@@ -122,15 +120,14 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -
         return [g for g in gradients if g is not None], sources, extra
 
     dims = (None, 0, *losses.dims(batch))
-    factors = row_scales(plan.scale, m, leaves[0], plan.where)
+    factors = row_scales(plan, m, leaves[0])
     # Attention by plain products: torch has no batching rule for the derivative of its fused kernels.
     with sdpa_kernel(SDPBackend.MATH):
         gradients, sources, extra = torch.vmap(one, dims, randomness="different")(leaves, factors, *batch)
     rest = iter(gradients)
     rows = [next(rest) if yes else None for yes in reached]
-    rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, m, plan)
-    return products, *extra, shaped(pullback, structure)
+    products, pullback = gramian_of_uses(found[0]._replace(sources=sources), rows, leaves, structure, m, plan)
+    return products, *extra, pullback
 
 
 def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
@@ -144,7 +141,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
         def f(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
             return evaluate_losses(losses, (tree_unflatten(structure, inputs), *batch), plan)
 
-        return vjp(f, leaves, differentiable=plan.differentiable, where=plan.where)
+        return vjp(f, leaves, plan)
 
     around = nullcontext if compiling else autocast_as_now()
     before = None if compiling else random_state()
@@ -153,8 +150,7 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
     m = losses.count(tuple(batch))
     check_example_losses(point.outputs, (m,))
 
-    def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        cotangent, common = weighted_cotangent(point.outputs, weights, plan)
+    def pullback(cotangent: Cotangent, *, last: bool = False) -> list[Tensor | None]:
         batched = partial(point.pullback, cotangent, last=last)
 
         def again() -> list[Tensor | None]:
@@ -168,11 +164,9 @@ def weighted(losses: PerExample, args: Args, plan: Plan) -> FoundWeighted:
             return gradient
 
         instead = "evaluates the losses again, example by example, and differentiates that"
-        gradient = batched() if compiling else attempt(batched, again, where=plan.where, instead=instead)
-        direction, finite = unscaled_direction(common, gradient, leaves, structure)
-        return direction, flags(plan, finite)
+        return batched() if compiling else attempt(batched, again, where=plan.where, instead=instead)
 
-    return *point.extra, Pullback(rows)
+    return *point.extra, partial(pulled, point._replace(pullback=pullback), leaves, structure, plan)
 
 
 def _one_by_one(losses: PerExample, params: Any, *batch: Any) -> Any:

@@ -10,11 +10,10 @@ from torch import Tensor
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.sharding import agreed, over_mesh
 from functional_jd.core.tree import floating_leaves, shards_of, tree_leaves, tree_map, tree_sharded_as
-from functional_jd.core.types import Tree
+from functional_jd.core.types import Direction, Tree
 from functional_jd.engines.evaluate import select_arguments
-from functional_jd.engines.kinds.kind import Kind
+from functional_jd.engines.kinds.kind import Args, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.plain import PLAIN
-from functional_jd.engines.kinds.results import Args, FoundJacobian, FoundWeighted, Pullback, PulledHeads, PulledRows
 from functional_jd.engines.plan import Plan
 from functional_jd.objectives.buffers import CarryingLosses, Extras
 from functional_jd.objectives.gathering import Gathers
@@ -71,19 +70,15 @@ def _weighted(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> FoundWeig
     """One backward pass on the shards."""
     params = args[0]
     leaves, _ = floating_leaves(params, plan.where)
-    opened, args, plan, _ = _opened(inner, losses, args, plan)
+    opened, args, plan, _ = _opened(inner, losses, args, plan._replace(groups=None))
     values, aux, pull = inner.weighted(opened, args, plan)
 
-    def rows(weights: Tensor, *, last: bool = False) -> PulledRows:
-        direction, finite = pull.rows(weights, last=last)
-        return tree_sharded_as(direction, inner.row_params(losses.losses, params)), finite
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
+        direction, finite = pull(weights, last=last)
+        # A rank whose own shard is finite does not know that another's is not.
+        return tree_sharded_as(direction, params), None if finite is None else agreed(finite, leaves)
 
-    def heads() -> PulledHeads:
-        found, finite = pull.heads() if pull.heads else ((), None)
-        return tree_sharded_as(found, (params["heads"],)), finite
-
-    # A rank whose own shard is finite does not know that another's is not.
-    return values, aux, Pullback(rows, heads if pull.heads else None, lambda finite: agreed(finite, leaves))
+    return values, aux, pullback
 
 
 def _opened(inner: Kind, losses: Sharded, args: Args, plan: Plan) -> tuple[Any, Args, Plan, Gathers]:

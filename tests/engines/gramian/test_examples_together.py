@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import numbers
 
-from functional_jd.engines.gramian_engine import squared_norms_fn
+from functional_jd import squared_norms_fn
 from functional_jd.objectives import per_example
 
 F = nn.functional

@@ -6,8 +6,8 @@ import pytest
 import torch
 from bounds import check_within, eps
 
-from functional_jd.engines.gramian import factors as module
-from functional_jd.engines.gramian.factors import (
+from functional_jd.engines.gramian import products as module
+from functional_jd.engines.gramian.products import (
     Factors,
     column_groups,
     one_use,

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils import _pytree
 from zoo import BATCH, MODELS, MORE, WIDTH, Model, numbers
 
+from functional_jd import jacobian_fn
 from functional_jd.engines.gramian import assemble
 from functional_jd.engines.gramian.recorder import LayerRecorder, new_recording
-from functional_jd.engines.jacobian import jacobian_fn
 from functional_jd.engines.kinds import multitask, per_example, plain
 
 F = nn.functional
@@ -54,11 +54,11 @@ def unrecorded(monkeypatch, case):
     seen = []
     together = assemble.gramian_of_uses
 
-    def spy(recording, rows, leaves, m, options):
+    def spy(recording, rows, leaves, *given):
         direct = rows[len(recording.ends) :]
         shapes = [tuple(x.shape) for x, r in zip(leaves, direct, strict=True) if r is not None]
         seen.append((shapes, len(recording.ends)))
-        return together(recording, rows, leaves, m, options)
+        return together(recording, rows, leaves, *given)
 
     with monkeypatch.context() as patch:
         for kind in (plain, per_example, multitask):

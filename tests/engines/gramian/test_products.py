@@ -6,9 +6,8 @@ from gramian_by_hand import Largest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.engines.gramian import factors, products
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.products import block_of, products_of_leaves
+from functional_jd.engines.gramian import products
+from functional_jd.engines.gramian.products import Factors, block_of, products_of_leaves
 
 PRICES = pytest.mark.parametrize("lean", [True, False], ids=["factors", "rows"])
 
@@ -36,11 +35,11 @@ def by_hand(parts, leaf, m):
 
 
 def agree(parts, leaf, m, tolerance):
-    block, rows = block_of(parts, leaf, m), by_hand(parts, leaf, m)
+    (gramian_of, pull), rows = block_of(parts, leaf, m), by_hand(parts, leaf, m)
     gramian, weights = rows @ rows.mT, numbers(m, seed=9)
-    assert block.products.dtype == torch.float64
-    assert (block.products - gramian).abs().max() <= tolerance * gramian.abs().max()
-    direction = block.pullback(weights)
+    assert gramian_of.dtype == torch.float64
+    assert (gramian_of - gramian).abs().max() <= tolerance * gramian.abs().max()
+    direction = pull(weights)
     assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
     true = weights @ rows
     assert (direction.double().reshape(-1) - true).abs().max() <= 10 * tolerance * rows.abs().max() * m
@@ -48,7 +47,7 @@ def agree(parts, leaf, m, tolerance):
 
 def priced(patch, lean, cached):
     patch.setattr(products, "factors_are_cheaper", lambda *_: lean)
-    patch.setattr(factors, "block_size", lambda _: cached)
+    patch.setattr(products, "block_size", lambda _: cached)
 
 
 @given(
@@ -88,9 +87,9 @@ def test_blocks_equal_rows_by_hand(m, positions, groups, o, i, kind, pixels, den
 
 
 def test_a_leaf_that_nothing_reaches_has_rows_of_zeros():
-    block = block_of([], torch.ones(2, 3), 4)
-    assert torch.equal(block.products, torch.zeros(4, 4, dtype=torch.float64))
-    assert torch.equal(block.pullback(torch.ones(4)), torch.zeros(2, 3))
+    gramian_of, pull = block_of([], torch.ones(2, 3), 4)
+    assert torch.equal(gramian_of, torch.zeros(4, 4, dtype=torch.float64))
+    assert torch.equal(pull(torch.ones(4)), torch.zeros(2, 3))
 
 
 @PRICES
@@ -107,7 +106,7 @@ def test_rows_that_are_equal_stay_dependent(lean, monkeypatch):
     priced(monkeypatch, lean, 1 << 10)
     left, right = numbers(6, 9, 1, 40, dtype=torch.float32), numbers(6, 9, 1, 50, seed=1, dtype=torch.float32)
     twice = Factors(left.repeat(2, 1, 1, 1), right.repeat(2, 1, 1, 1))
-    values = torch.linalg.eigvalsh(block_of([twice], torch.zeros(40, 50), 12).products)
+    values = torch.linalg.eigvalsh(block_of([twice], torch.zeros(40, 50), 12)[0])
     assert values[:6].abs().max() < 1e-13 * values[-1]
     assert values[6] > 1e-3 * values[-1]
 
@@ -116,7 +115,7 @@ def test_rows_are_formed_some_columns_at_a_time(monkeypatch):
     priced(monkeypatch, False, 1 << 12)
     left, right = numbers(8, 2, 1, 64, dtype=torch.float32), numbers(8, 2, 1, 96, seed=1, dtype=torch.float32)
     with Largest() as largest:
-        block_of([Factors(left, right)], torch.zeros(64, 96), 8).pullback(torch.ones(8))
+        block_of([Factors(left, right)], torch.zeros(64, 96), 8)[1](torch.ones(8))
     assert largest.numel <= 64 * 96
 
 
@@ -128,8 +127,8 @@ COUNTED, WEIGHTS = numbers(3, 3, seed=2), numbers(3, seed=3)
 
 
 def number(left, right):
-    block = block_of([Factors(left, right)], torch.zeros(4, 5, dtype=torch.float64), 3)
-    return (block.products * COUNTED).sum() + block.pullback(WEIGHTS).square().sum()
+    gramian_of, pull = block_of([Factors(left, right)], torch.zeros(4, 5, dtype=torch.float64), 3)
+    return (gramian_of * COUNTED).sum() + pull(WEIGHTS).square().sum()
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

@@ -24,7 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils import _pytree
 from zoo import MODELS
 
-from functional_jd.engines.gramian_engine import gramian_fn
+from functional_jd import gramian_fn
 
 F = nn.functional
 

@@ -22,11 +22,10 @@ from torch import nn
 from torch.utils import _pytree
 from zoo import MODELS, Case, mlp, numbers
 
-from functional_jd.engines.gramian import factors, squared_norms
-from functional_jd.engines.gramian.factors import Factors
-from functional_jd.engines.gramian.products import block_of
-from functional_jd.engines.gramian_engine import gramian_fn, squared_norms_fn
-from functional_jd.engines.kinds import from_rows
+from functional_jd import gramian_fn, squared_norms_fn
+from functional_jd.engines.gramian import products
+from functional_jd.engines.gramian.products import Factors, block_of
+from functional_jd.engines.kinds import kind as from_rows
 from functional_jd.objectives import multitask, per_example
 
 # Slow operators are no errors.
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 def priced(patch, lean):
-    patch.setattr(squared_norms, "position_norms_are_cheaper", lambda *_: lean)
+    patch.setattr(products, "position_norms_are_cheaper", lambda *_: lean)
 
 
 # Leaf by leaf
@@ -51,16 +50,16 @@ def multiplied_out(part, shape, m):
 
 
 def agree_leaf(parts, leaf, m):
-    block = block_of(parts, leaf, m, norms_only=True)
+    gramian_of, pull = block_of(parts, leaf, m, norms_only=True)
     pairs = [multiplied_out(part, leaf.shape, m) for part in parts]
     rows = sum(pair[0] for pair in pairs).reshape(m, leaf.numel())
     terms = sum(pair[1] for pair in pairs).reshape(m, leaf.numel())
-    assert block.products.dtype == torch.float64
-    assert (block.products >= 0).all()
+    assert gramian_of.dtype == torch.float64
+    assert (gramian_of >= 0).all()
     length = sum(part.right.shape[1] if isinstance(part, Factors) else 1 for part in parts) + leaf.numel()
-    check_within(block.products, rows.square().sum(1), 4 * length * eps(leaf.dtype) * terms.square().sum(1))
+    check_within(gramian_of, rows.square().sum(1), 4 * length * eps(leaf.dtype) * terms.square().sum(1))
     weights = numbers(m, seed=9)
-    direction = block.pullback(weights)
+    direction = pull(weights)
     assert (direction.shape, direction.dtype) == (leaf.shape, leaf.dtype)
     bound = 4 * (length + m) * eps(leaf.dtype) * (weights.abs() @ terms)
     check_within(direction.reshape(-1), weights @ rows, bound)
@@ -99,15 +98,14 @@ def test_norms_equal_those_of_rows_multiplied_out(m, kinds, groups, o, i, lean, 
         m = 1
     with pytest.MonkeyPatch.context() as patch:
         priced(patch, lean)
-        patch.setattr(factors, "block_size", lambda _: cached)
-        patch.setattr(squared_norms, "block_size", lambda _: cached)
+        patch.setattr(products, "block_size", lambda _: cached)
         agree_leaf(parts, leaf, m)
 
 
 def test_a_leaf_that_nothing_reaches_has_norms_of_zero():
-    block = block_of([], torch.ones(2, 3), 4, norms_only=True)
-    assert torch.equal(block.products, torch.zeros(4, dtype=torch.float64))
-    assert torch.equal(block.pullback(torch.ones(4)), torch.zeros(2, 3))
+    gramian_of, pull = block_of([], torch.ones(2, 3), 4, norms_only=True)
+    assert torch.equal(gramian_of, torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(pull(torch.ones(4)), torch.zeros(2, 3))
 
 
 @both_prices
@@ -123,10 +121,10 @@ def test_positions_that_cancel_leave_no_negative_square(lean, monkeypatch):
     priced(monkeypatch, lean)
     left, right = numbers(50, 3, 1, 4), numbers(50, 3, 1, 5, seed=1)
     opposite = Factors(torch.cat([left, -left], 1), torch.cat([right, right], 1))
-    block = block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50, norms_only=True)
-    assert (block.products >= 0).all()
+    gramian_of, _ = block_of([opposite], torch.zeros(4, 5, dtype=torch.float64), 50, norms_only=True)
+    assert (gramian_of >= 0).all()
     size = (left.square().sum((1, 2, 3)) * right.square().sum((1, 2, 3))).max()
-    assert block.products.max() <= 64 * eps() * size
+    assert gramian_of.max() <= 64 * eps() * size
 
 
 # Model by model
@@ -228,12 +226,6 @@ def test_heads_that_are_not_finite_spoil_all_rows():
     assert not squared_norms_fn(losses)(params, numbers(3, seed=1))[0].isfinite().any()
 
 
-def test_what_vmap_refuses_is_taken_row_by_row():
-    name = next(name for name in MODELS if not MODELS[name]().examples and MODELS[name]().single)
-    case = case_of(name, "by_example")
-    agree(found(case), expectation(case), weights_for(case))
-
-
 def test_errors_say_where():
     with pytest.raises(TypeError, match="squared_norms_fn: losses must be a function, found int"):
         squared_norms_fn(3)
@@ -250,35 +242,40 @@ def small(kind):
     return KINDS[kind](mlp((2, 3, 3)))
 
 
-@both_prices
+ways = pytest.mark.parametrize(
+    ("take", "lean"), [(squared_norms_fn, True), (squared_norms_fn, False), (gramian_fn, True)]
+)
+
+
+@ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_vmap_over_replicas_equals_a_loop(kind, lean, monkeypatch):
+def test_vmap_over_replicas_equals_a_loop(kind, take, lean, monkeypatch):
     priced(monkeypatch, lean)
     case = small(kind)
 
     def f(factor, params):
         params = _pytree.tree_map(lambda x: x * factor, params)
-        squares, _, pullback = squared_norms_fn(case.losses, scale=torch.tensor(4.0))(params, *case.args)
-        return squares, leaves(pullback(weights_for(case))[0])
+        products, _, pullback = take(case.losses, scale=torch.tensor(4.0))(params, *case.args)
+        return products, leaves(pullback(weights_for(case))[0])
 
     together = torch.vmap(f, (0, None))(torch.tensor([1.0, 0.5], dtype=torch.float64), case.params)
     for i, factor in enumerate((1.0, 0.5)):
         check_stable(_pytree.tree_map(lambda x, i=i: x[i], together), partial(f, factor), case.params)
 
 
-@both_prices
+@ways
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_are_those_of_finite_differences(kind, lean, monkeypatch):
+def test_derivatives_are_those_of_finite_differences(kind, take, lean, monkeypatch):
     priced(monkeypatch, lean)
     case = small(kind)
     flat, spec = _pytree.tree_flatten(case.params)
 
     def number(*flat):
-        squares, _, pullback = squared_norms_fn(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
+        products, _, pullback = take(case.losses)(_pytree.tree_unflatten(list(flat), spec), *case.args)
         # Weights that depend on the norms, as those of clipping do.
-        direction, _ = pullback(1 / (1 + squares))
+        direction, _ = pullback(1 / (1 + (products.diagonal() if products.ndim > 1 else products)))
         size = sum((x**2).sum() for x in leaves(direction))
-        return (squares * numbers(*squares.shape, seed=5)).sum() + size
+        return (products * numbers(*products.shape, seed=5)).sum() + size
 
     assert torch.autograd.gradcheck(number, [x.clone().requires_grad_() for x in flat])
     tangents = [numbers(*x.shape, seed=20 + i) for i, x in enumerate(flat)]
@@ -308,14 +305,7 @@ def test_compiles_to_one_graph_with_a_scale(name, monkeypatch):
     check_stable(compiled(case.params, *case.args), f, case.params, *case.args)
 
 
-def test_aux_and_other_arguments():
-    case = case_of("mlp", "by_example")
-    losses = per_example(lambda *args: (case.losses.loss(*args), {"seen": args[1]}))
-    squares, (values, aux), _ = squared_norms_fn(losses, has_aux=True)(case.params, *case.args)
-    squares_by_hand = expectation(case)[0].diagonal()
-    check_within(squares, squares_by_hand, 2**10 * eps() * squares_by_hand)
-    check_stable(values, case.losses, case.params, *case.args)
-    assert torch.equal(aux["seen"], case.args[0])
+def test_other_arguments():
     given = (numbers(3, 3), numbers(4, 3, seed=1))
     f = lambda w, x: torch.tanh(F.linear(x, w)).mean(1)
     gramian = lambda *given: gramian_fn(f, argnums=1)(*given)[0].diagonal()
