@@ -233,18 +233,18 @@ def non_conflicting(rule: Aggregator, jacobian: Jacobian, *others: Jacobian, los
 
     Source: Quinton & Rey, arXiv 2406.16232, among the desired properties.
     """
-    for dtype in _LOW:
-        low = lowered((jacobian, *others), dtype)
-        rows, direction = matrix(low[0]), flat(aggregate(rule, low[0], None, *low[1:], losses=losses).direction)
-        eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-        rounding = 64 * eps * (direction.norm() + len(direction) * smallest) + 2.0**-40 * rows.abs().max()
-        assert (rows @ direction >= -rounding * rows.norm(dim=1)).all(), f"rows of {dtype} are conflicted with"
     for state in states_of(rule, jacobian, others, losses):
         result = aggregate(rule, jacobian, state, *others, losses=losses)
         J, direction = matrix(jacobian), flat(result.direction)
         products, reach = J @ direction, reach_of(jacobian, result.weights)
         allowed = TOLERANCE * torch.linalg.vector_norm(J, dim=1) * torch.linalg.vector_norm(reach)
         assert (products >= -allowed).all(), f"rows are conflicted with: J direction = {products.tolist()}"
+    for dtype in _LOW:
+        low = lowered((jacobian, *others), dtype)
+        rows, direction = matrix(low[0]), flat(aggregate(rule, low[0], None, *low[1:], losses=losses).direction)
+        eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        rounding = 64 * eps * (direction.norm() + len(direction) * smallest) + 2.0**-40 * rows.abs().max()
+        assert (rows @ direction >= -rounding * rows.norm(dim=1)).all(), f"rows of {dtype} are conflicted with"
 
 
 @checked
