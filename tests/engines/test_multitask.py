@@ -227,3 +227,19 @@ def test_a_trunk_with_buffers_returns_a_pair():
     method = {"losses": tasks, "aggregator": fj.upgrad(), "optimizer": fj.sgd(0.1)}
     with pytest.raises(TypeError, match=r"features must return a pair \(features, buffers\), found tuple"):
         fj.train_state(params, torch.tensor(1.0), buffers=torch.zeros(1), **method)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, lambda: torch.autocast("cpu", enabled=False)], ids=["no_grad", "any"])
+def test_the_heads_of_a_second_pullback_are_as_if_it_were_the_first(first):
+    losses = fj.multitask(lambda shared, x: x @ shared, lambda own, h, x: [(h * own["a"]).sum() ** 2, h.sum()])
+    params = {"shared": torch.ones(2, 3), "heads": {"a": torch.ones(3, requires_grad=True)}}
+
+    def slope(earlier):
+        _, pullback = fj.weighted_fn(losses)(params, torch.ones(4, 2))
+        with first():
+            for weights in earlier:
+                torch.func.grad(lambda w: pullback(w)[0]["shared"].sum())(weights)
+                pullback(weights)
+        return torch.autograd.grad(pullback(torch.ones(2))[0]["heads"]["a"].sum(), params["heads"]["a"])[0]
+
+    assert torch.equal(slope([torch.ones(2)]), slope([]))

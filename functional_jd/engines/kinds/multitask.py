@@ -135,14 +135,14 @@ def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     point = _evaluate(losses, args, plan)
     below, above, shared, own, _ = point
     n, ones = len(own[0]), above.outputs[0].new_ones(element_count(above.outputs))
-    of_heads: list[tuple[Tree, Tensor | None]] = []  # weights have no say in it: one pass for all groups
+    of_heads: list[tuple[Tree, Tensor | None]] = []
 
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
         with autocast_disabled():
-            if not of_heads:
+            if plan.groups is None or not of_heads:  # weights have no say in it: one pass for all groups of a step
                 cotangent, common = weighted_cotangent(above.outputs, ones, plan)
-                of_heads.append(unscaled_direction(common, above.pullback(cotangent, slice(n)), *own, plan))
+                of_heads[:] = [unscaled_direction(common, above.pullback(cotangent, slice(n)), *own, plan)]
             heads, finite = of_heads[0]
             cotangent, common = weighted_cotangent(above.outputs, weights, plan)
             features = above.pullback(cotangent, slice(n, None), last=last)
