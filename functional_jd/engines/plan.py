@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     Of a step only:
         losses: `losses(*args) -> (losses, (buffers, aux))`.
         args: the parameters, and what follows them.
+        leaves: the leaves of the parameters.
         kind: the `Kind`: how engines differentiate these losses.
         view: the `View`: what the rule receives.
         scale_state: the `ScaleState`; without scaling `no_scale()`, and then `scale` is None.
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
     starting: bool = False
     losses: Callable[..., Any] = lambda *_: ()
     args: tuple[Any, ...] = ()
+    leaves: Sequence[Tensor] = ()
     kind: Any = None
     view: Any = None
     scale_state: Any = None

@@ -107,7 +107,8 @@ def check_learning(
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         Gathers(where, mesh, True).announce(without, mesh.device_type)
-    own = {_place(x) for key, x in found.items() if key not in set(map(id, points)) and x.numel()} - {None}
+    given = {id(x) for x in points}
+    own = {_place(x) for key, x in found.items() if key not in given and x.numel()} - {None}
     for name, x in named.items():
         if id(x) in found and _place(x) in own:
             raise ValueError(

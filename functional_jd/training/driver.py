@@ -94,7 +94,6 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
     """The weights of the rule, and the verdict of the flags, where the rule runs: on the host or here."""
     by_gramian = plan.view.products == "gramian" and plan.view.groups is None
     by_products, scaled = seen.products is not None, plan.scale is not None
-    leaves = tree_leaves(plan.args[0]) if by_products else []
 
     def weighed_there(given: Any, finite: Tensor | None, losses: Losses, memory: Tree, scale: Any) -> Weighed:
         received = given
@@ -112,7 +111,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
         verdict = _verdict(scale, finite, losses) if scaled and finite is not None else None
         own = weights
         if by_products:
-            weights, own = weights_to_sum(weights, given, leaves, by_autograd=not plan.guarded)
+            weights, own = weights_to_sum(weights, given, list(plan.leaves), by_autograd=not plan.guarded)
         return Weighed(weights, memory, given if by_gramian else (), finite, verdict, own)
 
     given = seen.products if by_products else plan.view.receive(seen)

@@ -47,8 +47,7 @@ def prepare(
     carrying = kind.carrying(losses, batch, Extras(where, buffers, has_aux, *place))
     factor = multiplier(scale, where) if isinstance(scale.growth_interval, Tensor) else None
     differentiable, leaves = is_differentiable((params, carrying.args, factor)), tree_leaves(params)
-    sharded = any_sharded(leaves)
-    whole = losses_of_shards(carrying.losses) if sharded else carrying.losses
+    whole = losses_of_shards(carrying.losses) if (sharded := any_sharded(leaves)) else carrying.losses
     plan = Plan(
         where,
         True,
@@ -59,6 +58,7 @@ def prepare(
         rule=rule,
         losses=whole,
         args=(params, *carrying.args),
+        leaves=leaves,
         kind=kind if whole is carrying.losses else kind_of(whole),
         view=view,
         scale_state=scale,

@@ -115,11 +115,10 @@ def step(
         if token is not None:  # what is reported is differentiated whether the step was taken or not
             new, info = closed(token, moved, new), closed(token, moved, info)
         if guarded is None:
-            new = select(moved, new, state._replace(scale=new.scale))
+            params, buffers, moments, memory, _ = select(moved, new, state._replace(scale=new.scale))
         elif not (type(memory) is type(buffers) is tuple and not memory and not buffers):
             buffers, memory = select(moved, (buffers, memory), (state.buffers, state.aggregator))
-            new = new._replace(buffers=buffers, aggregator=memory)
-        return TrainState(*new[:-1], scale), info  # torch 2.11 returns no tuple that `_replace` made in a graph
+        return TrainState(params, buffers, moments, memory, scale), info
     except Exception as error:
         if isinstance(error, TypeError):
             note_losses("step", losses, len(plan.args) > 1 + len(batch), batch, error)

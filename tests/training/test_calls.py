@@ -59,8 +59,8 @@ def walk(step):
 @pytest.mark.parametrize(
     ("make", "rule", "engine", "calls", "changes"),
     [
-        (plain, jd.upgrad, "auto", 174, 79),
-        (plain, jd.mean, "auto", 120, 69),
+        (plain, jd.upgrad, "auto", 174, 81),
+        (plain, jd.mean, "auto", 120, 71),
         (multitask, jd.upgrad, "auto", 246, 124),
         (per_example, jd.upgrad, "gramian", 297, 135),
     ],
