@@ -1,6 +1,5 @@
 """Aggregation: a rule maps the Jacobian to one weight per row; `aggregate` returns the weighted sum of the rows."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +13,6 @@ from functional_jd.core.arguments import Domain, refuse
 from functional_jd.core.float64 import has_float64, warn_of_rows
 from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
-from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import per_row, row_count
 from functional_jd.core.sharding import shard_of
@@ -118,8 +116,6 @@ def aggregate(
             "with the Jacobian."
         )
     view, seen = as_view(aggregator.view), Observation(losses, rows=jacobian, others=others)
-    if view.products == "gramian" and view.groups is None:
-        seen = seen._replace(products=gramian.receive(seen))
     leaves = tree_leaves(rows_of(jacobian))
 
     def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Weights, Tree]:
@@ -127,9 +123,12 @@ def aggregate(
         return *weights_to_sum(weights, products, leaves), state
 
     with autocast_disabled():
-        given = view.receive(seen), seen.products, state
+        received, receive = view.receive(seen), gramian.receive
+        by_gramian = view.products == "gramian" and view.groups is None
+        products = (received if view.receive is receive else receive(seen)) if by_gramian else None
+        given = received, products, state
         weights, own, state = where_it_runs(aggregator, view, seen, update, *given, apart=True)
-        direction = combined("aggregate", jacobian, own, wide=seen.products is not None)
+        direction = combined("aggregate", jacobian, own, wide=products is not None)
         return Aggregation(direction, weights, state)
 
 
@@ -252,20 +251,6 @@ def _refuse_other_state(
             f"{where}: the state must be one of this rule for the same number of objectives: {difference}. Start it "
             "anew with train_state, or by aggregate without a state."
         ) from error
-
-
-def check_losses_of_rule(where: str, aggregator: Aggregator, losses: Losses) -> None:
-    """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
-    values = loss_vector(losses)
-    if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
-        return
-    name, domain = aggregator.takes
-    for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
-        if math.isfinite(value) and not domain.contains(value):
-            raise ValueError(
-                f"{where}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "
-                "constant to the loss, or take a rule that needs no losses, such as upgrad."
-            )
 
 
 def start(aggregator: Aggregator, jacobian: Jacobian, *others: Jacobian, losses: Losses = None) -> Tree:

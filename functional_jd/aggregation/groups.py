@@ -1,6 +1,5 @@
 """Groups of parameters: what a rule receives that has another rule for every top-level key."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +8,6 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view
 from functional_jd.core.heads import rows_of
 from functional_jd.core.tree import tree_leaves
-from functional_jd.solvers.spectral import may_be_read
-from functional_jd.torch_compat.slow_path import user_level
 
 _STRENGTH = ("none", "norms", "gramian", "rows")
 
@@ -42,23 +39,6 @@ def view_of_groups(views: Mapping[str, View], passes: int, partial: Collection[s
     )
     found.partial = frozenset(partial)
     return found
-
-
-def warn_of_zero_rows(where: str, view: View, products: Any) -> None:
-    """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
-    groups = view.groups if view.groups is not None and products is not None else {}
-    for key in groups:
-        own = products[key]
-        if key in view.partial or own.ndim != 2 or not may_be_read(own):
-            continue
-        reached = (own.diagonal() != 0).tolist()
-        if any(reached) and not all(reached):
-            known = [i for i, yes in enumerate(reached) if yes]
-            warnings.warn(
-                f"{where}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. If "
-                f"these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
-                stacklevel=user_level(),
-            )
 
 
 def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:

@@ -37,20 +37,14 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         first call, `repeated` has the weights of the batch that the state was started with.
 
     Raises:
-        TypeError: `rule` is not an `Aggregator`.
-        ValueError: when called, the rule's weights are not `[m]`; `repeated` without a state, or with that of another
-            rule or number of objectives.
+        TypeError, ValueError: `rule` is no rule with weights `[m]`; `repeated` without a state of `fresh`.
 
     Laws:
         `fresh` is `rule`, bit for bit. `repeated` returns the state unchanged. Derivatives of the weights go on through
         the state. Non-finite weights of the rule give a non-finite state: keep the previous one, as `step` does.
 
     Source:
-        Navon et al., Multi-task learning as a bargaining game, ICML 2022, arXiv 2202.01017, where the weights are
-        updated every few steps.
-
-    Differs:
-        `nash_mtl(every=k)` counts the calls itself, at the price of all rows in every step.
+        Navon et al., ICML 2022, arXiv 2202.01017, where the weights are updated every few steps.
 
     Example:
         >>> params, x = {"w": torch.ones(3)}, torch.tensor([[1.0, 2.0, 0.0], [-1.0, 1.0, 1.0]])

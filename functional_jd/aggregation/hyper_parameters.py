@@ -39,8 +39,7 @@ def per_objective(
     """Check one number per objective and return them as a function of the view.
 
     Args:
-        where: the rule's name, for its errors.
-        name: the argument's name, for its errors.
+        where, name: the names of rule and argument, for errors.
         given: `[m]`, floating-point, or a sequence of numbers and of tensors `[]`. Copied: later changes to the tensor
             have no effect.
         domain: the valid numbers; `None` for all.
@@ -52,9 +51,8 @@ def per_objective(
         checked.
 
     Raises:
-        TypeError: a tensor that is not floating-point; what holds no numbers.
-        ValueError: not one-dimensional, empty, or outside the domain (not checked under a transform, where values are
-            not known, and on an accelerator, which it would synchronize); when called, not one per row.
+        TypeError, ValueError: no floating-point numbers `[m]`, m above 0; outside the domain (not checked under a
+            transform and on an accelerator); when called, not one per row.
     """
     if given is None and default is not None:
         value = default

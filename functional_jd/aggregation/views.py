@@ -113,9 +113,6 @@ def with_losses(view: View) -> View:
     Returns:
         A `View` of the same cost, whose rule receives `(seen, losses)`, with the losses float64 `[m]`.
 
-    Raises:
-        TypeError: `view` is no `View`.
-
     Example:
         >>> rule = stateless(with_losses(norms), lambda pair: pair[1] / pair[0])
         >>> rule.view.needs
@@ -138,11 +135,6 @@ def _view(products: Need, **needs: Any) -> Callable[..., View]:
 @_view("none")
 def no_gradients(seen: Observation) -> Tensor:
     """The view of a rule that needs the number of objectives only: float64 zeros `[m]`.
-
-    Args:
-        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
-        others: ignored.
-        losses: ignored.
 
     Returns:
         float64 `[m]`.
@@ -170,17 +162,11 @@ equal_weights.__name__ = no_gradients.__name__
 @_view("none", losses=True)
 def losses(seen: Observation) -> Tensor:
     """The view of a rule that needs the losses: float64 `[m]`, in leaf order.
-
-    Args:
-        jacobian: ignored.
         others: ignored.
         losses: the m values: a tensor, or a pytree of tensors.
 
     Returns:
         float64 `[m]`.
-
-    Raises:
-        ValueError: `losses` is `None`.
     """
     return loss_vector(seen.losses)
 
@@ -192,16 +178,8 @@ def gramian(seen: Observation) -> Gramian:
     Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are then exact,
     and rows of norm 1e-30 or 1e30 neither underflow nor overflow.
 
-    Args:
-        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
-        others: ignored.
-        losses: ignored.
-
     Returns:
         float64 `[m, m]`.
-
-    Raises:
-        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
     if isinstance(seen.products, Tensor):
         return seen.products
@@ -222,16 +200,8 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
 def norms(seen: Observation) -> Tensor:
     """The norms of the rows, not their squares: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
 
-    Args:
-        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
-        others: ignored.
-        losses: ignored.
-
     Returns:
         float64 `[m]`.
-
-    Raises:
-        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
     if isinstance(seen.products, Tensor):
         return sqrt_or_zero(seen.products, seen.products == 0)
@@ -252,7 +222,6 @@ def cross_gramian(seen: Observation) -> Tensor:
     Args:
         jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
         others: the first is the Jacobian of the same objectives on the other batch.
-        losses: ignored.
 
     Returns:
         float64 `[m, m]`; row i belongs to `jacobian`, column j to the other.
@@ -285,11 +254,6 @@ def cross_gramian(seen: Observation) -> Tensor:
 def full_jacobian(seen: Observation) -> Jacobian:
     """The view of a rule that needs the Jacobian itself: the pytree with leaves `[m, *p]`.
 
-    Args:
-        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        others: ignored.
-        losses: ignored.
-
     Returns:
         The Jacobian; of a `MultitaskJacobian`, `shared`.
 
@@ -311,16 +275,8 @@ def full_jacobian(seen: Observation) -> Jacobian:
 def jacobian_entries(seen: Observation) -> Jacobian:
     """The view of a rule that looks at one entry of all rows at a time: the Jacobian, of which a rank may hold shards.
 
-    Args:
-        jacobian: pytree with leaves `[m, *p]`, or a `MultitaskJacobian`.
-        others: ignored.
-        losses: ignored.
-
     Returns:
         The Jacobian; of a `MultitaskJacobian`, `shared`.
-
-    Raises:
-        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m.
     """
     rows = rows_of(seen.rows)
     row_count(rows, "jacobian_entries")
@@ -345,12 +301,7 @@ def loss_vector(losses: Losses) -> Tensor:
 
 
 def loss_count(losses: Losses, where: str) -> int:
-    """Return m, the number of losses.
-
-    Raises:
-        TypeError: a leaf is not a floating-point tensor.
-        ValueError: there are none.
-    """
+    """The number m of losses, floating-point tensors, of which there must be one."""
     leaves = tree_leaves(losses)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:

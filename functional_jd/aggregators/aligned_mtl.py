@@ -25,8 +25,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
             later changes to the tensor have no effect.
         scale_mode: which nonzero eigenvalue s is: `"min"` the smallest, `"median"` the (lower) median, `"rmse"` their
             mean.
-        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
-            which synchronizes too.
+        solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64. First derivatives with respect to the Gramian are correct

@@ -29,16 +29,12 @@ def cagrad(c: Number, *, solver: Solver = "host") -> Aggregator:
         c: radius of the ball relative to the norm of its centre: 0 gives the mean; below 1 the mean of the losses still
             decreases; larger values approach the direction of `mgda`. Finite, not negative. A number or a
             tensor `[]`. The paper uses 0.4 and 0.5.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, at least `1 / m`, or all
         0; not unique where rows are dependent. Twice differentiable with respect to the Gramian and to c, where the set
         of rows with the smallest gain does not change.
-
-    Raises:
-        ValueError: c negative or not finite.
 
     Laws:
         `|direction - g_0| = c |g_0|`, to 1e-12 (to `4e-16 / r^2` where rows nearly cancel, `|g_0|` being r times the

@@ -24,17 +24,14 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; only ratios matter; `None`
             means all equal. Copied: later changes to the tensor have no effect.
-        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
-            which synchronizes too.
+        solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
         of its cosines is constant.
 
     Raises:
-        TypeError: a preference that is not floating-point.
-        ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); when called, not one per row.
+        TypeError, ValueError: a preference that is not floating-point, of another shape, negative, not finite, or zero.
 
     Laws:
         Linearly independent rows: the cosines of direction and rows are proportional to u, so that the direction

@@ -44,9 +44,6 @@ def dwa(temperature: Number = 2.0) -> Aggregator:
         with sum m; constant in the losses of the call itself, differentiable with respect to the state and to
         `temperature`.
 
-    Raises:
-        ValueError: `temperature` out of range.
-
     Laws:
         Equal to `total()` in the first two epochs, and where all losses decrease by the same factor. Invariant to the
         unit of a loss. Losses should keep their sign; a mean of zero is treated as unchanged. Non-finite losses give a

@@ -52,8 +52,7 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
             paper: weights that sum to one are usual.
         tolerance: the distance mu at which the proportions are right; not negative. A number or a tensor `[]`. Two
             losses are then right to about `sqrt(2 mu)`: 1.4 % at 1e-4, .14 % at 1e-6.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian and the losses. Weights `[m]`, float64, in the simplex; they are a vertex of a

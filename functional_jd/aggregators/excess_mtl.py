@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.moving_average import zero_rows
 from functional_jd.aggregation.views import full_jacobian
 from functional_jd.core.arguments import POSITIVE, Number, check_integer, number
 from functional_jd.core.rows import as_matrix, at_least_float32
 from functional_jd.core.safe import nonzero
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from functional_jd.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from functional_jd.core.types import Jacobian, Tree
 
 
@@ -71,8 +72,9 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
     def init(jacobian: Jacobian) -> ExcessMtlState:
         leaf = tree_leaves(jacobian)[0]
         zeros = torch.zeros(leaf.shape[0], dtype=torch.float64, device=leaf.device)
-        roots = tree_map(lambda leaf: torch.zeros_like(at_least_float32(leaf)), jacobian)
-        return ExcessMtlState(roots, zeros, zeros - math.log(len(zeros)), zeros.new_zeros((), dtype=torch.int64))
+        return ExcessMtlState(
+            zero_rows(jacobian), zeros, zeros - math.log(len(zeros)), zeros.new_zeros((), dtype=torch.int64)
+        )
 
     def update(jacobian: Jacobian, state: ExcessMtlState) -> tuple[Tensor, ExcessMtlState]:
         leaves, structure = tree_flatten(jacobian)

@@ -22,15 +22,11 @@ def fairgrad(alpha: Number, *, solver: Solver = "host") -> Aggregator:
     Args:
         alpha: 0 gives the mean, 1 proportional fairness (`nash_mtl` without clipping); larger values favour the row
             with the smallest gain. Finite, not negative. A number, or a tensor `[]`, which must be positive.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian (no gradients for the number 0). Weights `[m]`, float64, positive, but 0 for rows
         of zeros and for some stationary Jacobians; twice differentiable with respect to the Gramian and to alpha.
-
-    Raises:
-        ValueError: alpha negative or not finite.
 
     Laws:
         Never conflicts. For alpha = 1 invariant to scaling a row, with a direction of norm `sqrt(m)`; else the

@@ -54,9 +54,6 @@ def famo(rate: Number = 0.025, decay: Number = 1e-3) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Its weights, float64 `[m]`, lie in
         the simplex; differentiable with respect to losses, c included, state, `rate` and `decay`.
 
-    Raises:
-        ValueError: `rate` or `decay` out of range.
-
     Laws:
         The logits are updated at the beginning of the next call. Pass the losses after the step, on the same batch, to
         `famo_after_step`, as the paper does; without it the losses of the next call are used: from another batch, hence

@@ -44,8 +44,7 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
         beta: weight of new cosines in the targets, which start at 0; from 0 to 1. A number or a tensor
             `[]`.
-        solver: off the CPU, `"host"` visits the rows there, with one copy to it and one back; `"device"` on the device,
-            without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,

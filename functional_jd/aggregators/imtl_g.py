@@ -23,8 +23,7 @@ def imtl_g(*, solver: Solver = "host") -> Aggregator:
     is accurate however different the norms are.
 
     Args:
-        solver: off the CPU, `"host"` decomposes there, with one copy to it and one back; `"device"` on the device,
-            which synchronizes too.
+        solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, of any sign; differentiable with respect to the Gramian

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.views import losses
+from functional_jd.aggregation.lifts import learned_with
 from functional_jd.core.arguments import POSITIVE, Number, number
 
 
@@ -33,9 +33,6 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, positive;
         differentiable with respect to losses, state and `rate`.
 
-    Raises:
-        ValueError: `rate` out of range.
-
     Laws:
         The direction and the step of v are what gradient descent on s in both gives, from the same point. Constant
         losses converge to `exp(v) = 1 / L`, with all scaled losses 1: so losses must be positive, else v diverges.
@@ -52,11 +49,7 @@ def imtl_l(rate: Number = 0.1) -> Aggregator:
     """
     rate = number("imtl_l", "rate", rate, POSITIVE, "The default is 0.1.")
 
-    def update(losses: Tensor, state: ImtlLState) -> tuple[Tensor, ImtlLState]:
-        weights, slope = torch.func.grad(value, argnums=(0, 1))(losses, state.log_scales)
-        return weights, ImtlLState(state.log_scales - rate * slope)
-
-    return Aggregator(losses, lambda losses: ImtlLState(torch.zeros_like(losses)), update)
+    return learned_with(value, ImtlLState, rate)
 
 
 def value(losses: Tensor, log_scales: Tensor) -> Tensor:

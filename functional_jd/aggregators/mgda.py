@@ -20,8 +20,7 @@ def mgda(*, solver: Solver = "host") -> Aggregator:
     order one, whatever the norms are.
 
     Args:
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, in the simplex; not unique where rows are dependent.

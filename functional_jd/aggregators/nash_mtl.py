@@ -36,8 +36,7 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
     Args:
         max_norm: largest norm of the direction; 0 for no limit. A number or a tensor `[]`.
         every: number of calls per bargaining solution; in between, the last weights are used again.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, positive, but 0 for rows of zeros and where there is no

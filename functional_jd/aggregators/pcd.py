@@ -39,8 +39,7 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
     Args:
         tau: the share, in [0, 1]: a number or a tensor `[]` for all, or `[m - 1]`, one per objective except the first.
         beta: decay of the running mean, in [0, 1); 0 normalises each row by its own norm. A number or a tensor `[]`.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian; row 0 is the primary objective. Weights float64 `[m]`, non-negative, not

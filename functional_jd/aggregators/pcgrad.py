@@ -25,8 +25,7 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        solver: off the CPU, `"host"` projects there, with one copy to it and one back; `"device"` on the device,
-            without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian

@@ -49,8 +49,7 @@ def sdmgrad(
         pull: weight of the preference: 0 gives the min-norm direction, large values the preferred one. Not negative.
             The paper's lambda.
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`.
-        solver: off the CPU, `"host"` takes the steps there, with one copy to it and one back; `"device"` on the device,
-            without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs `cross_gramian`: `aggregate(rule, jacobian, state, other_jacobian)`. Weights float64 `[m]`, in

@@ -20,8 +20,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     Args:
         preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
             later changes to the tensor have no effect.
-        solver: off the CPU, `"host"` searches there, with one copy to it and one back; `"device"` on the device, in a
-            fixed number of steps, for the hardest problem, without a synchronization.
+        solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
@@ -29,9 +28,7 @@ def upgrad(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
         does not change, and to the preference.
 
     Raises:
-        TypeError: a preference that is not floating-point.
-        ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); when called, not one per row.
+        TypeError, ValueError: a preference that is not floating-point, of another shape, negative, not finite, or zero.
 
     Laws:
         Never conflicts: `J direction >= 0`. Equal to `constant(u)` where no two rows conflict. Linear under scaling of

@@ -1,5 +1,6 @@
 """The way from losses to a direction: observe, weigh, pull back."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -7,9 +8,8 @@ from torch import Tensor
 
 from functional_jd.aggregation.aggregate import initial_state, weigh, where_it_runs
 from functional_jd.aggregation.combine import combined, weights_to_sum
-from functional_jd.aggregation.groups import warn_of_zero_rows
 from functional_jd.aggregation.observation import Observation
-from functional_jd.aggregation.views import gramian
+from functional_jd.aggregation.views import View, gramian
 from functional_jd.core.float64 import has_float64
 from functional_jd.core.tree import CONTAINERS, all_finite, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Gramian, Losses, Tree, Weights
@@ -18,6 +18,8 @@ from functional_jd.engines.plan import Engine, Plan
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import update_scale
 from functional_jd.precision.scale_state import ScaleState
+from functional_jd.solvers.spectral import may_be_read
+from functional_jd.torch_compat.slow_path import user_level
 
 
 class Weighed(NamedTuple):
@@ -83,11 +85,26 @@ def started(plan: Plan, engine: Engine) -> tuple[Tree, Losses]:
     """The rule's initial state, and the losses that it starts from."""
     seen = observe(plan, engine)
     if plan.view.groups is not None:
-        warn_of_zero_rows(plan.where, plan.view, seen.products)
+        _warn_of_zero_rows(plan.where, plan.view, seen.products)
     with autocast_disabled():
         if seen.products is not None and plan.guarded and seen.finite is None:
             seen = seen._replace(products=without_overflow(seen.products, plan.scale_state.scale.ndim)[0])
         return initial_state(plan.rule, plan.view, seen), seen.losses
+
+
+def _warn_of_zero_rows(where: str, view: View, products: Any) -> None:
+    """Warn of losses that have a row of zeros in a group, where training starts and inner products are known."""
+    for key, own in () if products is None else products.items():
+        if key in view.partial or own.ndim != 2 or not may_be_read(own):
+            continue
+        reached = (own.diagonal() != 0).tolist()
+        if any(reached) and not all(reached):
+            known = [i for i, yes in enumerate(reached) if yes]
+            warnings.warn(
+                f"{where}: expected losses that reach the group {key!r}, found zeros of all but the losses {known}. If "
+                f"these alone reach it, pass grouped(rules, rows={{{key!r}: {known}}}).",
+                stacklevel=user_level(),
+            )
 
 
 def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:

@@ -1,5 +1,6 @@
 """How training starts: the state that the first step takes."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_jd.aggregation.aggregate import Aggregator, check_losses_of_rule
+from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.views import loss_vector
 from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import refuse
 from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
+from functional_jd.core.names import objective_names
 from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
 from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
-from functional_jd.core.types import LossFunction, Params, Tree
+from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
@@ -113,7 +116,7 @@ def train_state(
             check_learning(plan, journal, buffers, constant, noised=optimizer.sensitivity is not None)
             put_back()
         rule_state, values = started(plan, chosen)
-        check_losses_of_rule(where, aggregator, values)
+        _check_losses(where, aggregator, values)
     except TypeError as error:
         note_losses(where, losses, len(plan.args) > 1 + len(batch), batch, error)
         raise
@@ -125,6 +128,20 @@ def train_state(
     check_ranks(where, losses, leaves, {"keys": keys_of(rule_state)})
     state = TrainState(params, buffers, optimizer.init(params), rule_state, placed)
     return replicate(_stored_apart(state, (params, buffers, batch)) if under_functorch() else state)
+
+
+def _check_losses(where: str, aggregator: Aggregator, losses: Losses) -> None:
+    """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
+    values = loss_vector(losses)
+    if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
+        return
+    name, domain = aggregator.takes
+    for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
+        if math.isfinite(value) and not domain.contains(value):
+            raise ValueError(
+                f"{where}: losses must be {domain.expected} for {name}, found {value:.4g} in {objective!r}. Add a "
+                "constant to the loss, or take a rule that needs no losses, such as upgrad."
+            )
 
 
 def _place(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
