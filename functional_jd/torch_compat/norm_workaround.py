@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from functional_jd.torch_compat.recomputation import RecomputedMode
 from functional_jd.torch_compat.torch_internals import function_name, traceable
 
 
-class SeparateNormAffine(TorchFunctionMode):
+class SeparateNormAffine(RecomputedMode):
     """Runs norm layers without weight and bias, which are applied by separate ops, and `weight_norm` as plain ops.
 
     Where rows are differentiated together and the weight requires a gradient, torch treats the mean and deviation that
@@ -19,6 +19,7 @@ class SeparateNormAffine(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note_checkpoints()
         func = traceable(func)
         form: Any = _weight_norm if function_name(func) == "_weight_norm" else _NORMS.get(func, func)
         return form(*args, **(kwargs or {}))
