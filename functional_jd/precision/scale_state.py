@@ -146,9 +146,6 @@ def scale_state_to_dict(state: ScaleState) -> dict[str, Any]:
         A dict with the keys of `GradScaler.state_dict()`, in its order; it can be saved as JSON. `no_scale()` gives
         a scale of 1 whose factors are 1.
 
-    Raises:
-        TypeError: no `ScaleState`.
-
     Laws:
         `scale_state_from_dict` reverses it, bit for bit.
     """
