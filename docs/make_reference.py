@@ -20,7 +20,7 @@ TASKS = {
     "choose how objectives count": ["mean", "upgrad", "config", "nash_mtl"],
     "train: one step, or a loop": ["train_state", "step", "fit"],
     "compile a step, or any pure function": ["compiled"],
-    "keep a loop or a trainer (Lightning, Accelerate), and get weights for the losses": ["weights_fn"],
+    "keep a loop or a trainer (Lightning, Accelerate), and get weights for the losses": ["weigh", "weights_fn"],
     "choose an optimizer": ["sgd", "adamw", "from_torch", "from_transformation", "line_search"],
     "train in half precision": ["autocast", "scale_state"],
     "see whether objectives conflict": ["diagnostics.diagnose", "diagnostics.describe", "diagnostics.advise"],

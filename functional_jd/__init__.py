@@ -79,6 +79,7 @@ from functional_jd.training.skips import TrainingStalled
 from functional_jd.training.start import train_state
 from functional_jd.training.state import StepInfo, TrainState
 from functional_jd.training.step import step
+from functional_jd.training.weigh import weigh
 from functional_jd.training.weights import FoundWeights, weights_fn
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ __all__ = [
     "update_scale",
     "upgrad",
     "uw",
+    "weigh",
     "weighted_fn",
     "weights_fn",
 ]

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import functional_jd as fj
 from functional_jd.aggregators.stch import stch
+from functional_jd.core.tree import tree_map
 
 BOUND = {"rtol": 1e-7, "atol": 1e-9}
 
@@ -26,6 +27,25 @@ def check_weights_are_those_of_the_whole_batch():
                 state, own = wanted.state, result.state
     alone = fj.weights_fn(plain, fj.nash_mtl(), group=False)(params, *mine(batch))
     assert not same_everywhere(alone.weights), "each rank's own part asks for other weights"
+
+
+def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
+    params, batch = problem()
+    points = tree_map(lambda p: p.detach().clone().requires_grad_(), params)
+    for rule in (fj.upgrad(), fj.nash_mtl(), fj.mean(), fj.uw()):
+        expected = fj.weigh(plain(points, *batch), points, rule, group=False)
+        found = fj.weigh(plain(points, *mine(batch)), points, rule, group=dist.group.WORLD)
+        assert same_everywhere(found)
+        close(found, expected, **BOUND)
+    losses = plain(points, *mine(batch))
+    first = sorted(losses)[0]
+    spoiled = losses | {first: losses[first] * torch.inf} if rank() == 0 else losses
+    found = fj.weigh(spoiled, points, fj.upgrad(), scale=fj.scale_state(shape=len(losses)), group=dist.group.WORLD)
+    assert found.finite.tolist() == [False] + [True] * (len(losses) - 1)
+    with pytest.raises(ValueError, match="weigh: expected a group, since there are"):
+        fj.weigh(losses, points, fj.upgrad())
+    with pytest.raises(ValueError, match="weigh: features must be None with a group"):
+        fj.weigh(losses, points, fj.upgrad(), features=[*points.values()], group=dist.group.WORLD)
 
 
 def check_keys_of_weights_are_the_first_ranks():

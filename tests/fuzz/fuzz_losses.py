@@ -108,6 +108,17 @@ def _weighted(losses, returned, params, x, weights, last, **options):
     return values, pullback(weights if returned is USUAL else ones(m), last=last)
 
 
+def _point():
+    return torch.ones(2, requires_grad=True)
+
+
+def _weigh(losses, parameters, **more):
+    """The usual losses are those of the parameters, or, where these are garbage, of others."""
+    usual = isinstance(parameters, list) and len(parameters) == 1
+    point = parameters[0] if usual else _point()
+    return jd.weigh(point * point if losses is USUAL else losses, parameters, **more)
+
+
 def _weights(losses, returned, aggregator, params, x, group):
     return jd.weights_fn(_returning(returned, losses), aggregator, group=group)(params, x)
 
@@ -157,6 +168,21 @@ ENGINES = {
         lambda: _argument(weights=ones(2), last=False),
         _OF_TWO | {"weights": _WEIGHTS, "last": SWITCH},
         _LOSSES,
+    ),
+    "weigh": Call(
+        _weigh,
+        lambda: {
+            "losses": USUAL,
+            "parameters": [_point()],
+            "aggregator": jd.upgrad(),
+            "state": None,
+            "scale": None,
+            "features": None,
+            "group": False,
+        },
+        {"state": OPTION, "scale": OPTION, "group": OPTION, "features": OPTION},
+        kinds({"losses"}),
+        names=("distributed",),
     ),
     "weights_fn": Call(
         _weights,

@@ -74,11 +74,11 @@ def test_two_evaluations_count_a_batch_once_and_draw_the_same_masks(monkeypatch)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with torch.random.fork_rng():
         twice = play([*START, *BLOCKS["Accelerate"]], normed)
-        once = play([*START, BLOCKS["Losses that carry a graph"][0]], normed)
+        once = play(START, normed)
         net, optimizer, memory = once["net"], once["optimizer"], None
         for x, cost, time in torch.utils.data.DataLoader(once["data"], batch_size=3):
             values = once["losses_of"](net(x), cost, time)
-            weights, memory = once["weights_once"](values, [*net.parameters()], memory)
+            weights, memory, _ = jd.weigh(values, net.parameters(), once["rule"], state=memory)
             (weights * values).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,0 +1,214 @@
+"""The weights of losses that carry a graph, for training loops that stay as they are."""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from functional_jd.aggregation.aggregate import Aggregator, check_rule, where_it_runs
+from functional_jd.aggregation.aggregate import weigh as weights_of_rule
+from functional_jd.aggregation.combine import weights_to_sum
+from functional_jd.aggregation.observation import Observation
+from functional_jd.aggregation.views import View, as_view, gramian, loss_count
+from functional_jd.core.arguments import check_type, refuse
+from functional_jd.core.names import objective_names
+from functional_jd.core.record_display import displayed_as, outline
+from functional_jd.core.rows import at_least_float32
+from functional_jd.core.sharding import is_sharded
+from functional_jd.core.tree import all_finite, tree_leaves
+from functional_jd.core.types import Losses, Tree, Weights
+from functional_jd.engines.replicas import agree, mean_over_group
+from functional_jd.precision.autocast import autocast_disabled
+from functional_jd.precision.loss_scale import select
+from functional_jd.precision.scale_state import ScaleState
+from functional_jd.torch_compat.torch_internals import under_transform
+
+_WHERE = "weigh"
+
+
+@displayed_as(outline)
+class Weighed(NamedTuple):
+    """What `weigh` returns.
+
+    Attributes:
+        weights: `[m]`, one per loss, in leaf order; constants, in the dtype of the losses, at least float32.
+        state: what the rule remembers, for the next call; what was given, where a loss or a weight is not finite.
+        finite: bool with the scale's shape, `[m]` without a scale: which losses and rows are finite, for
+            `update_scale`.
+    """
+
+    weights: Tensor
+    state: Tree
+    finite: Tensor
+
+
+def weigh(
+    losses: Losses,
+    parameters: Any,
+    aggregator: Aggregator,
+    *,
+    state: Tree = None,
+    scale: ScaleState | None = None,
+    features: Any = None,
+    group: Any = None,
+) -> Weighed:
+    """Weigh losses that carry a graph, so that one backward pass of their weighted sum gives the rule's direction.
+
+    `weights = rule(J)`, with the rows `J_i = d losses_i / d parameters`. The model is evaluated once, by the loop.
+
+    Args:
+        losses: a tensor `[m]`, or a pytree of tensors with m elements, each with the graph of the model.
+        parameters: the tensors by which the losses are differentiated, such as `model.parameters()`: an iterable or a
+            pytree. Those that do not require grad are left out. Heads of one loss alone need not be among them.
+        aggregator: the rule; one that weights rows, not single entries.
+        state: what the last call returned; None for the rule's initial state.
+        scale: a loss scale `[]` or `[m]`, by which the losses are multiplied while they are differentiated.
+        features: tensors in the graph that all losses share, such as the output of the trunk. The rows are then the
+            gradients by these, which cost no pass through the trunk; `parameters` is not read, and may be None.
+        group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
+
+    Returns:
+        `Weighed(weights, state, finite)`. A rule that needs no gradients, such as `mean`, costs no backward pass; any
+        other costs one for each loss, and memory for the m rows. The graph is kept for the pass that follows.
+
+    Raises:
+        TypeError: `aggregator` is no rule, a loss no floating-point tensor, `scale` no `ScaleState`.
+        ValueError: a loss without a graph, by its name; parameters of which none requires grad, or none is reached; a
+            `DTensor`; a scale with another number of entries; a rule that weights single entries; a call under a
+            transform; several ranks and no group.
+
+    Guarantees:
+        The gradient of `(weights * losses).sum()` is the direction that `aggregate` returns for the same rows. A loss
+        that is not finite flags itself alone. Nothing outlives the call: no `.grad` is written.
+
+    Example:
+        >>> model, x = nn.Linear(2, 2), torch.ones(3, 2)
+        >>> losses = model(x).square().mean(0)  # a loss for each output
+        >>> weights, memory, _ = weigh(losses, model.parameters(), upgrad())
+        >>> (weights * losses).sum().backward()  # then the optimizer takes its step
+    """
+    check_rule(aggregator, _WHERE)
+    if under_transform():
+        raise ValueError(f"{_WHERE}: expected a call outside of transforms, found one inside. Use weights_fn there.")
+    if scale is not None:
+        check_type(_WHERE, "scale", scale, ScaleState, "Of a GradScaler: scale=scale_state(scaler.get_scale()).")
+    if state is not None and not all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)):
+        refuse(_WHERE, "state", "what the last call returned, or None", state, "Pass found.state.")
+    m = loss_count(losses, _WHERE)
+    if not m:
+        raise ValueError(f"{_WHERE}: losses must have at least one element, found none. Pass those of a batch.")
+    _check_ranks(group, features)
+    view, factors = as_view(aggregator.view), _factors(scale, m)
+    points = None
+    if view.products != "none":
+        points = _points(losses, parameters if features is None else features, features is None)
+    with autocast_disabled():
+        seen, finite = _observed(losses, view, points, factors, None if group is False else group)
+
+        def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Tree]:
+            weights, new = weights_of_rule(aggregator, received, state, _WHERE, seen._replace(products=products))
+            return weights_to_sum(weights, products, points or [], by_autograd=True)[0], new
+
+        given = view.receive(seen), seen.products, state
+        weights, new = where_it_runs(aggregator, view, seen, update, *given, apart=True)
+    if not isinstance(weights, Tensor):
+        raise ValueError(f"{_WHERE}: aggregator must weight rows, found a rule that weights single entries. Use step.")
+    if tree_leaves(new):
+        taken = finite.all() & weights.isfinite().all().to(finite.device)
+        new = select(taken, new, state) if state is not None else new if taken.item() else None
+    dtype = reduce(torch.promote_types, (leaf.dtype for leaf in seen.losses), torch.float32)
+    shared = scale is not None and not scale.scale.ndim
+    return Weighed(weights.to(finite.device, dtype), new, finite.all() if shared else finite)
+
+
+def _observed(
+    losses: Losses, view: View, points: list[Tensor] | None, factors: list[Tensor] | None, group: Any
+) -> tuple[Observation, Tensor]:
+    """The losses, their rows if there are points, and which are finite, of all ranks."""
+    values = _elements(losses)
+    finite, rows = torch.stack([value.detach() for value in values]).isfinite(), None
+    if points is not None:
+        rows, of_rows = _rows(values, points, factors)
+        # A loss that is not finite may reach the rows of others.
+        finite = torch.where(finite.all(), of_rows, finite)
+    known = [leaf.detach() for leaf in tree_leaves(losses)]
+    if group is not None:
+        known, finite = mean_over_group(known, group), agree(finite, group)
+        rows = rows if rows is None else mean_over_group(rows, group)
+    seen = Observation(known, rows=rows, where=_WHERE)
+    if view.products == "gramian" and view.groups is None:
+        seen = seen._replace(products=gramian.receive(seen))
+    return seen, finite
+
+
+def _factors(scale: ScaleState | None, m: int) -> list[Tensor] | None:
+    if scale is None:
+        return None
+    if scale.scale.shape not in ((), (m,)):
+        cure = f"Create it with scale_state(shape={m})."
+        refuse(_WHERE, "scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
+    return [*scale.scale.expand(m).unbind()]
+
+
+def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
+    """The tensors by which to differentiate."""
+    name = "parameters" if are_parameters else "features"
+    leaves = tree_leaves(list(given) if isinstance(given, Iterator) else given)
+    for loss, value in zip(objective_names(losses), _elements(losses), strict=True):
+        if not value.requires_grad:
+            raise ValueError(
+                f"{_WHERE}: losses must carry a graph, found none in {loss!r}. Compute it from the model, outside of "
+                "torch.no_grad(); for an objective that this batch does not have, pass 0 times another loss."
+            )
+    if any(is_sharded(leaf) for leaf in leaves):
+        raise ValueError(f"{_WHERE}: {name} must be whole, found a DTensor. Use weights_fn with sharded(losses, mesh).")
+    points = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not points:
+        cure = "Pass model.parameters()." if are_parameters else "Pass the output of the shared part, not detached."
+        raise ValueError(f"{_WHERE}: {name} must be tensors that require grad, found none. {cure}")
+    return points
+
+
+def _elements(losses: Losses) -> list[Tensor]:
+    """The m losses, in leaf order."""
+    return [value for leaf in tree_leaves(losses) for value in leaf.reshape(-1).unbind()]
+
+
+def _rows(values: list[Tensor], points: list[Tensor], factors: list[Tensor] | None) -> tuple[list[Tensor], Tensor]:
+    """The rows, a tensor `[m, *p]` for each point, without the scale, and which are finite."""
+    like = at_least_float32 if factors else lambda x: x
+    rows = [like(point.detach().new_empty(())).new_zeros(len(values), *point.shape) for point in points]
+    reached, finite = False, []
+    for i, value in enumerate(values):
+        scaled = value if factors is None else value * factors[i]
+        found: Any = torch.autograd.grad(scaled, points, retain_graph=True, allow_unused=True)
+        for row, gradient in zip(rows, found, strict=True):
+            if gradient is not None:
+                reached = True
+                row[i].copy_(gradient.detach())
+                if factors is not None:
+                    row[i].div_(factors[i])
+        finite.append(all_finite([row[i] for row in rows]))
+    if not reached:
+        raise ValueError(
+            f"{_WHERE}: losses must depend on what they are differentiated by, found none that does. Pass the "
+            "parameters of the model that computed them, or features in their graph."
+        )
+    return rows, torch.stack(finite)
+
+
+def _check_ranks(group: Any, features: Any) -> None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if group is None and several:
+        raise ValueError(
+            f"{_WHERE}: expected a group, since there are {dist.get_world_size()} ranks, each with its part of the "
+            "batch, found none. Pass group=torch.distributed.group.WORLD, or group=False for this rank alone."
+        )
+    if features is not None and group is not None and group is not False:
+        raise ValueError(
+            f"{_WHERE}: features must be None with a group, found tensors: those of other ranks are others. "
+            "Pass parameters, such as those of the last shared layer."
+        )

@@ -1,0 +1,189 @@
+"""Weights of losses that carry a graph, beside `weights_fn`, `aggregate` and rows made by hand."""
+
+import pytest
+import torch
+from bounds import check_within, eps
+from hypothesis import given
+from hypothesis import strategies as st
+from rule_table import RULES, rule_of
+from torch import nn
+from torch.func import functional_call
+
+import functional_jd as jd
+
+# Those that weigh whole rows of three losses on one batch.
+NAMES = [name for name in RULES if name not in {"krum", "grouped", "modo", "sdmgrad"}]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def model(dtype=torch.float64):
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(dtype=torch.float64):
+    return torch.randn(16, 4, dtype=dtype), torch.randn(16, 3, dtype=dtype)
+
+
+def losses_of(net, x, y):
+    return (net(x) - y).square().mean(0)
+
+
+def rows_by_hand(losses, points):
+    rows = [torch.autograd.grad(value, points, retain_graph=True, materialize_grads=True) for value in losses]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weighted_sum_has_the_gradient_that_aggregate_returns(name):
+    net, data = model(), batch()
+    rule, parameters = rule_of(name), [*net.parameters()]
+    losses = losses_of(net, *data)
+    rows = rows_by_hand(losses, parameters)
+    expected = jd.aggregate(rule, rows, losses=losses.detach())
+    if not isinstance(expected.weights, torch.Tensor):
+        with pytest.raises(ValueError, match="weigh: aggregator must weight rows"):
+            jd.weigh(losses, parameters, rule)
+        return
+    weights, state, finite = jd.weigh(losses, iter(parameters), rule)
+    torch.testing.assert_close(weights, expected.weights, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected.state, rtol=0, atol=0)
+    assert finite.tolist() == [True] * 3
+    again = jd.weigh(losses, parameters, rule, state=state).weights
+    torch.testing.assert_close(again, jd.aggregate(rule, rows, expected.state, losses=losses.detach()).weights)
+    (weights * losses).sum().backward()
+    terms = [weights.abs() @ leaf.abs().flatten(1) for leaf in rows]
+    for parameter, direction, size in zip(parameters, expected.direction, terms, strict=True):
+        check_within(parameter.grad.flatten(), direction.flatten(), 64 * eps() * (1e-9 + size))
+
+
+@given(st.lists(st.floats(-8, 8), min_size=3, max_size=3), st.booleans())
+def test_a_scale_changes_flags_and_never_weights(powers, each):
+    net, data = model(torch.float32), batch(torch.float32)
+    losses = losses_of(net, *data)
+    scale = jd.scale_state(shape=3 if each else ())
+    scale = scale._replace(scale=torch.exp2(torch.tensor(powers if each else powers[0]).round()))
+    found = jd.weigh(losses, net.parameters(), jd.upgrad(), scale=scale)
+    assert found.finite.shape == scale.scale.shape
+    torch.testing.assert_close(found.weights, jd.weigh(losses, net.parameters(), jd.upgrad()).weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rule", [jd.upgrad(), jd.config(), jd.mean(), jd.imtl_l()])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_loss_that_is_not_finite_flags_itself_alone_and_is_forgotten(rule, poison):
+    net, data = model(), batch()
+    losses = losses_of(net, *data)
+    memory = jd.weigh(losses, net.parameters(), rule).state
+    bad = losses * torch.tensor([1.0, poison, 1.0])
+    weights, state, finite = jd.weigh(bad, net.parameters(), rule, state=memory, scale=jd.scale_state(shape=3))
+    assert finite.tolist() == [True, False, True]
+    torch.testing.assert_close(state, memory, rtol=0, atol=0)
+    assert not (weights * bad).sum().isfinite()
+    assert not jd.weigh(bad, net.parameters(), rule, scale=jd.scale_state()).finite
+    scale = jd.update_scale(jd.scale_state(shape=3), finite)
+    assert scale.scale.tolist() == [2.0**16, 2.0**15, 2.0**16]
+
+
+def test_float16_gradients_below_its_range_are_kept_by_the_scale():
+    """The rows are 2^-26 and 2^-27, of which float16 has neither; the weights are those of float64."""
+    w = torch.full((4,), 0.5, requires_grad=True)
+    h = w.half()
+    losses = {"a": (h * 2.0**-12).float().sum() * 2.0**-14, "b": (h[:2] * 2.0**-12).float().sum() * -(2.0**-15)}
+    rows = torch.tensor([[2.0**-26] * 4, [-(2.0**-27)] * 2 + [0.0] * 2], dtype=torch.float64)
+    found = jd.weigh(losses, [w], jd.upgrad(), scale=jd.scale_state(2.0**16, shape=2))
+    torch.testing.assert_close(found.weights, jd.aggregate(jd.upgrad(), rows).weights.float())
+
+
+def test_weights_that_cancel_are_the_smallest_of_the_same_direction():
+    """In float32, autograd would sum weights of 1e6; the direction may not conflict by more than its rounding."""
+    draw = torch.Generator().manual_seed(0)
+    J = torch.randn(20, 10, generator=draw)
+    w = torch.zeros(10, requires_grad=True)
+    losses = J @ w
+    weights, _, _ = jd.weigh(losses, [w], jd.upgrad())
+    (weights * losses).sum().backward()
+    slack = 8 * 20 * eps(torch.float32) * J.norm(dim=1).max() * (weights.abs() @ J.norm(dim=1))
+    assert (J @ w.grad >= -slack).all()
+
+
+def test_features_give_the_weights_of_rows_at_the_features():
+    net, (x, y) = model(), batch()
+    features = net[:2](x)
+    losses = (net[2](features) - y).square().mean(0)
+    expected = jd.aggregate(jd.upgrad(), rows_by_hand(losses, [features])).weights
+    torch.testing.assert_close(jd.weigh(losses, None, jd.upgrad(), features=features).weights, expected)
+
+
+def test_losses_by_name_and_parameters_by_name_beside_weights_fn():
+    net, data = model(), batch()
+    pure = lambda params, x, y: dict(
+        zip("cab", losses_of(lambda x: functional_call(net, params, (x,)), x, y), strict=True)
+    )
+    params = dict(net.named_parameters())
+    expected = jd.weights_fn(pure, jd.nash_mtl())(params, *data)
+    found = jd.weigh(pure(params, *data), params, jd.nash_mtl())
+    torch.testing.assert_close(found.weights, expected.weights)
+    torch.testing.assert_close(found.state, expected.state)
+
+
+def test_no_row_is_made_for_a_rule_that_needs_none_and_no_grad_is_written():
+    class Counted(torch.autograd.Function):
+        passes = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            Counted.passes += 1
+            return g
+
+    net, (x, y) = model(), batch()
+    losses = (Counted.apply(net(x)) - y).square().mean(0)
+    for rule, passes in ((jd.mean(), 0), (jd.uw(), 0), (jd.upgrad(), 3)):
+        Counted.passes = 0
+        jd.weigh(losses, net.parameters(), rule)
+        assert Counted.passes == passes
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_compiled_loop_finds_the_same_weights():
+    net, data = model(), batch()
+    expected = jd.weigh(losses_of(net, *data), net.parameters(), jd.upgrad()).weights
+    torch.compiler.reset()
+    compiled = torch.compile(losses_of, backend="aot_eager")
+    torch.testing.assert_close(jd.weigh(compiled(net, *data), net.parameters(), jd.upgrad()).weights, expected)
+
+
+def test_what_is_refused():
+    net, data = model(), batch()
+    losses = losses_of(net, *data)
+    call = lambda losses=losses, parameters=None, rule=None, **more: jd.weigh(
+        losses, [*net.parameters()] if parameters is None else parameters, rule or jd.upgrad(), **more
+    )
+    other, twice = [torch.ones(2, requires_grad=True)], torch.ones(2).double()
+    foreign = jd.weigh(losses[:2], net.parameters(), jd.imtl_l()).state
+    cases = [
+        (lambda: call({"a": losses[0], "kl": torch.ones(())}), ValueError, "must carry a graph, found none in 'kl'"),
+        (
+            lambda: call(parameters=[p.detach() for p in net.parameters()]),
+            ValueError,
+            "parameters must be tensors that",
+        ),
+        (lambda: call(parameters=other), ValueError, "losses must depend on what they are differentiated by"),
+        (lambda: call(features=losses.detach()), ValueError, "features must be tensors that require grad"),
+        (lambda: call(scale=jd.scale_state(shape=2)), ValueError, r"scale must be one scale \[\] or \[3\]"),
+        (lambda: call(scale=2.0**16), TypeError, "scale must be a ScaleState"),
+        (lambda: call(rule=jd.upgrad), TypeError, "aggregator must be a rule"),
+        (lambda: call(losses=()), ValueError, "at least one loss"),
+        (lambda: call(state=foreign, rule=jd.imtl_l()), ValueError, "weigh: the state must be one of this rule"),
+        (lambda: torch.func.grad(lambda s: call(losses * s).weights.sum())(twice[0]), ValueError, "transforms"),
+        (lambda: torch.vmap(lambda s: call(losses * s).weights)(twice), ValueError, "outside of transforms"),
+    ]
+    for make, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            make()
