@@ -112,8 +112,10 @@ def adamw(
             return on_shards(step, "adamw", moving, direction, state, params)
         directions, first, second = [leaves_like(structure, x) for x in (direction, state.first, state.second)]
         rate = current_rate(lr, state.steps)
-        rows = zip(leaves, directions, first, second, strict=True)
-        if state.steps.ndim or not all([p.shape == d.shape == m.shape == v.shape for p, d, m, v in rows]):  # noqa: C419
+        fits = state.steps.ndim == 0
+        for p, d, m, v in zip(leaves, directions, first, second, strict=True):
+            fits = fits and p.shape == d.shape == m.shape == v.shape
+        if not fits:
             # The fused kernel would read and write beyond the end of the smaller one.
             raise ValueError(
                 "adamw: direction and averages must have the shapes of the parameters, found others. Start again with "
@@ -164,10 +166,12 @@ def _fused(
         lr, count = rate, len(places)
         if isinstance(rate, Tensor) and device.type != "cpu":  # a number, if no device has to be waited for
             lr = rate.item() if rate.is_cpu and not in_graph else rate.to(device, torch.float32)
-        group = [[column[place] for place in places] for column in columns]
+        group = columns if len(groups) == 1 else [[column[place] for place in places] for column in columns]
         numbers = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
         kernel: Any = fused_adamw_op if in_graph else _moved
         new = kernel(*group, steps, moving, *numbers, *settings)
+        if len(groups) == 1:
+            return new[:count], new[count : 2 * count], new[2 * count :]
         moved.update(zip(places, zip(new[:count], new[count : 2 * count], new[2 * count :], strict=True), strict=True))
     return zip(*[moved[place] for place in range(len(moved))], strict=True)
 
