@@ -74,11 +74,13 @@ class _Point(NamedTuple):
 def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
     """Rows of the trunk, by one pass through the heads and m through the trunk."""
     point = _evaluate(losses, args, plan)
-    factors, heads, features = _parted(point, plan)
+    factors, sums, features = _parted(point, plan)
     shared, structure = point.shared
     rows = dense(vjp_rows(point.trunk, features, plan), shared, len(factors))
+    heads, found = _heads(point, sums, plan), point.heads.extra
+    del point, sums, features  # the graph goes before the rows are divided
     rows = rows if plan.scale is None else unscaled_rows(rows, plan.scale)
-    return MultitaskJacobian(tree_unflatten(structure, rows), _heads(point, heads, plan)), *point.heads.extra
+    return MultitaskJacobian(tree_unflatten(structure, rows), heads), *found
 
 
 def _heads(point: _Point, sums: Rows, plan: Plan) -> Tree:
