@@ -109,7 +109,7 @@ def _weighted(losses, returned, params, x, weights, last, **options):
 
 
 def _point():
-    return torch.ones(2, requires_grad=True)
+    return x().clone().requires_grad_()
 
 
 def _weigh(losses, parameters, **more):
