@@ -4,6 +4,7 @@
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -74,7 +75,7 @@ class Entry(NamedTuple):
         rows: the number of rows that it accepts.
         like: the parameters that it accepts; `None` means any.
         wide: whether the laws hold for rows of very different norms.
-        invalid: values for which the direction is not finite if all losses have them, for a rule that uses the losses.
+        invalid: values for which the direction is not finite if losses have them, for a rule that uses the losses.
     """
 
     claims: tuple[Law, ...]
@@ -183,7 +184,8 @@ _LENGTH = {_SCALE: "the length of the direction is fixed"}
 _RATE = {_SCALE: "the rate has a unit"}
 _ENTRYWISE = {_ROTATE: "weights depend on single entries"}
 _BLOCKED = {_STRONG: "the direction is zero also if only some of the objectives block each other"}
-_INVALID = (-1.0, 0.0)
+_NO_NUMBER = (math.nan,)
+_INVALID = (-1.0, 0.0, *_NO_NUMBER)
 # What many rules claim, and what they break.
 _USUAL = (_ORDER, _SCALE, _LINEAR, _WEAK, _STRONG, _ROTATE)
 _FREE, _FITTED = _OUTWEIGHED | _SUM, _OUTWEIGHED | _SUM | _NORM
@@ -281,6 +283,7 @@ RULES: dict[str, Entry] = {
             {"damping": _RATES},
             build=lambda f, damping=1.0: f(damping),
             wide=False,
+            invalid=(math.inf, *_NO_NUMBER),
         ),
     ),
     "cr_mogm": Entry(
@@ -296,9 +299,11 @@ RULES: dict[str, Entry] = {
         like={"trunk": torch.zeros(2, 2), "head": torch.zeros(2)},
     ),
     "geometric_mean": Entry(_USUAL, _FREE, invalid=_INVALID),
-    "stch": Entry(_USUAL, _FREE, {"mu": _RATES}),
+    "stch": Entry(_USUAL, _FREE, {"mu": _RATES}, invalid=(math.inf, *_NO_NUMBER)),
     "tchebycheff": Entry(
-        (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE), _FREE | {_STRONG: "only the worst objective has a weight"}
+        (_ORDER, _SCALE, _LINEAR, _WEAK, _ROTATE),
+        _FREE | {_STRONG: "only the worst objective has a weight"},
+        invalid=_NO_NUMBER,
     ),
     "cosmos": Entry(
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
@@ -306,7 +311,7 @@ RULES: dict[str, Entry] = {
         {"lambda_": _SIZE},
         build=lambda f, lambda_=1.0: f(lambda_, [0.5] * 3),
         rows=3,
-        invalid=(0.0,),
+        invalid=(0.0, *_NO_NUMBER),
     ),
     "pbi": Entry(
         (_ORDER, _SCALE, _LINEAR, _ROTATE),
@@ -314,6 +319,7 @@ RULES: dict[str, Entry] = {
         {"theta": _SIZE},
         build=lambda f, theta=5.0: f(theta, [1.0] * 3),
         rows=3,
+        invalid=_NO_NUMBER,
     ),
     "epo": Entry(
         (_ORDER, _SCALE, _SIMPLEX, _ROTATE),
@@ -322,16 +328,20 @@ RULES: dict[str, Entry] = {
         build=lambda f, **hyper: f([1 / 3] * 3, **hyper),
         rows=3,
         wide=False,
+        invalid=(-1.0, *_NO_NUMBER),
     ),
     "uw": Entry(_USUAL, _FREE, {"rate": _RATES}),
     "imtl_l": Entry(_USUAL, _FREE, {"rate": _RATES}),
     "dwa": Entry(_USUAL, _FREE, {"temperature": _RATES}),
     "famo": Entry((*_USUAL, _SIMPLEX), _OUTWEIGHED, {"rate": _SIZE, "decay": _SIZE}, invalid=_INVALID),
-    "db_mtl": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FITTED, {"beta": _DECAY, "beta_sigma": _SIZE}),
+    "db_mtl": Entry(
+        (_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FITTED, {"beta": _DECAY, "beta_sigma": _SIZE}, invalid=_INVALID
+    ),
     "moco": Entry(
         (_ORDER, _WEAK, _STRONG, _ROTATE),
         _FITTED | _LENGTH,
         {"beta": Range(0.01, 1.0), "gamma": _SIZE, "rho": _SIZE, "beta_sigma": _SIZE, "gamma_sigma": _SIZE},
+        invalid=(-1.0, math.inf, *_NO_NUMBER),
     ),
     "gradnorm": Entry((_ORDER, _SCALE, _WEAK, _STRONG, _ROTATE), _FREE, {"alpha": _SIZE, "rate": _RATES}),
 }

@@ -1,15 +1,30 @@
-"""What every rule must show that looks at Jacobian and losses and remembers them, beside the laws of the kit.
-
-`check_slopes` compares the third of three calls with finite differences, `check_batch` with loops.
-"""
+"""Jacobians and losses that tests of rules share, and derivatives by differences."""
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from functional_jd.aggregation.aggregate import aggregate, start
-from functional_jd.testing.measures import structure_of
+J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
+DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
+
+
+def integer_jacobians(rows=(1, 6), columns=(1, 6), most=4):
+    """Small integers: their Gramians are exact, and zero, equal and opposite rows are frequent."""
+    return st.tuples(st.integers(*rows), st.integers(*columns)).flatmap(
+        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-most, most).map(float)).map(torch.from_numpy)
+    )
+
+
+def random_rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def differences(f, x, h=1e-5):
+    """The derivatives of f at x, by central differences."""
+    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
+    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
+    return slopes.reshape(*slopes.shape[:-1], *x.shape)
 
 
 def sequences(least=1):
@@ -31,42 +46,3 @@ def number(k):
 def values(k):
     """And the losses that it came with."""
     return ((torch.arange(3) * (k + 2) + k) % 5 + 1).double() / 2
-
-
-def third(rule):
-    """The direction of the third call, as a function of Jacobian and losses."""
-
-    def f(J, losses):
-        state = aggregate(rule, J, losses=losses).state
-        state = aggregate(rule, J.sin(), state, losses=losses + 1).state
-        return aggregate(rule, J * J, state, losses=losses**2).direction
-
-    return f
-
-
-def check_form(rule):
-    """The state keeps its form from the start on."""
-    half, losses = number(0).half(), values(0).half()
-    old = start(rule, half, losses=losses)
-    assert structure_of(old) == structure_of(aggregate(rule, half, old, losses=losses).state)
-    return old
-
-
-def check_slopes(rule):
-    """Derivatives are those of finite differences, and finite where a row is zero."""
-    f = third(rule)
-    inputs = (number(1).add(0.5).div(3).requires_grad_(), values(1).requires_grad_())
-    assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
-    J = number(1)
-    J[1] = 0
-    assert torch.func.grad(lambda J: f(J, values(1)).sum())(J).isfinite().all()
-    _, tangent = torch.func.jvp(lambda J: f(J, values(1)), (J,), (torch.ones_like(J),))
-    assert tangent.isfinite().all()
-
-
-def check_batch(rule):
-    """A batch is the loop."""
-    f = third(rule)
-    batch, losses = (torch.stack([make(k) for k in range(3)]) for make in (number, values))
-    loop = torch.stack([f(*case) for case in zip(batch, losses, strict=True)])
-    torch.testing.assert_close(torch.vmap(f)(batch, losses), loop)

@@ -99,22 +99,48 @@ def steps(rule, jacobians=TWO):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("name", SWEPT)
-def test_a_sweep_of_gradients_compiles_into_one_graph(name):
-    build, f = RULES[name].build, builder(name)  # torch.compile traces no import
-    remembers = tree_leaves(step(rule_of(name), J, None).state)
-    jacobians = TWO if remembers else TWO[:1]
+TABLED = [name for name in RULES if name != "grouped"]  # tests/aggregators/test_grouped.py has its trees
 
-    def size(fractions):
-        pairs = zip(RULES[name].hyper.items(), fractions, strict=True)
+
+def rows_of(name):
+    return torch.cat([J, J[:1] - 0.5]) if name == "krum" else J
+
+
+@pytest.mark.parametrize("name", TABLED)
+def test_a_batch_of_gradients_is_the_loop_and_compiles_into_one_graph(name):
+    """By the rows, also through the losses, and by all hyper-parameters."""
+    build, f, ranges = RULES[name].build, builder(name), RULES[name].hyper  # torch.compile traces no import
+    rows = rows_of(name)
+    remembers = tree_leaves(step(rule_of(name), rows, None).state)
+
+    def size(rows, fractions):
+        pairs = zip(ranges.items(), fractions, strict=True)
         hyper = {number: within.low + t * (within.high - within.low) for (number, within), t in pairs}
+        jacobians = (rows, rows.roll(1, 1) + 0.5) if remembers else (rows,)
         return steps(build(f, **hyper), jacobians).square().sum()
 
-    sweep = torch.linspace(0.2, 0.7, 2 * len(RULES[name].hyper), dtype=torch.float64).reshape(2, -1)
-    gradients = torch.vmap(torch.func.grad(size))
+    sweep = torch.linspace(0.2, 0.7, 2 * len(ranges), dtype=torch.float64).reshape(2, len(ranges))
+    cases, gradient = (torch.stack([rows, 2 * rows.flip(0)]), sweep), torch.func.grad(size, (0, 1))
+    expected = tuple(map(torch.stack, zip(*(gradient(*case) for case in zip(*cases, strict=True)), strict=True)))
+    torch.testing.assert_close(torch.vmap(gradient)(*cases), expected)
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    compiled = torch.compile(gradients, fullgraph=True, backend="eager")  # the law `compiled` lowers them
-    torch.testing.assert_close(compiled(sweep), gradients(sweep))
+    compiled = torch.compile(torch.vmap(gradient), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*cases), expected)
+
+
+@pytest.mark.parametrize("name", TABLED)
+def test_rows_that_are_not_finite_change_no_other_element_of_a_batch(name):
+    rule, rows = rule_of(name), rows_of(name)
+    batch = torch.stack([rows, 2 * rows.flip(0), rows - 0.5])
+    take = torch.vmap(lambda rows: step(rule, rows, None)[:2])
+    expected, _ = take(batch)
+    for bad, row in ((torch.nan, 0), (torch.inf, -1), (-torch.inf, 1)):
+        broken = batch.clone()
+        broken[1, row, 2] = bad
+        found, weights = take(broken)
+        assert not found[1].isfinite().all()
+        torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+        assert weights[1].isnan().all() or rule.view.products != "gramian"
 
 
 @pytest.mark.parametrize(("name", "hyper"), [(name, hyper) for name in SWEPT for hyper in RULES[name].hyper])

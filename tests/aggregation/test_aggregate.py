@@ -2,6 +2,7 @@
 
 import math
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
 from functional_jd.core.heads import MultitaskJacobian
+from functional_jd.testing import batched, compiled, differentiable, laws_of, pure, shaped, tree_equals_flat
 
 numbers = st.integers(-4, 4).map(float)
 
@@ -192,58 +194,13 @@ RULES = {
     "whole": lambda: stateless(full_jacobian, lambda J: tree_map(torch.tanh, J)),
 }
 every_rule = pytest.mark.parametrize("rule", [build() for build in RULES.values()], ids=RULES)
-VALUES = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-
-
-def direction(rule, jacobian, other, values):
-    state = start(rule, jacobian, other, losses=values)
-    return aggregate(rule, jacobian, state, other, losses=values).direction
 
 
 @every_rule
-def test_vmap_is_a_loop(rule):
-    batch = random_tree(4), random_tree(4, seed=1), torch.stack([VALUES * k for k in (1, 2, 3, 4)])
-    loop = [direction(rule, *tree_map(lambda x, i=i: x[i], batch)) for i in range(4)]
-    together = torch.vmap(lambda *case: direction(rule, *case))(*batch)
-    close(together, tree_map(lambda *x: torch.stack(x), *loop))
-
-
-@every_rule
-def test_derivatives_are_those_of_finite_differences(rule):
-    case = (random_tree(), random_tree(seed=1), VALUES)
-    leaves, structure = torch.utils._pytree.tree_flatten(case)
-
-    def flat(*leaves):
-        return torch.cat(
-            [
-                x.reshape(-1)
-                for x in tree_leaves(direction(rule, *torch.utils._pytree.tree_unflatten(leaves, structure)))
-            ]
-        )
-
-    torch.autograd.gradcheck(flat, [x.clone().requires_grad_() for x in leaves])
-    tangents = tuple(x.cos() for x in leaves)
-    pushed = torch.func.jvp(flat, tuple(leaves), tangents)[1]
-    rows = torch.func.jacrev(flat, tuple(range(len(leaves))))(*leaves)
-    pulled = sum((r.flatten(1) @ t.flatten()) for r, t in zip(rows, tangents, strict=True))
-    torch.testing.assert_close(pushed, pulled)
-
-
-@every_rule
-def test_compiles_in_one_graph_that_serves_every_value(rule):
-    torch.compiler.reset()
-    graphs = []
-
-    def counted(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda *case: direction(rule, *case), fullgraph=True, backend=counted)
-    for k in (1, 2):
-        case = (random_tree(seed=k), random_tree(seed=k + 5), VALUES * k)
-        close(compiled(*case), direction(rule, *case))
-    assert len(graphs) == 1
-    torch.compiler.reset()
+def test_lifts_obey_the_laws_of_rules(rule):
+    few = hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
+    found = laws_of(rule, pure, shaped, batched, compiled, tree_equals_flat, differentiable, settings=few)
+    assert all(value is True for value in found.values()), found
 
 
 # Mistakes

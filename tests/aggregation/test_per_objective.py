@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functional_jd as jd
 from functional_jd.aggregation.hyper_parameters import FINITE, PREFERENCES, per_objective, preferences
 
 LOSSES = torch.zeros(3, dtype=torch.float64)
 G = torch.eye(2, dtype=torch.float64)
-SWEEP = torch.tensor([[1.0, 2.0], [-1.0, 2.0], [0.0, 0.0]])
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=4), st.sampled_from([None, FINITE, PREFERENCES]))
@@ -75,22 +75,42 @@ def test_numbers_are_checked_within_a_transform_of_something_else():
         torch.vmap(lambda x: preferences("rule", "preference", [-1.0, 2.0])(G) * x)(torch.ones(3))
 
 
-@pytest.mark.parametrize("wrong", [[], [[1.0]], 1.0, [math.nan], [math.inf, 0.0]])
-def test_shapes_and_values_are_checked(wrong):
-    with pytest.raises(ValueError, match=r"rule: numbers must .*, found .*\. .*"):
-        per_objective("rule", "numbers", wrong)
+RULES = [
+    ("aligned_mtl", "preference", jd.aligned_mtl),
+    ("config", "preference", jd.config),
+    ("constant", "weights", jd.constant),
+    ("cosmos", "weights", lambda u: jd.cosmos(1.0, u)),
+    ("dualproj", "preference", jd.dualproj),
+    ("epo", "preference", jd.epo),
+    ("graddrop", "leak", lambda u: jd.graddrop(jd.random.key(0), u)),
+    ("pbi", "reference", lambda z: jd.pbi(1.0, [1.0, 2.0], z)),
+    ("pbi", "weights", lambda u: jd.pbi(1.0, u)),
+    ("pcd", "tau", jd.pcd),
+    ("sdmgrad", "preference", lambda u: jd.sdmgrad(preference=u)),
+    ("stch", "reference", lambda z: jd.stch(reference=z)),
+    ("stch", "weights", lambda u: jd.stch(weights=u)),
+    ("tchebycheff", "reference", lambda z: jd.tchebycheff(reference=z)),
+    ("tchebycheff", "weights", lambda u: jd.tchebycheff(weights=u)),
+    ("upgrad", "preference", jd.upgrad),
+]
 
 
 @pytest.mark.parametrize(
-    "u", [[-1.0, 2.0], [0.0, 0.0], [1.0, torch.inf], torch.tensor([torch.nan, 1.0]), [], [[1.0, 2.0]], torch.ones(())]
+    ("name", "argument", "build"), RULES, ids=[f"{name}-{argument}" for name, argument, _ in RULES]
 )
-def test_what_is_no_preference_is_refused_in_the_name_of_the_rule(u):
-    with pytest.raises(ValueError, match=r"config: preference must .*, found .*\. .*"):
-        preferences("config", "preference", u)
-
-
-def test_integers_and_other_lengths_are_refused():
-    with pytest.raises(TypeError, match=r"rule: numbers must be a floating-point tensor, found torch.int64"):
-        per_objective("rule", "numbers", torch.ones(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="rule: numbers must be one per row, found 2 and 3 rows"):
-        per_objective("rule", "numbers", [1.0, 2.0])(LOSSES)
+def test_rules_check_the_numbers_of_objectives(name, argument, build):
+    wrong = [[], [[1.0, 2.0]], torch.ones(2, 2)]
+    if name != "constant":  # it takes any numbers
+        wrong += [[math.nan, 1.0], [math.inf, 0.5], torch.tensor([torch.nan, 1.0])]
+        wrong += [] if argument == "reference" else [[-1.0, 0.5], torch.tensor([-1.0, 0.5])]
+        wrong += (
+            [[0.0, 0.0]] if argument in ("preference", "weights") else [] if argument == "reference" else [[0.5, 2.0]]
+        )
+    for numbers in wrong:
+        with pytest.raises(ValueError, match=rf"^{name}: {argument} must .*found .*\. \S"):
+            build(numbers)
+    with pytest.raises(TypeError, match=rf"^{name}: {argument} must be a floating-point tensor, found torch.int64"):
+        build(torch.ones(2, dtype=torch.int64))
+    J = torch.eye(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=rf"^{name}: .*found 2 and (4 rows|3 such objectives)"):
+        jd.aggregate(build([0.5, 0.5]), J, None, J, losses=torch.ones(4))

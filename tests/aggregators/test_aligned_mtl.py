@@ -6,15 +6,12 @@ import torch
 from bounds import check_within, eps, product_bound
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from scipy.linalg import polar
-from torch.func import grad, jacfwd, jacrev
+from sequences import DEPENDENT, J3, differences, integer_jacobians
+from torch.func import jacfwd, jacrev
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
-
-J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
-DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
 
 
 def direction(J, preference=None, scale_mode="min"):
@@ -30,13 +27,6 @@ def reference(J, u, mode):
     squares = np.sort(values[:rank] ** 2)
     scale = {"min": squares[0], "median": squares[(rank - 1) // 2], "rmse": squares.mean()}[mode] ** 0.5
     return torch.from_numpy(scale * np.asarray(u) @ left[:, :rank] @ right[:rank])
-
-
-def integer_jacobians():
-    shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
-    return shapes.flatmap(
-        lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
-    )
 
 
 @given(integer_jacobians(), st.sampled_from(["min", "median", "rmse"]), st.integers(1, 5))
@@ -101,12 +91,6 @@ def test_rows_of_very_different_lengths_count_as_dependent_from_the_bound_on(m):
             torch.testing.assert_close(found, torch.where(lengths > 1, lengths / m, 0))
 
 
-def differences(f, x, h=1e-5):
-    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
-    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
-
-
 @pytest.mark.parametrize("mode", ["min", "median", "rmse"])
 @pytest.mark.parametrize("J", [J3, DEPENDENT], ids=["independent", "dependent"])
 def test_derivatives_are_those_of_differences(J, mode):
@@ -122,21 +106,3 @@ def test_derivatives_are_right_where_other_eigenvalues_coincide():
     rmse = lambda J: direction(J, None, "rmse")
     torch.testing.assert_close(jacrev(rmse)(J), differences(rmse, J), rtol=1e-7, atol=1e-8)
     assert jacrev(direction)(J).isfinite().all()
-
-
-def test_a_batch_of_gradients_compiles():
-    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
-    loss = lambda J: direction(J, None, "median").square().sum()
-    expected = torch.stack([grad(loss)(J) for J in batch])
-    gradients = torch.vmap(grad(loss))
-    torch.testing.assert_close(gradients(batch), expected)
-    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)
-
-
-def test_errors_name_the_place():
-    with pytest.raises(ValueError, match=r"aligned_mtl: scale_mode .* found 'max'"):
-        aligned_mtl(scale_mode="max")
-    with pytest.raises(ValueError, match=r"aligned_mtl: .* found 2 and 3 rows"):
-        direction(J3, [1.0, 1.0])
-    with pytest.raises(ValueError, match="aligned_mtl: preference"):
-        aligned_mtl([-1.0, 1.0])

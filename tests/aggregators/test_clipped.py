@@ -63,39 +63,6 @@ def test_groups_are_clipped_by_themselves():
     assert torch.equal(found["head"], fj.aggregate(fj.clipped(2.0), 2 * J.flip(1)).direction)
 
 
-def test_derivatives_are_those_of_finite_differences():
-    f = lambda rows, bound: fj.aggregate(fj.clipped(bound), rows).direction
-    bound = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(f, (J[:3].clone().requires_grad_(), bound), check_forward_ad=True)
-    slope = torch.func.jacrev(f)(J, bound.detach())
-    assert slope.isfinite().all()  # at a row of zeros too
-    assert torch.equal(slope[:, 3], torch.eye(3, dtype=torch.float64))
-
-
-def test_a_bound_for_each_replica():
-    bounds = torch.tensor([0.5, 1.0, 20.0], dtype=torch.float64)
-    together = torch.vmap(lambda bound: fj.aggregate(fj.clipped(bound), J).direction)(bounds)
-    alone = lambda J, bounds: torch.stack([fj.aggregate(fj.clipped(float(x)), J).direction for x in bounds])
-    check_stable(together, alone, J, bounds)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_rows_that_are_not_finite_show_in_the_direction(bad):
-    rows = J.clone()
-    rows[1, 1] = bad
-    assert not fj.aggregate(fj.clipped(1.0), rows).direction.isfinite().all()
-
-
-def test_bounds_are_checked():
-    for wrong in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"clipped: max_norm must be positive and finite, found .*A common value"):
-            fj.clipped(wrong)
-    with pytest.raises(
-        ValueError, match=r"clipped: max_norm must be a number or a tensor \[\], found torch.float32 \[2\]"
-    ):
-        fj.clipped(torch.ones(2))
-
-
 def network():
     with torch.random.fork_rng():
         torch.manual_seed(0)

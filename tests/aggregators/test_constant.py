@@ -1,6 +1,5 @@
 """Constant: the gradient of the weighted sum of the losses."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,13 +25,6 @@ def test_the_direction_is_the_weighted_sum_of_the_rows(weighted):
         torch.testing.assert_close(direction, torch.tensor(expected))
 
 
-def test_the_rule_keeps_its_own_copy():
-    weights = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    rule = constant(weights)
-    weights.zero_()
-    assert aggregate(rule, torch.eye(2)).direction.tolist() == [1, 2]
-
-
 def test_the_derivative_with_respect_to_the_weights_is_the_jacobian():
     J = torch.tensor([[1.0, 2, 3], [-4, 5, 6]])
     f = lambda weights: aggregate(constant(weights), J).direction
@@ -41,29 +33,3 @@ def test_the_derivative_with_respect_to_the_weights_is_the_jacobian():
     weights = torch.tensor([0.3, 0.7], requires_grad=True)
     f(weights).sum().backward()
     torch.testing.assert_close(weights.grad, J.sum(1))
-
-
-def test_composes_with_vmap_over_jacobians_and_over_weights():
-    J, weights = torch.arange(24.0).view(4, 3, 2), torch.arange(12.0).view(4, 3)
-    f = lambda J, weights: aggregate(constant(weights), J).direction
-    expected = torch.einsum("bi,bij->bj", weights, J)
-    torch.testing.assert_close(torch.vmap(f)(J, weights), expected)
-    torch.testing.assert_close(torch.vmap(lambda J: f(J, weights[1]))(J), torch.einsum("i,bij->bj", weights[1], J))
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J, weights), expected)
-
-
-@pytest.mark.parametrize("weights", [[], [[1.0, 2.0]], torch.ones(()), torch.ones(2, 2)])
-def test_weights_of_another_shape_are_refused(weights):
-    with pytest.raises(ValueError, match=r"constant: weights must have shape \[m\]"):
-        constant(weights)
-
-
-def test_weights_that_are_not_floating_point_are_refused():
-    with pytest.raises(TypeError, match=r"floating-point tensor, found torch\.int64"):
-        constant(torch.tensor([1, 2]))
-
-
-def test_weights_that_do_not_match_the_rows_are_refused():
-    with pytest.raises(ValueError, match="found 2 and 3 rows"):
-        aggregate(constant([1.0, 2.0]), torch.eye(3))

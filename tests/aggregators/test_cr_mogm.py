@@ -5,6 +5,7 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
+from sequences import number
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
 from functional_jd.aggregation.lifts import stateless
@@ -13,11 +14,6 @@ from functional_jd.aggregators.constant import constant
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.mean import mean
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.core.tree import tree_leaves
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
 
 
 def counting():
@@ -76,40 +72,3 @@ def test_weights_entry_by_entry_are_averaged_entry_by_entry():
     weights = aggregate(rule, trees[1], state).weights
     torch.testing.assert_close(weights["w"], 0.25 * first["w"] + 0.75 * second["w"])
     torch.testing.assert_close(weights["b"], 0.25 * first["b"] + 0.75 * second["b"])
-
-
-def test_the_state_keeps_its_shapes_and_dtypes_from_the_start_on():
-    rule = cr_mogm(cr_mogm(upgrad()))
-    old = start(rule, number(0))
-    new = aggregate(rule, number(0), old).state
-    kind = lambda state: [(leaf.shape, leaf.dtype) for leaf in tree_leaves(state)]
-    assert kind(old) == kind(new)
-    assert type(old) is type(new)
-
-
-def twice(J):
-    rule = cr_mogm(upgrad(), 0.7)
-    state = aggregate(rule, J).state
-    return aggregate(rule, J.sin(), state).direction
-
-
-def test_derivatives_are_those_of_finite_differences():
-    J = number(2).div(5).requires_grad_()
-    assert torch.autograd.gradcheck(twice, J, check_forward_ad=True)
-
-
-def test_a_batch_is_the_loop():
-    batch = torch.stack([number(k) for k in range(3)])
-    loop = torch.stack([twice(J) for J in batch])
-    torch.testing.assert_close(torch.vmap(twice)(batch), loop)
-
-
-@pytest.mark.parametrize("momentum", [-0.1, 1.0, torch.nan])
-def test_momentum_is_checked(momentum):
-    with pytest.raises(ValueError, match=r"cr_mogm: momentum must be in \[0, 1\), found"):
-        cr_mogm(mean(), momentum)
-
-
-def test_a_builder_is_no_rule():
-    with pytest.raises(TypeError, match=r"cr_mogm: expected a rule, found function. Call its builder"):
-        cr_mogm(upgrad)

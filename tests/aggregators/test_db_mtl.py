@@ -8,7 +8,7 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from sequences import check_batch, check_form, check_slopes, number, sequences, values
+from sequences import number, sequences, values
 
 from functional_jd import jacobian_fn
 from functional_jd.aggregation.aggregate import aggregate
@@ -17,8 +17,6 @@ from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped
 from functional_jd.aggregators.mean import mean
-
-RULE = db_mtl(0.6, 0.3)
 
 
 def in_loops(sequence, losses, beta, beta_sigma):
@@ -125,32 +123,3 @@ def test_the_unit_of_a_loss_does_not_matter(scales, dtype):
         rows, losses = factors.unsqueeze(1) * number(k).to(dtype), factors * values(k).to(dtype)
         direction, _, scaled = aggregate(rule, rows, scaled, losses=losses)
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan])
-def test_losses_that_are_not_positive_give_nan(bad):
-    losses = torch.tensor([1.0, bad, 2.0])
-    assert aggregate(db_mtl(), number(0), losses=losses).direction.isnan().all()
-
-
-def test_the_state_keeps_its_form_from_the_start_on():
-    assert check_form(RULE).rows.dtype == torch.float32
-
-
-def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
-    check_slopes(RULE)
-
-
-def test_a_batch_is_the_loop():
-    check_batch(RULE)
-
-
-@pytest.mark.parametrize("wrong", [{"beta": 1.0}, {"beta": torch.nan}, {"beta_sigma": -1.0}])
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"db_mtl: {next(iter(wrong))} must .*, found"):
-        db_mtl(**wrong)
-
-
-def test_losses_are_asked_for():
-    with pytest.raises(ValueError, match="this rule needs the losses, found none"):
-        aggregate(db_mtl(), number(0))

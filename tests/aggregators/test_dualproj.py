@@ -2,25 +2,16 @@
 
 from itertools import combinations
 
-import numpy as np
 import pytest
 import torch
 from bounds import check_within, cone_bound, projection_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from scipy.optimize import nnls
+from sequences import integer_jacobians, random_rows
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.dualproj import dualproj
-
-jacobians = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
-    lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)).map(torch.from_numpy)
-)
-
-
-def random_rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def conflicting_rows(m, n, seed=0):
@@ -59,12 +50,12 @@ def rounding(J, u=None):
     return cone_bound(J) * float(norms.mean() if u is None else torch.tensor(u, dtype=torch.float64) @ norms)
 
 
-@given(jacobians)
+@given(integer_jacobians())
 def test_equal_to_the_best_of_all_faces(J):
     check_within(direction(J), brute_force(J, J.mean(0)), rounding(J))
 
 
-@given(jacobians, st.data())
+@given(integer_jacobians(), st.data())
 def test_the_preferred_combination_is_what_is_projected(J, data):
     u = data.draw(st.lists(st.integers(0, 4).map(float), min_size=len(J), max_size=len(J)))
     assume(any(u))
@@ -72,12 +63,12 @@ def test_the_preferred_combination_is_what_is_projected(J, data):
     check_within(direction(J, u), expected, rounding(J, u))
 
 
-@given(jacobians)
+@given(integer_jacobians())
 def test_equal_to_the_mean_where_nothing_conflicts(J):
     assert torch.equal(aggregate(dualproj(), J.abs()).weights, torch.full((len(J),), 1 / len(J), dtype=torch.float64))
 
 
-@given(jacobians)
+@given(integer_jacobians())
 def test_a_row_of_zeros_changes_nothing(J):
     padded = direction(torch.cat([J, 0 * J[:1]]), [1.0] * len(J) + [3.0])
     check_within(padded, direction(J, [1.0] * len(J)), rounding(J, [1.0] * len(J)))
@@ -144,32 +135,3 @@ def test_derivatives_are_those_of_finite_differences():
         assert m == 1 or not torch.allclose(direction(J, u), u @ J)
         assert torch.autograd.gradcheck(direction, (J, u), check_forward_ad=True)
         assert torch.autograd.gradgradcheck(direction, (J, u))
-
-
-def test_the_gradient_of_a_batch_is_the_loop_compiled_or_not():
-    f = torch.func.grad(lambda J: direction(J).square().sum())
-    J = torch.stack([conflicting_rows(4, 6, seed) for seed in range(5)])
-    expected = torch.stack([f(x) for x in J])
-    torch.testing.assert_close(torch.vmap(f)(J), expected)
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(J), expected)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden_and_does_not_spread(poison):
-    J = random_rows(3, 4, 5)
-    expected = torch.vmap(direction)(J)
-    J[1, 2, 3] = poison
-    result = torch.vmap(lambda J: aggregate(dualproj(), J))(J)
-    assert result.weights[1].isnan().all()
-    assert result.direction[1].isnan().all()
-    torch.testing.assert_close(result.direction[[0, 2]], expected[[0, 2]])
-
-
-def test_preferences_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="dualproj: preference must be finite and non-negative"):
-        dualproj([-1.0, 2.0])
-    with pytest.raises(TypeError, match="dualproj: preference must be a floating-point tensor"):
-        dualproj(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="found 2 and 3 rows"):
-        aggregate(dualproj([1.0, 2.0]), torch.eye(3))

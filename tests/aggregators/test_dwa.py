@@ -3,7 +3,6 @@
 import io
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,9 +124,3 @@ def test_a_saved_state_continues_bit_for_bit_also_in_the_middle_of_an_epoch():
     restored = DwaState(**torch.load(file, weights_only=True))
     for expected, found in zip(dwa_end_epoch(state), dwa_end_epoch(restored), strict=True):
         assert torch.equal(expected, found)
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_the_temperature_is_checked(temperature):
-    with pytest.raises(ValueError, match="dwa: temperature must be positive and finite, found"):
-        dwa(temperature)

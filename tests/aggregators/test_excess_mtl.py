@@ -9,6 +9,7 @@ from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from sequences import number
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.excess_mtl import excess_mtl
@@ -16,10 +17,6 @@ from functional_jd.aggregators.excess_mtl import excess_mtl
 sequences = hnp.arrays(
     np.float64, st.tuples(st.just(5), st.integers(1, 4), st.integers(1, 4)), elements=st.integers(-3, 3)
 )
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
 
 
 def in_loops(sequence, rate, n_warmup):
@@ -97,49 +94,8 @@ def test_a_row_that_was_zero_so_far_starts_with_its_first_risk():
     assert weights[0] > 0.1
 
 
-def test_a_pytree_of_leaves_is_its_flattened_rows():
-    J = number(1)
-    tree = {"b": J[:, 0], "w": J[:, 1:].reshape(3, 3, 1)}
-    rule = excess_mtl(0.1)
-    whole, split = aggregate(rule, J), aggregate(rule, tree)
-    torch.testing.assert_close(split.weights, whole.weights)
-    torch.testing.assert_close(split.direction["w"], whole.direction[1:].unsqueeze(1))
-    assert split.state.roots["w"].shape == (3, 3, 1)
-
-
 @pytest.mark.parametrize("n_warmup", [0, 1])
 def test_what_is_not_finite_is_not_hidden(n_warmup):
     J = number(0)
     J[1, 2] = torch.inf
     assert not aggregate(excess_mtl(n_warmup=n_warmup), J).direction.isfinite().all()
-
-
-def third(J):
-    rule = excess_mtl(0.2, 1)
-    state = aggregate(rule, J).state
-    state = aggregate(rule, J.sin(), state).state
-    return aggregate(rule, J * J, state).direction
-
-
-def test_derivatives_are_those_of_finite_differences():
-    J = number(1).add(0.5).div(3).requires_grad_()
-    assert torch.autograd.gradcheck(third, J, check_forward_ad=True)
-    assert torch.autograd.gradcheck(lambda J: aggregate(excess_mtl(0.1), J).direction, J)
-
-
-def test_derivatives_are_finite_at_zeros():
-    J = number(1)
-    J[1] = 0
-    assert torch.func.grad(lambda J: third(J).sum())(J).isfinite().all()
-
-
-def test_a_batch_is_the_loop():
-    batch = torch.stack([number(k) for k in range(3)])
-    loop = torch.stack([third(J) for J in batch])
-    torch.testing.assert_close(torch.vmap(third)(batch), loop)
-
-
-@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"rate": torch.nan}, {"n_warmup": -1}])
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"excess_mtl: {next(iter(wrong))} must .*, found"):
-        excess_mtl(**wrong)

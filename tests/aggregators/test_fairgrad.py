@@ -6,27 +6,20 @@ import torch
 from bounds import check_within, eps, gramian_bound
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from scipy.linalg import null_space
 from scipy.optimize import linprog, minimize, root
+from sequences import DEPENDENT, J3, differences, integer_jacobians
 from torch.func import grad, hessian, jacfwd, jacrev
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.dualproj import dualproj
 from functional_jd.aggregators.fairgrad import fairgrad
 
-J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
-DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
 ALPHAS = [0.5, 1.0, 2.0]
 
 
 def direction(J, alpha=1.0):
     return aggregate(fairgrad(alpha), J).direction
-
-
-def integer_jacobians():
-    shapes = st.tuples(st.integers(1, 6), st.integers(1, 6))
-    return shapes.flatmap(lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)))
 
 
 def room(J):
@@ -38,7 +31,7 @@ def room(J):
     return -linprog([0] * n + [-1], A_ub=rows, b_ub=[0] * m, bounds=[(-1, 1)] * n + [(0, None)]).fun
 
 
-@given(integer_jacobians(), st.sampled_from([*ALPHAS, 0.1, 10.0]))
+@given(integer_jacobians().map(torch.Tensor.numpy), st.sampled_from([*ALPHAS, 0.1, 10.0]))
 def test_the_equation_holds_unless_the_jacobian_is_stationary(J, alpha):
     assume((J != 0).any(axis=1).all())
     w = aggregate(fairgrad(alpha), torch.from_numpy(J)).weights
@@ -90,7 +83,7 @@ def of_largest_utility(J, alpha):
 @st.composite
 def degenerate_jacobians(draw):
     """Integer Jacobians, many of which have opposite rows or rows that add up to zero."""
-    J = draw(integer_jacobians())
+    J = draw(integer_jacobians()).numpy()
     kind = draw(st.sampled_from(["any", "opposite", "zero sum"]))
     if kind == "opposite":
         J[-1] = -draw(st.integers(1, 3)) * J[0]
@@ -197,12 +190,6 @@ def test_rows_of_zeros_are_left_out(alpha):
     assert (direction(0 * J3, alpha) == 0).all()
 
 
-def differences(f, x, h=1e-5):
-    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
-    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
-
-
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("J", [J3, DEPENDENT], ids=["independent", "dependent"])
 def test_first_and_second_derivatives_are_those_of_differences(J, alpha):
@@ -225,29 +212,3 @@ def test_derivatives_in_alpha_are_those_of_differences(alpha):
 
 def test_a_tensor_of_zero_is_refused_with_nan():
     assert direction(J3, torch.zeros(())).isnan().all()
-
-
-@pytest.mark.parametrize("J", [torch.cat([J3, 0 * J3[:1]]), torch.cat([J3, -J3[:1]])], ids=["zeros", "stationary"])
-def test_derivatives_are_finite_where_there_is_nothing_to_share(J):
-    assert jacrev(direction)(J).isfinite().all()
-
-
-def test_what_is_not_finite_stays_so():
-    J = J3.clone()
-    J[1, 2] = torch.nan
-    assert not direction(J, 2.0).isfinite().any()
-
-
-def test_a_batch_of_gradients_compiles():
-    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
-    loss = lambda J: direction(J, 2.0).square().sum()
-    expected = torch.stack([grad(loss)(J) for J in batch])
-    gradients = torch.vmap(grad(loss))
-    torch.testing.assert_close(gradients(batch), expected)
-    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)
-
-
-@pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])
-def test_alpha_must_be_finite_and_not_negative(alpha):
-    with pytest.raises(ValueError, match=r"fairgrad: alpha .* found"):
-        fairgrad(alpha)

@@ -1,14 +1,12 @@
 """Geometric mean: SciPy's, its slopes, and what lies outside its domain."""
 
-import math
-
 import pytest
 import scipy.stats
 import torch
 from bounds import eps
 from hypothesis import given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, calls, check_direction, check_slopes, check_transforms, hidden
+from scalarizations import LOSSES, calls, check_direction, check_slopes
 
 from functional_jd.aggregators.geometric_mean import geometric_mean, value
 
@@ -46,12 +44,3 @@ def test_equal_to_the_peer():
 def test_neither_small_nor_large_losses_leave_the_range(size):
     weights, _ = calls(geometric_mean(), LOSSES * size)
     torch.testing.assert_close(weights, calls(geometric_mean(), LOSSES)[0])
-
-
-def test_composes_with_every_transform():
-    check_transforms(geometric_mean())
-
-
-@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan])
-def test_losses_outside_the_domain_give_a_direction_that_is_not_finite(bad):
-    assert not hidden(geometric_mean(), torch.tensor([1.0, bad, 2.0], dtype=torch.float64))

@@ -6,12 +6,10 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from sequences import check_batch, check_form, check_slopes, number, sequences, values
+from sequences import number, sequences, values
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.gradnorm import gradnorm
-
-RULE = gradnorm(rate=0.3)
 
 
 def by_autograd(sequence, losses, alpha, rate):
@@ -117,26 +115,3 @@ def second(J, first, later):
 )
 def test_invalid_losses_give_nan_at_once(first, later):
     assert second(torch.eye(2), torch.tensor(first), torch.tensor(later)).isnan().all()
-
-
-def test_the_state_keeps_its_form_from_the_start_on():
-    check_form(RULE)
-
-
-def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
-    check_slopes(RULE)
-
-
-def test_a_batch_is_the_loop():
-    check_batch(RULE)
-
-
-@pytest.mark.parametrize("wrong", [{"alpha": -1.0}, {"alpha": torch.nan}, {"rate": 0.0}, {"rate": torch.inf}])
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"gradnorm: {next(iter(wrong))} must .*, found"):
-        gradnorm(**wrong)
-
-
-def test_losses_are_asked_for():
-    with pytest.raises(ValueError, match="this rule needs the losses, found none"):
-        aggregate(gradnorm(), number(0))

@@ -97,15 +97,6 @@ def test_the_first_call_is_pcgrad_with_the_same_key(J, seed):
     assert torch.equal(mine.state.key, other.state)
 
 
-@given(generic(3, 3), st.integers(-60, 60), st.integers(0, 100))
-def test_scale_equivariant_and_targets_scale_free(J, exponent, seed):
-    state = GradVacState(key(seed), TARGETS)
-    one = aggregate(gradvac(key(0)), J, state)
-    other = aggregate(gradvac(key(0)), J * 2.0**exponent, state)
-    assert torch.equal(other.direction, one.direction * 2.0**exponent)
-    assert torch.equal(other.state.targets, one.state.targets)
-
-
 def test_two_rows_of_any_scales_come_as_close_as_their_target():
     c = torch.tensor([[1e18], [1e-18]], dtype=torch.float64)
     J = c * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -162,47 +153,6 @@ def test_derivatives_by_finite_differences_in_the_rows_and_in_the_targets():
     assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
     assert torch.autograd.gradcheck(g, inputs, check_forward_ad=True)
     torch.testing.assert_close(torch.func.jacrev(f)(THREE, TARGETS), torch.func.jacfwd(f)(THREE, TARGETS))
-
-
-def test_derivatives_are_finite_where_rows_are_opposite_or_zero():
-    J = torch.tensor([[0.0, 0.0], [1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
-    slope = torch.func.jacrev(lambda J: aggregate(gradvac(key(0)), J).direction)(J)
-    assert slope.isfinite().all()
-
-
-def test_a_batch_of_jacobians_and_states_is_the_loop():
-    batch = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    states = GradVacState(split(key(1), 5), TARGETS * torch.linspace(-1, 1, 5, dtype=torch.float64).view(-1, 1, 1))
-    f = lambda J, state: aggregate(gradvac(key(0)), J, state)
-    found = torch.vmap(f)(batch, states)
-    for i in range(5):
-        expected = f(batch[i], GradVacState(states.key[i], states.targets[i]))
-        torch.testing.assert_close(found.direction[i], expected.direction)
-        torch.testing.assert_close(found.state.targets[i], expected.state.targets)
-        assert torch.equal(found.state.key[i], expected.state.key)
-
-
-def test_the_gradient_of_a_batch_compiles():
-    batch = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    slope = torch.vmap(torch.func.grad(lambda J: (aggregate(gradvac(key(0)), J).direction ** 2).sum()))
-    torch.testing.assert_close(torch.compile(slope, fullgraph=True, backend="aot_eager")(batch), slope(batch))
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_makes_all_weights_nan(bad):
-    J = THREE.clone()
-    J[1, 2] = bad
-    result = aggregate(gradvac(key(0)), J)
-    assert result.weights.isnan().all()
-    assert not result.direction.isfinite().any()
-
-
-def test_bad_hyper_parameters_are_refused_at_once():
-    for beta in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"gradvac: beta must be in \[0, 1\], found"):
-            gradvac(key(0), beta)
-    with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
-        gradvac(0)
 
 
 def test_a_row_of_zeros_moves_no_row_whatever_its_target():

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import functional_jd as jd
 from functional_jd import jacobian_fn, random
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, start
+from functional_jd.aggregation.aggregate import Aggregator, aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import stateless
 from functional_jd.aggregation.views import full_jacobian, gramian, losses, no_gradients, with_losses
@@ -135,48 +135,12 @@ def test_averages_compose_outside_and_inside():
     torch.testing.assert_close(inner["b"], aggregate(upgrad(), K["b"]).direction)
 
 
-def test_the_state_keeps_its_shapes_and_dtypes_from_the_start_on():
-    rule = grouped(rules())
-    old = start(rule, tree(number(0)))
-    new = aggregate(rule, tree(number(0)), old).state
-    kind = lambda state: [(leaf.shape, leaf.dtype) for leaf in tree_leaves(state)]
-    assert kind(old) == kind(new)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_comes_back_as_it_came(dtype):
-    J = tree(number(0).to(dtype))
-    direction, weights, _ = aggregate(grouped(rules()), J)
-    assert {leaf.dtype for leaf in tree_leaves(direction)} == {dtype}
-    assert {leaf.dtype for leaf in tree_leaves(weights)} == {torch.float64}
-
-
 def test_what_is_not_finite_stays_in_its_group():
     J = tree(number(0))
     J["middle"] = J["middle"] * torch.tensor([[1.0], [torch.nan], [1.0]])
     direction = aggregate(grouped({"trunk": upgrad(), "middle": upgrad(), "last": mean()}), J).direction
     assert direction["middle"].isnan().all()
     assert all(leaf.isfinite().all() for leaf in tree_leaves([direction["trunk"], direction["last"]]))
-
-
-def twice(J, trunk=upgrad):
-    rule = grouped({"trunk": cr_mogm(trunk()), "middle": excess_mtl(0.1), "last": drawn()})
-    state = aggregate(rule, tree(J)).state
-    direction = aggregate(rule, tree(J.sin()), state).direction
-    return torch.cat([leaf.flatten() for leaf in tree_leaves(direction)])
-
-
-def test_derivatives_are_those_of_finite_differences():
-    J = number(3).add(0.5).div(5).requires_grad_()
-    assert torch.autograd.gradcheck(twice, J, check_forward_ad=True)
-
-
-def test_a_batch_is_the_loop_also_compiled():
-    batch, f = torch.stack([number(k) for k in range(3)]), partial(twice, trunk=mean)
-    loop = torch.stack([f(J) for J in batch])
-    torch.testing.assert_close(torch.vmap(f)(batch), loop)
-    compiled = torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(batch), loop)
 
 
 def test_a_group_without_a_rule_and_a_rule_without_a_group_are_named():

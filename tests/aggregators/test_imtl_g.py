@@ -5,30 +5,20 @@ import pytest
 import torch
 from bounds import check_within, eps, gramian_bound, sum_bound
 from hypothesis import assume, given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-from torch.func import grad, jacfwd, jacrev
+from sequences import DEPENDENT, J3, integer_jacobians
+from torch.func import jacfwd
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.imtl_g import imtl_g
-
-J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
-DEPENDENT = torch.tensor([[1.0, 2], [-1, 1], [3, 0]], dtype=torch.float64)
 
 
 def direction(J):
     return aggregate(imtl_g(), J).direction
 
 
-def integer_jacobians(least=1):
-    shapes = st.tuples(st.integers(least, 6), st.integers(1, 6))
-    return shapes.flatmap(lambda shape: hnp.arrays(np.float64, shape, elements=st.integers(-4, 4).map(float)))
-
-
 @given(integer_jacobians())
 def test_independent_rows_are_projected_on_equally_by_weights_that_sum_to_one(J):
     assume(np.linalg.matrix_rank(J) == len(J))
-    J = torch.from_numpy(J)
     found = aggregate(imtl_g(), J)
     assume(found.weights.any())
     size = found.weights.abs().sum()
@@ -37,7 +27,7 @@ def test_independent_rows_are_projected_on_equally_by_weights_that_sum_to_one(J)
     check_within(projections, projections.mean().expand_as(projections), gramian_bound(J, size * J.norm()))
 
 
-@given(integer_jacobians(least=2))
+@given(integer_jacobians(rows=(2, 6)).map(torch.Tensor.numpy))
 def test_the_papers_closed_form_on_the_rows(J):
     assume(np.linalg.matrix_rank(J) == len(J))
     units = J / np.linalg.norm(J, axis=1, keepdims=True)
@@ -50,7 +40,7 @@ def test_the_papers_closed_form_on_the_rows(J):
     )
 
 
-@given(integer_jacobians())
+@given(integer_jacobians().map(torch.Tensor.numpy))
 def test_dependent_rows_follow_numpys_pseudo_inverse_of_the_gramian(J):
     G = J @ J.T
     v = np.linalg.pinv(G, rcond=1e-10, hermitian=True) @ np.linalg.norm(J, axis=1)
@@ -99,20 +89,6 @@ def test_rows_of_zeros_do_not_tell_what_is_short(exponent):
     torch.testing.assert_close(direction(J), J[1])
 
 
-def differences(f, x, h=1e-5):
-    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
-    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
-
-
-@pytest.mark.parametrize(
-    "J", [J3, DEPENDENT, torch.eye(3, dtype=torch.float64)], ids=["independent", "dependent", "orthonormal"]
-)
-def test_derivatives_are_those_of_differences(J):
-    torch.testing.assert_close(jacrev(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(jacfwd(direction)(J), differences(direction, J), rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("angle", [1e-2, 1e-3, 1e-4])
 def test_derivatives_are_accurate_where_two_rows_are_nearly_parallel(angle):
     half, norms = torch.tensor(angle / 2, dtype=torch.float64), torch.tensor([[2.0], [3.0]], dtype=torch.float64)
@@ -125,12 +101,3 @@ def test_derivatives_are_accurate_where_two_rows_are_nearly_parallel(angle):
     expected = 1.2 * torch.stack([-half.sin(), half.cos()])
     slope = jacfwd(turned)(torch.zeros((), dtype=torch.float64))
     check_within(slope, expected, 64 * eps() / angle**3)  # what rounding of the cosines does to them
-
-
-def test_a_batch_of_gradients_compiles():
-    batch = torch.stack([J3, 2 * J3.flip(0), J3.flip(1) + 1])
-    loss = lambda J: direction(J).square().sum()
-    expected = torch.stack([grad(loss)(J) for J in batch])
-    gradients = torch.vmap(grad(loss))
-    torch.testing.assert_close(gradients(batch), expected)
-    torch.testing.assert_close(torch.compile(gradients, fullgraph=True, backend="aot_eager")(batch), expected)

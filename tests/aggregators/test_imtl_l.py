@@ -69,9 +69,3 @@ def test_uncertainty_weighting_at_twice_the_rate_has_half_the_weights(sequence, 
 def test_losses_that_are_not_finite_show_in_the_state():
     state = aggregate(imtl_l(), ROWS, losses=torch.tensor([1.0, math.nan, 1.0])).state
     assert state.log_scales.isfinite().tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_the_rate_is_checked(rate):
-    with pytest.raises(ValueError, match="imtl_l: rate must be positive and finite, found"):
-        imtl_l(rate)

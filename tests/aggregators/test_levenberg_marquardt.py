@@ -1,18 +1,11 @@
 """Levenberg-Marquardt: Nielsen's update by hand, bad starts that recover, transforms and derivatives."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
-from torch.utils._pytree import tree_map
 
 import functional_jd as fj
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def by_hand(f, jacobian, x, damping, ones):
@@ -109,31 +102,6 @@ def test_with_the_rates_1_and_0_failed_steps_are_taken_back():
     assert dampings == pytest.approx(others, rel=1e-9)
 
 
-def three_steps(J, r, damping):
-    rule, state = fj.levenberg_marquardt(damping), None
-    found = []
-    for k in range(3):
-        result = fj.aggregate(rule, J * (1 + k), state, losses=r * (3 - k))
-        state = result.state
-        found.append(result.direction)
-    return torch.stack(found)
-
-
-def test_derivatives_are_those_of_finite_differences():
-    inputs = (normal(3, 4), normal(3, seed=1), torch.tensor(0.5, dtype=torch.float64))
-    assert torch.autograd.gradcheck(three_steps, [x.clone().requires_grad_() for x in inputs], check_forward_ad=True)
-
-
-def test_sweeps_and_compiled_steps():
-    J, r, dampings = normal(3, 4), normal(3, seed=1), torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
-    loop = lambda J, r, dampings: torch.stack([three_steps(J, r, float(damping)) for damping in dampings])
-    check_stable(torch.vmap(partial(three_steps, J, r))(dampings), loop, J, r, dampings)
-    torch.compiler.reset()
-    slope = torch.func.grad(lambda J, r, damping: three_steps(J, r, damping).square().sum(), argnums=2)
-    slopes = torch.vmap(slope, (None, None, 0))
-    check_stable(torch.compile(slopes, fullgraph=True, backend="aot_eager")(J, r, dampings), slopes, J, r, dampings)
-
-
 def test_a_skipped_step_keeps_the_damping():
     params, index = {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)}, torch.arange(2)
     losses = fj.per_example(lambda p, i, bad: rosenbrock(p, i) + bad)
@@ -143,12 +111,6 @@ def test_a_skipped_step_keeps_the_damping():
     skipped, info = fj.step(state, index, bad, **how)
     assert not info.moved
     assert all(map(torch.equal, skipped.aggregator, state.aggregator))
-
-
-def test_dampings_are_checked():
-    with pytest.raises(ValueError, match=r"levenberg_marquardt: damping must be positive and finite, found 0"):
-        fj.levenberg_marquardt(0.0)
-    assert tree_map(lambda x: x.shape, three_steps(normal(2, 2), normal(2), 1.0)) == (3, 2)
 
 
 def test_new_points_are_learned_after_a_long_rest_at_rounding():

@@ -21,20 +21,3 @@ def test_the_direction_is_the_gradient_of_the_mean_of_the_losses():
     x = torch.tensor([0.3, -1.2, 2.0])
     J = torch.func.jacrev(losses)(x)
     check_within(aggregate(mean(), J).direction, torch.func.grad(lambda x: losses(x).mean())(x), 2 * sum_bound(J) / 3)
-
-
-def test_weights_are_float64_and_sum_to_one():
-    weights = aggregate(mean(), torch.ones(7, 2, dtype=torch.bfloat16)).weights
-    assert weights.dtype == torch.float64
-    torch.testing.assert_close(weights, torch.tensor([1 / 7] * 7, dtype=torch.float64))
-
-
-def test_composes_with_every_transform():
-    f = lambda J: aggregate(mean(), J).direction
-    J = torch.arange(24.0).view(4, 3, 2)
-    expected = J.sum(1) / 3
-    bound = 2 * sum_bound(J, 1) / 3
-    check_within(torch.vmap(f)(J), expected, bound)
-    grad = torch.func.grad(lambda J: f(J).sum())
-    torch.testing.assert_close(torch.vmap(grad)(J), torch.full_like(J, 1 / 3))
-    check_within(torch.func.jvp(f, (J[0],), (J[1],))[1], expected[1], bound[1])

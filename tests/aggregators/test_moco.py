@@ -7,13 +7,11 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from sequences import check_batch, check_form, check_slopes, number, sequences, values
+from sequences import number, sequences, values
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.moco import moco
-
-RULE = moco(0.6, 0.2, 0.1)
 
 
 def in_loops(sequence, losses, beta, gamma, rho, beta_sigma, gamma_sigma):
@@ -109,29 +107,3 @@ def test_the_length_of_a_row_does_not_matter(scales, dtype):
         expected, _, state = aggregate(moco(), number(k).to(dtype), state, losses=values(k))
         direction, _, scaled = aggregate(moco(), factors * number(k).to(dtype), scaled, losses=values(k))
         check_within(direction, expected, 64 * eps(dtype) * expected.abs().max())
-
-
-@pytest.mark.parametrize("bad", [-1.0, torch.inf, torch.nan])
-def test_losses_that_are_negative_or_not_finite_are_not_hidden(bad):
-    losses = torch.tensor([1.0, bad, 2.0])
-    assert aggregate(moco(), number(0), losses=losses).direction.isnan().all()
-
-
-def test_the_state_keeps_its_form_from_the_start_on():
-    assert check_form(RULE).rows.dtype == torch.float32
-
-
-def test_derivatives_are_those_of_finite_differences_and_finite_at_zeros():
-    check_slopes(RULE)
-
-
-def test_a_batch_is_the_loop():
-    check_batch(RULE)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"beta": 0.0}, {"beta": torch.nan}, {"gamma": -1.0}, {"rho": torch.inf}, {"gamma_sigma": -1.0}]
-)
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"moco: {next(iter(wrong))} must .*, found"):
-        moco(**wrong)

@@ -1,22 +1,18 @@
 """MoDo: the paper's step in plain loops, where it converges to, and its derivatives."""
 
 import numpy as np
-import pytest
 import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import brentq
+from sequences import number
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.modo import modo
 
 pairs = hnp.arrays(np.float64, st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 4)), elements=st.integers(-3, 3))
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
 
 
 def other(k):
@@ -64,35 +60,3 @@ def test_the_same_batch_again_and_again_leads_to_the_min_norm_point():
     products = J @ direction
     assert products.min() >= direction @ direction - 1e-9
     assert weights[2] == 0
-
-
-def test_one_row_counts_one():
-    assert aggregate(modo(), torch.ones(1, 3), None, torch.ones(1, 3)).weights.tolist() == [1]
-
-
-def twice(one, two):
-    rule = modo(0.02)
-    state = aggregate(rule, one, None, two).state
-    return aggregate(rule, two, state, one).direction
-
-
-def test_derivatives_are_those_of_finite_differences():
-    batches = (number(0).div(4).requires_grad_(), other(0).div(4).requires_grad_())
-    assert torch.autograd.gradcheck(twice, batches, check_forward_ad=True)
-
-
-def test_a_batch_is_the_loop():
-    ones, twos = torch.stack([number(k) for k in range(3)]), torch.stack([other(k) for k in range(3)])
-    loop = torch.stack([twice(one, two) for one, two in zip(ones, twos, strict=True)])
-    torch.testing.assert_close(torch.vmap(twice)(ones, twos), loop)
-
-
-@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"rate": torch.nan}, {"ridge": -1.0}, {"rate": torch.inf}])
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=r"modo: (rate|ridge) must be .*, found"):
-        modo(**wrong)
-
-
-def test_a_second_jacobian_is_wanted():
-    with pytest.raises(ValueError, match="independent batches"):
-        aggregate(modo(), number(0))

@@ -8,12 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import minimize
+from sequences import J3, differences
 from torch.func import grad, hessian, jacfwd, jacrev
 
-from functional_jd.aggregation.aggregate import aggregate, start
+from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.nash_mtl import nash_mtl
 
-J3 = torch.tensor([[1.0, 2, 0, -1], [0, 1, -2, 1], [3, -1, 1, 0]], dtype=torch.float64)
 SEQUENCE = [J3, J3.flip(0) + 1, 3 * J3.flip(1), J3 + J3.flip(1)]
 
 
@@ -122,14 +122,6 @@ def test_the_peer_agrees_over_several_calls(max_norm, every, expected):
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-5)
 
 
-def test_the_state_keeps_its_structure_and_counts():
-    begin = start(nash_mtl(), J3)
-    state = aggregate(nash_mtl(), J3, begin).state
-    assert [(x.shape, x.dtype) for x in begin] == [(x.shape, x.dtype) for x in state]
-    assert begin.calls == 0
-    assert state.calls == 1
-
-
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [(0, 0), (2, 2), (0, 1)])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, torch.tensor(1.0)])
@@ -170,22 +162,6 @@ def test_two_rows_have_the_bisector_of_length_root_two(cosine):
     assert jacrev(direction)(J).isfinite().all()
 
 
-def test_derivatives_of_two_rows_are_those_of_differences():
-    f = lambda J: direction(J, 0.0)
-    torch.testing.assert_close(jacrev(f)(J3[:2]), differences(f, J3[:2]), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(jacfwd(f)(J3[:2]), differences(f, J3[:2]), rtol=1e-6, atol=1e-8)
-    batch = torch.stack([J3[:2], J3[1:]])
-    expected = torch.stack([f(J) for J in batch])
-    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    torch.testing.assert_close(torch.compile(torch.vmap(f), fullgraph=True, backend="aot_eager")(batch), expected)
-
-
-def differences(f, x, h=1e-5):
-    steps = h * torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
-    slopes = torch.stack([(f(x + e) - f(x - e)) / (2 * h) for e in steps], dim=-1)
-    return slopes.reshape(*slopes.shape[:-1], *x.shape)
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_first_and_second_derivatives_are_those_of_differences(max_norm):
     f = lambda J: direction(J, max_norm)
@@ -201,11 +177,6 @@ def test_derivatives_flow_through_the_state():
     torch.testing.assert_close(jacrev(f)(J3), differences(f, J3), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("J", [0 * J3, torch.cat([J3, -J3[:1]])], ids=["zeros", "stationary"])
-def test_derivatives_are_finite_where_there_is_nothing_to_agree_on(J):
-    assert jacrev(direction)(J).isfinite().all()
-
-
 def test_a_batch_of_states_steps_and_compiles():
     rule = nash_mtl(every=2)
     batch = torch.stack(SEQUENCE)
@@ -218,12 +189,3 @@ def test_a_batch_of_states_steps_and_compiles():
     torch.testing.assert_close(after.weights, torch.stack([one.state.weights for one in loop]))
     compiled = torch.compile(second, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch.flip(1), states)[0], found)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((-1.0,), "max_norm"), ((float("inf"),), "max_norm"), ((1.0, 0), "every"), ((1.0, 1.5), "every")],
-)
-def test_errors_name_the_place(arguments, message):
-    with pytest.raises(ValueError, match=rf"nash_mtl: {message} must be .* found"):
-        nash_mtl(*arguments)

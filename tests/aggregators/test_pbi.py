@@ -8,7 +8,7 @@ import torch
 from bounds import eps
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, calls, check_direction, check_slopes, check_transforms
+from scalarizations import LOSSES, calls, check_direction, check_slopes
 
 from functional_jd.aggregators.pbi import pbi, value
 
@@ -82,20 +82,6 @@ def test_equal_to_the_peer():
     torch.testing.assert_close(calls(pbi(5.0, U, Z), LOSSES)[0].tolist(), PEER_WITH_REFERENCE, atol=1e-9, rtol=0)
 
 
-def test_composes_with_every_transform():
-    check_transforms(pbi(5.0, U, Z))
-
-
 def test_derivatives_are_finite_on_the_ray():
     slopes = torch.func.jacrev(lambda losses: calls(pbi(5.0, U), [losses])[0])(2 * U)
     assert slopes.isfinite().all()
-
-
-@pytest.mark.parametrize("theta", [-1.0, math.nan, math.inf])
-def test_hyper_parameters_are_checked(theta):
-    with pytest.raises(ValueError, match="pbi: theta must be finite and not negative, found"):
-        pbi(theta, [1.0])
-    with pytest.raises(ValueError, match="pbi: weights must be finite and non-negative, with a pos"):
-        pbi(1.0, [0.0, 0.0])
-    with pytest.raises(ValueError, match="pbi: reference must be finite, found"):
-        pbi(1.0, [1.0], [theta if theta != -1 else math.nan])

@@ -1,8 +1,6 @@
 """Random weights: the softmax of independent normal numbers, anew at every call."""
 
-import pytest
 import torch
-from bounds import check_within, sum_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -45,16 +43,3 @@ def test_many_calls_make_other_weights_that_average_to_the_mean():
         seen.append(result.weights)
     assert len({tuple(w.tolist()) for w in seen}) == 400
     assert abs(float(torch.stack(seen).mean(0)[0]) - 0.5) < 0.06
-
-
-def test_a_batch_of_jacobians_shares_the_weights_of_the_key():
-    batch = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
-    f = lambda rows: aggregate(random_weights(key(2)), rows).direction
-    check_within(torch.vmap(f)(batch), torch.stack([f(rows) for rows in batch]), sum_bound(batch, 1))
-
-
-def test_what_is_no_key_is_refused_at_once():
-    with pytest.raises(TypeError, match=r"expected an int64 key, found int. Make one"):
-        random_weights(0)
-    with pytest.raises(ValueError, match=r"shape \[2\], found \[3, 2\]"):
-        random_weights(split(key(0), 3))

@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.optimize import brentq, minimize
+from sequences import number
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.sdmgrad import sdmgrad
 
 pairs = hnp.arrays(np.float64, st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 4)), elements=st.integers(-3, 3))
-
-
-def number(k):
-    return ((torch.arange(12).reshape(3, 4) * (k + 3) + k * k) % 11 - 5).double()
 
 
 def other(k):
@@ -98,33 +95,10 @@ def test_many_short_steps_on_one_batch_minimise_the_norm_near_the_preference():
     np.testing.assert_allclose(weights.numpy(), (best.x + 0.3 * u) / 1.3, atol=1e-5)
 
 
-@given(pairs, st.integers(-50, 50))
-def test_the_scale_of_the_losses_does_not_matter(pair, exponent):
-    one, two = torch.from_numpy(pair)
-    rule = sdmgrad()
-    weights = aggregate(rule, one, None, two).weights
-    assert torch.equal(aggregate(rule, one * 2.0**exponent, None, two * 2.0**exponent).weights, weights)
-
-
 def test_without_a_scale_the_weights_stay():
     J = number(0)
     assert aggregate(sdmgrad(), J, None, -J).weights.tolist() == pytest.approx([1 / 3] * 3)
     assert aggregate(sdmgrad(), 0 * J, None, J).direction.tolist() == [0] * 4
-
-
-def test_one_row_counts_one():
-    assert aggregate(sdmgrad(), torch.ones(1, 3), None, torch.ones(1, 3)).weights.tolist() == [1]
-
-
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_in_either_batch_is_not_hidden(where, rows, poison):
-    batches = [number(0), number(1)]
-    batches[where][rows, 2] = poison
-    direction, weights, _ = aggregate(sdmgrad(), batches[0], None, batches[1])
-    assert weights.isnan().all()
-    assert direction.isnan().all()
 
 
 def twice(one, two, u):
@@ -137,25 +111,3 @@ def test_derivatives_are_those_of_finite_differences():
     u = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     inputs = (number(0).requires_grad_(), other(0).requires_grad_(), u.requires_grad_())
     assert torch.autograd.gradcheck(twice, inputs, check_forward_ad=True)
-
-
-def test_a_batch_is_the_loop():
-    ones, twos = torch.stack([number(k) for k in range(3)]), torch.stack([other(k) for k in range(3)])
-    of = lambda one, two: twice(one, two, [0.2, 0.3, 0.5])
-    loop = torch.stack([of(one, two) for one, two in zip(ones, twos, strict=True)])
-    torch.testing.assert_close(torch.vmap(of)(ones, twos), loop)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rate": 0.0}, {"momentum": 1.0}, {"n_steps": 0}, {"pull": -0.1}, {"preference": [-1.0, 2.0]}]
-)
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=f"sdmgrad: {next(iter(wrong))} must be .*, found"):
-        sdmgrad(**wrong)
-
-
-def test_a_second_jacobian_and_one_preference_per_row_are_wanted():
-    with pytest.raises(ValueError, match="independent batches"):
-        aggregate(sdmgrad(), number(0))
-    with pytest.raises(ValueError, match=r"sdmgrad: .* 2 and 3 rows"):
-        aggregate(sdmgrad(preference=[1.0, 2.0]), number(0), None, other(0))

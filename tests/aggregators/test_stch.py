@@ -8,7 +8,7 @@ import torch
 from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, calls, check_direction, check_slopes, check_transforms, hidden
+from scalarizations import LOSSES, calls, check_direction, check_slopes
 
 from functional_jd.aggregators.stch import stch, value
 
@@ -81,29 +81,6 @@ def test_large_losses_and_a_small_mu_do_not_overflow():
     torch.testing.assert_close(weights[0], torch.tensor([0, 0, 1 / 3], dtype=torch.float64))
 
 
-def test_composes_with_every_transform():
-    check_transforms(stch(0.7, U, Z))
-
-
 def test_derivatives_reach_weights_and_reference():
     given = (U.clone().requires_grad_(), Z.clone().requires_grad_())
     assert torch.autograd.gradcheck(lambda u, z: calls(stch(0.5, u, z), LOSSES[:1])[0], given)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_losses_that_are_not_finite_are_not_hidden(bad):
-    assert not hidden(stch(), torch.tensor([1.0, bad, 2.0], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("mu", [0.0, -1.0, math.nan, math.inf])
-def test_mu_is_checked(mu):
-    with pytest.raises(ValueError, match="stch: mu must be positive and finite, found"):
-        stch(mu)
-
-
-@pytest.mark.parametrize("wrong", [{"weights": [1.0, -1.0, 1.0]}, {"reference": [0.0, math.inf, 0.0]}])
-def test_what_belongs_to_objectives_is_checked(wrong):
-    with pytest.raises(ValueError, match=f"stch: {next(iter(wrong))} must"):
-        stch(**wrong)
-    with pytest.raises(ValueError, match="stch: weights must be one per row, found 2 and 3 rows"):
-        calls(stch(weights=[1.0, 2.0]), LOSSES)

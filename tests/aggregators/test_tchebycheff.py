@@ -1,12 +1,10 @@
 """Tchebycheff: a loop over the objectives, its subgradients, and the limit of the smooth one."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, calls, check_direction, check_slopes, check_transforms, hidden
+from scalarizations import LOSSES, calls, check_direction, check_slopes
 
 from functional_jd.aggregators.stch import stch
 from functional_jd.aggregators.tchebycheff import tchebycheff, value
@@ -36,19 +34,3 @@ def test_the_direction_is_the_gradient():
     check_direction(tchebycheff(), lambda losses: losses.max() / 3)
     check_direction(tchebycheff(U, Z), lambda losses: (u * (losses - z)).max())
     check_slopes(tchebycheff(U, Z), lambda losses: (u * (losses - z)).max(), LOSSES[1])
-
-
-def test_composes_with_every_transform():
-    check_transforms(tchebycheff(U, Z))
-
-
-def test_a_loss_that_is_nan_is_not_hidden():
-    assert not hidden(tchebycheff(), torch.tensor([1.0, math.nan, 2.0], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("wrong", [{"weights": [1.0, -1.0, 1.0]}, {"reference": [0.0, math.inf, 0.0]}])
-def test_what_belongs_to_objectives_is_checked(wrong):
-    with pytest.raises(ValueError, match=f"tchebycheff: {next(iter(wrong))} must"):
-        tchebycheff(**wrong)
-    with pytest.raises(ValueError, match="tchebycheff: reference must be one per row, found 2 and 3 rows"):
-        calls(tchebycheff(reference=[1.0, 2.0]), LOSSES)

@@ -21,19 +21,3 @@ def test_the_direction_is_the_gradient_of_the_sum_of_the_losses():
     x = torch.tensor([0.3, -1.2, 2.0])
     J = torch.func.jacrev(losses)(x)
     check_within(aggregate(total(), J).direction, torch.func.grad(lambda x: losses(x).sum())(x), 2 * sum_bound(J))
-
-
-def test_weights_are_float64_ones():
-    weights = aggregate(total(), torch.ones(7, 2, dtype=torch.bfloat16)).weights
-    assert weights.dtype == torch.float64
-    torch.testing.assert_close(weights, torch.tensor([1.0] * 7, dtype=torch.float64))
-
-
-def test_composes_with_every_transform():
-    f = lambda J: aggregate(total(), J).direction
-    J = torch.arange(24.0).view(4, 3, 2)
-    expected = J.sum(1)
-    torch.testing.assert_close(torch.vmap(f)(J), expected)
-    grad = torch.func.grad(lambda J: f(J).sum())
-    torch.testing.assert_close(torch.vmap(grad)(J), torch.ones_like(J))
-    torch.testing.assert_close(torch.func.jvp(f, (J[0],), (J[1],))[1], expected[1])

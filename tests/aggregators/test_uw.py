@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scalarizations import LOSSES, ROWS, calls, check_direction, check_restored, check_slopes, check_transforms
+from scalarizations import LOSSES, ROWS, calls, check_direction, check_restored, check_slopes
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.uw import UwState, uw, value
@@ -77,10 +77,6 @@ def test_losses_that_never_change_end_with_all_weighted_losses_one_half():
     torch.testing.assert_close(weights * losses, torch.full_like(losses, 0.5))
 
 
-def test_composes_with_every_transform():
-    check_transforms(uw(0.5))
-
-
 def test_a_saved_state_continues_bit_for_bit():
     check_restored(uw())
 
@@ -88,9 +84,3 @@ def test_a_saved_state_continues_bit_for_bit():
 def test_losses_that_are_not_finite_show_in_the_state():
     state = aggregate(uw(), ROWS, losses=torch.tensor([1.0, math.nan, 1.0])).state
     assert state.log_variances.isfinite().tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_the_rate_is_checked(rate):
-    with pytest.raises(ValueError, match="uw: rate must be positive and finite, found"):
-        uw(rate)

@@ -482,15 +482,6 @@ def test_nothing_is_left_to_the_collector():
     assert gc.collect() == 0
 
 
-def test_what_is_no_key_and_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"^keyed: f must be a function, found int"):
-        keyed(3)
-    with pytest.raises(TypeError, match=r"^keyed: expected an int64 key"):
-        keyed(torch.rand)(torch.ones(2), 3)
-    with pytest.raises(ValueError, match=r"^keyed: expected one key of shape \[2\]"):
-        keyed(torch.rand)(random.split(KEY), 3)
-
-
 # The engines
 
 
