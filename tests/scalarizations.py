@@ -1,9 +1,7 @@
 """What every rule that looks at the losses must show, beside the laws of the kit.
 
-`check_direction` compares with plain autograd, `check_slopes` with finite differences, `check_transforms` with loops.
+`check_direction` compares with plain autograd, `check_slopes` with finite differences.
 """
-
-import io
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -89,34 +87,3 @@ def calls(rule, sequence, state=None):
 def compiled(f):
     torch.compiler.reset()  # the graphs of other tests count against the limit of this one
     return torch.compile(f, fullgraph=True, backend="aot_eager")
-
-
-def check_transforms(rule):
-    """vmap and derivatives after three calls are those of loops and finite differences."""
-
-    def third(losses):
-        return calls(rule, [losses, losses.roll(1) * 2, losses.square()])[0][-1] * losses
-
-    loop = torch.stack([third(losses) for losses in LOSSES])
-    torch.testing.assert_close(torch.vmap(third)(LOSSES), loop)
-    assert torch.autograd.gradcheck(third, LOSSES[0].clone().requires_grad_(), check_forward_ad=True)
-    slopes = torch.vmap(torch.func.grad(lambda losses: third(losses).sum()))(LOSSES)
-    leaf = LOSSES.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(sum(third(losses).sum() for losses in leaf), leaf)
-    torch.testing.assert_close(slopes, expected)
-
-
-def check_restored(rule):
-    """A state that was saved and loaded continues bit for bit."""
-    _, state = calls(rule, LOSSES[:2])
-    file = io.BytesIO()
-    torch.save(state._asdict(), file)
-    file.seek(0)
-    restored = type(state)(**torch.load(file, weights_only=True))
-    for expected, found in zip(calls(rule, LOSSES[2:], state), calls(rule, LOSSES[2:], restored), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(tree_leaves(expected), tree_leaves(found), strict=True))
-
-
-def hidden(rule, losses):
-    """Whether losses outside a rule's domain leave the direction finite."""
-    return bool(aggregate(rule, torch.ones(len(losses), 2), losses=losses).direction.isfinite().any())

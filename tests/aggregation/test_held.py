@@ -120,8 +120,6 @@ def test_what_does_not_fit_is_refused(m):
     assert torch.equal(fj.aggregate(repeated, J, state).weights, state.weights)
     with pytest.raises(ValueError, match=r"^held: expected a rule with one weight per row"):
         fj.aggregate(fj.held(fj.trimmed_mean(0))[0], J)
-    with pytest.raises(TypeError, match=r"^held: expected a rule, found function\. Call its builder"):
-        fj.held(fj.upgrad)
 
 
 def test_in_a_step_one_objective_is_no_special_case():

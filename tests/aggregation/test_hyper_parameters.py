@@ -15,7 +15,6 @@ from functional_jd.core.arguments import (
     FROM_0_TO_1,
     NOT_NEGATIVE,
     POSITIVE,
-    check_integer,
     number,
 )
 
@@ -62,13 +61,6 @@ def test_a_tensor_is_widened_and_keeps_its_derivatives():
     assert checked(torch.nn.Parameter(x)).requires_grad
 
 
-def test_it_compiles_with_vmap_and_gradient():
-    torch.compiler.reset()  # the graphs of other tests count against the limit of this one
-    f = torch.vmap(torch.func.grad(lambda x: checked(x).square()))
-    sweep = torch.tensor([0.5, 2.0])
-    assert torch.equal(torch.compile(f, fullgraph=True, backend="aot_eager")(sweep), 2 * sweep)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -91,12 +83,3 @@ def test_it_compiles_with_vmap_and_gradient():
 def test_what_is_no_number_is_refused(wrong, error, message):
     with pytest.raises(error, match=message):
         checked(wrong)
-
-
-def test_integers_must_be_of_python():
-    check_integer("rule", "count", 3, 1, "It counts.")
-    for wrong in (0, 1.5, "1"):
-        with pytest.raises(ValueError, match=rf"rule: count must be an integer of at least 1, found {wrong!r}. It"):
-            check_integer("rule", "count", wrong, 1, "It counts.")
-    with pytest.raises(TypeError, match=r"rule: count must be a Python integer, .*, found torch.int64 \[\]. It counts"):
-        check_integer("rule", "count", torch.tensor(2), 1, "It counts.")

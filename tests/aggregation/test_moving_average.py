@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from functional_jd.aggregation.moving_average import average_as_weights, next_average, row_norms, zero_rows
 from functional_jd.testing.strategies import jacobians
 
-torch.set_num_threads(1)
-
 LIKE = {"w": torch.zeros(2, 2), "b": torch.zeros(())}
 # Small integers and halves: exact in float64, in whatever order they are added up.
 rows = jacobians(3, like=LIKE, wide=False)

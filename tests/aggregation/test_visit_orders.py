@@ -26,9 +26,3 @@ def test_all_pairs_of_orders_are_equally_likely():
             for second in permutations(sorted({0, 1, 2, 3} - {two})):
                 here = (orders[:, one] == torch.tensor(first)).all(1) & (orders[:, two] == torch.tensor(second)).all(1)
                 assert abs(int(here.sum()) - n / 36) < 5 * (n / 36) ** 0.5
-
-
-def test_a_batch_of_keys_is_the_loop():
-    keys = split(key(3), 5)
-    batch = torch.vmap(lambda k: random_visit_orders(k, 6))(keys)
-    assert torch.equal(batch, torch.stack([random_visit_orders(k, 6) for k in keys]))

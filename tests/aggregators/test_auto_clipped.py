@@ -1,11 +1,10 @@
 """Automatic clipping: the paper's formula by hand, its bound, its unit, and steps without rows."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from bounds import check_stable, check_within, eps
+from bounds import check_within, eps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,12 +37,3 @@ def test_with_small_gamma_the_unit_of_a_loss_does_not_matter(size):
     expected = fj.aggregate(fj.auto_clipped(1e-12), rows).direction
     # gamma changes a row's share by gamma over its norm.
     check_within(fj.aggregate(fj.auto_clipped(1e-12), size * rows).direction, expected, 2 * 1e-12 / (0.5 * 1e-3))
-
-
-def test_the_gramian_engine_takes_the_steps_of_the_jacobian_engine():
-    params, x = {"w": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()}, torch.eye(4).double()
-    losses = fj.per_example(lambda p, x: torch.tanh(x @ p["w"]).square().sum())
-    how = {"losses": losses, "aggregator": fj.auto_clipped(), "optimizer": fj.sgd(0.1)}
-    state = fj.train_state(params, x, scale=fj.scale_state(), **how)
-    take = lambda engine, params: fj.step(state._replace(params=params), x, engine=engine, **how)
-    check_stable(take("gramian", params), partial(take, "jacobian"), params)

@@ -1,7 +1,5 @@
 """Clipping by norm, row by row: torch's own clipping of single gradients, the sensitivity, and steps without rows."""
 
-from functools import partial
-
 import pytest
 import torch
 from bounds import check_stable, check_within, eps
@@ -56,13 +54,6 @@ def test_rows_that_are_short_enough_keep_their_bits_and_zeros_count():
     assert torch.equal(fj.aggregate(fj.clipped(16.0), J).direction, fj.aggregate(fj.total(), J).direction)
 
 
-def test_groups_are_clipped_by_themselves():
-    rows = {"trunk": J, "head": 2 * J.flip(1)}
-    found = fj.aggregate(fj.grouped({"trunk": fj.clipped(1.0), "head": fj.clipped(2.0)}), rows).direction
-    assert torch.equal(found["trunk"], fj.aggregate(fj.clipped(1.0), J).direction)
-    assert torch.equal(found["head"], fj.aggregate(fj.clipped(2.0), 2 * J.flip(1)).direction)
-
-
 def network():
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -91,24 +82,6 @@ def test_a_step_is_that_of_vmap_of_grad(engine, shape):
     after, info = fj.step(state, *batch, **how)
     check_stable((info.weights, after.params), by_hand, params, *batch)
     assert info.gramian == ()
-
-
-@pytest.mark.parametrize("transform", ["compile", "vmap"])
-def test_steps_without_rows_under_transforms(transform):
-    params, losses, batch = network()
-    how = {"losses": losses, "aggregator": fj.clipped(0.5), "optimizer": fj.sgd(0.5)}
-    state = fj.train_state(params, *batch, scale=fj.scale_state(), **how)
-    take = partial(fj.step, engine="gramian", **how)
-    if transform == "compile":
-        torch.compiler.reset()
-        after, found = torch.compile(take, backend="aot_eager", fullgraph=True)(state, *batch)
-    else:
-        two = torch.utils._pytree.tree_map(lambda x: torch.stack([x, x]), state)
-        pair = torch.vmap(take, in_dims=(0, None, None))(two, *batch)
-        after, found = torch.utils._pytree.tree_map(lambda x: x[1], pair)
-    eager = lambda params, *batch: take(state._replace(params=params), *batch)
-    picked = lambda result: (result[0].params, result[1].weights)
-    check_stable(picked((after, found)), lambda *given: picked(eager(*given)), params, *batch)
 
 
 @pytest.mark.parametrize("engine", ["jacobian", "gramian"])

@@ -12,7 +12,6 @@ from sequences import number, sequences, values
 
 from functional_jd import jacobian_fn
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.cr_mogm import cr_mogm
 from functional_jd.aggregators.db_mtl import db_mtl
 from functional_jd.aggregators.grouped import grouped
@@ -76,16 +75,6 @@ def test_what_the_current_rows_do_not_contain_is_carried_over():
     state = aggregate(rule, torch.tensor([[0.0, 4.0], [4.0, 0.0]]), losses=ones).state
     direction = aggregate(rule, torch.tensor([[0.0, 0.0], [0.0, 0.0]]), state, losses=ones).direction
     assert direction.tolist() == [1.0, 1.0]
-
-
-def test_the_direction_is_what_the_weights_make_of_the_current_rows():
-    rule = db_mtl()
-    J = {"w": number(0)[:, :3].unsqueeze(1), "b": number(0)[:, 3]}
-    state = aggregate(rule, J, losses=values(0)).state
-    later = aggregate(rule, {"w": J["w"].flip(0), "b": J["b"].flip(0)}, state, losses=values(1))
-    found = combine({"w": J["w"].flip(0), "b": J["b"].flip(0)}, later.weights)
-    torch.testing.assert_close(found, later.direction)
-    assert later.weights["w"].weights.shape == (3, 1, 1)
 
 
 def test_every_group_carries_its_own_rows_and_averages_are_averaged():

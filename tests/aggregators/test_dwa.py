@@ -1,6 +1,5 @@
 """DWA: the paper's equation in plain loops, epochs that end by a function, and the peer's numbers."""
 
-import io
 import math
 
 import torch
@@ -11,15 +10,13 @@ from scalarizations import (
     ROWS,
     calls,
     check_direction,
-    check_restored,
     check_slopes,
-    check_transforms,
     compiled,
 )
 from torch.utils._pytree import tree_map
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregators.dwa import DwaState, dwa, dwa_end_epoch
+from functional_jd.aggregators.dwa import dwa, dwa_end_epoch
 
 losses = st.lists(st.integers(1, 9).map(float), min_size=3, max_size=3)
 epochs = st.lists(st.lists(losses, min_size=1, max_size=3), min_size=1, max_size=4)
@@ -101,7 +98,6 @@ def twice(losses):
 
 
 def test_ending_an_epoch_composes_with_every_transform():
-    check_transforms(dwa())
     loop = torch.stack([twice(losses) for losses in LOSSES])
     torch.testing.assert_close(torch.vmap(twice)(LOSSES), loop)
     torch.testing.assert_close(compiled(torch.vmap(twice))(LOSSES), loop)
@@ -113,14 +109,3 @@ def test_ending_an_epoch_changes_nothing_that_it_is_given():
     before = tree_map(torch.clone, state)
     dwa_end_epoch(state)
     assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
-
-
-def test_a_saved_state_continues_bit_for_bit_also_in_the_middle_of_an_epoch():
-    check_restored(dwa())
-    file = io.BytesIO()
-    _, state = calls(dwa(), LOSSES[:1], third_epoch())
-    torch.save(state._asdict(), file)
-    file.seek(0)
-    restored = DwaState(**torch.load(file, weights_only=True))
-    for expected, found in zip(dwa_end_epoch(state), dwa_end_epoch(restored), strict=True):
-        assert torch.equal(expected, found)

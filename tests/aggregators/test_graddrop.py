@@ -9,7 +9,6 @@ from sequences import integer_jacobians
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.graddrop import graddrop
-from functional_jd.core.heads import MultitaskJacobian
 from functional_jd.random import key, split
 
 EXAMPLE = torch.tensor([[-4.0, 1.0, 1.0], [6.0, 1.0, 1.0]])
@@ -58,16 +57,6 @@ def test_example():
     """The peer's example gives (6, 2, 2), or, with probability 0.4, (-4, 2, 2)."""
     found = torch.vmap(lambda k: aggregate(graddrop(k), EXAMPLE).direction)(split(key(0), 200))
     assert {tuple(d) for d in found.tolist()} == {(6.0, 2.0, 2.0), (-4.0, 2.0, 2.0)}
-
-
-def test_equal_for_a_tree_and_for_its_flattened_rows():
-    generator = torch.Generator().manual_seed(0)
-    tree = {"b": torch.randn(3, 4, generator=generator), "a": [torch.randn(3, 2, 5, generator=generator)]}
-    flat = torch.cat([tree["a"][0].flatten(1), tree["b"]], dim=1)
-    d = aggregate(graddrop(key(4)), tree).direction
-    assert torch.equal(torch.cat([d["a"][0].flatten(), d["b"]]), aggregate(graddrop(key(4)), flat).direction)
-    multitask = aggregate(graddrop(key(4)), MultitaskJacobian(tree, torch.ones(2))).direction
-    assert torch.equal(multitask["shared"]["b"], d["b"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -14,10 +14,3 @@ def test_the_direction_is_the_mean_of_the_rows(rows):
     J = torch.tensor(rows)
     expected = torch.tensor([sum(column) / len(rows) for column in zip(*rows, strict=True)], dtype=torch.float64)
     check_within(aggregate(mean(), J).direction, expected, 2 * sum_bound(J) / len(J))
-
-
-def test_the_direction_is_the_gradient_of_the_mean_of_the_losses():
-    losses = lambda x: torch.stack([x.square().sum(), x.sin().sum(), x.prod()])
-    x = torch.tensor([0.3, -1.2, 2.0])
-    J = torch.func.jacrev(losses)(x)
-    check_within(aggregate(mean(), J).direction, torch.func.grad(lambda x: losses(x).mean())(x), 2 * sum_bound(J) / 3)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sequences import number, sequences, values
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.combine import combine
 from functional_jd.aggregators.moco import moco
 
 
@@ -76,15 +75,6 @@ def test_what_the_current_rows_do_not_contain_is_carried_over():
     state = aggregate(rule, torch.tensor([[0.0, 3.0], [7.0, 0.0]]), losses=losses).state
     direction = aggregate(rule, torch.zeros(2, 2), state, losses=losses).direction
     torch.testing.assert_close(direction, torch.tensor([1.0, 0.5]))
-
-
-def test_the_direction_is_what_the_weights_make_of_the_current_rows():
-    J = {"w": number(0)[:, :3].unsqueeze(1), "b": number(0)[:, 3]}
-    state = aggregate(moco(), J, losses=values(0)).state
-    flipped = {key: leaf.flip(0) for key, leaf in J.items()}
-    later = aggregate(moco(), flipped, state, losses=values(1))
-    torch.testing.assert_close(combine(flipped, later.weights), later.direction)
-    assert later.weights["w"].weights.shape == (3, 1, 1)
 
 
 def test_the_average_forgets_noise_that_the_current_rows_have():

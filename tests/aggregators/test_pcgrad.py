@@ -79,15 +79,10 @@ def test_many_rows_are_projected_as_the_paper_does(m, n):
     check_within(found.direction, rows.sum(0), m * n * eps() * found.weights @ J.abs())
 
 
-def test_the_key_decides_and_advances():
+def test_every_call_draws_again():
     rule, state, seen = pcgrad(key(0)), None, set()
     for _ in range(30):
         result = aggregate(rule, THREE, state)
-        again = aggregate(rule, THREE, state)
-        assert torch.equal(result.weights, again.weights)
-        assert torch.equal(result.state, again.state)
-        assert result.state.shape == (2,)
-        assert result.state.dtype == torch.int64
         state = result.state
         seen.add(tuple(result.weights.tolist()))
     assert len(seen) > 3

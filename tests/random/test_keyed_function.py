@@ -180,6 +180,8 @@ def test_factories_take_the_arguments_of_torchs():
         lambda: torch.empty(3, dtype=torch.int64).normal_(),
         lambda: torch.empty(3).uniform_(2, 1),
         lambda: torch.bernoulli(x, 2.0),
+        lambda: torch.bernoulli(x, -0.1),
+        lambda: torch.empty(2).bernoulli_(-0.1),
         lambda: torch.multinomial(torch.ones(3), 4),
         lambda: torch.multinomial(torch.ones(3), 0),
         lambda: torch.normal(0.0, -1.0, (3,)),

@@ -244,12 +244,6 @@ def test_draws_stay_on_the_device_of_the_key(draw):
     assert (drawn.shape, drawn.dtype) == (expected.shape, expected.dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with a CUDA device")
-@every_draw
-def test_draws_are_the_same_to_rounding_on_cuda(draw):
-    torch.testing.assert_close(draw(random.key(13, device="cuda")).cpu(), draw(random.key(13)))
-
-
 # Independence
 
 

@@ -97,6 +97,7 @@ RULES = {
     "graddrop": lambda: fj.graddrop(fj.random.key(3)),
     "gradvac": lambda: fj.gradvac(fj.random.key(4)),
     "excess_mtl": fj.excess_mtl,
+    "famo": fj.famo,
     "pcd": fj.pcd,
     "cr_mogm": lambda: fj.cr_mogm(fj.mgda()),
     "grouped": lambda: fj.grouped({"net": fj.pcgrad(fj.random.key(5))}),
