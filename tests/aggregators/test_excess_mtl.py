@@ -92,10 +92,3 @@ def test_a_row_that_was_zero_so_far_starts_with_its_first_risk():
     assert weights[1] > weights[0] > 0
     weights = aggregate(rule, 1e9 * J.flip(0), state).weights
     assert weights[0] > 0.1
-
-
-@pytest.mark.parametrize("n_warmup", [0, 1])
-def test_what_is_not_finite_is_not_hidden(n_warmup):
-    J = number(0)
-    J[1, 2] = torch.inf
-    assert not aggregate(excess_mtl(n_warmup=n_warmup), J).direction.isfinite().all()
