@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.linalg import polar
 from sequences import DEPENDENT, J3, differences, integer_jacobians
-from torch.func import jacfwd, jacrev
+from torch.func import jacrev
 
 from functional_jd.aggregation.aggregate import aggregate
 from functional_jd.aggregators.aligned_mtl import aligned_mtl
@@ -89,14 +89,6 @@ def test_rows_of_very_different_lengths_count_as_dependent_from_the_bound_on(m):
             torch.testing.assert_close(found, torch.full_like(found, 1 / m))
         else:  # only the longest is left, and its length with it
             torch.testing.assert_close(found, torch.where(lengths > 1, lengths / m, 0))
-
-
-@pytest.mark.parametrize("mode", ["min", "median", "rmse"])
-@pytest.mark.parametrize("J", [J3, DEPENDENT], ids=["independent", "dependent"])
-def test_derivatives_are_those_of_differences(J, mode):
-    f = lambda J: direction(J, None, mode)
-    torch.testing.assert_close(jacrev(f)(J), differences(f, J), rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(jacfwd(f)(J), differences(f, J), rtol=1e-7, atol=1e-8)
 
 
 def test_derivatives_are_right_where_other_eigenvalues_coincide():
