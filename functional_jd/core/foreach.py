@@ -1,6 +1,7 @@
 """Many tensors in a few launches of an accelerator: their largest magnitude, their products with a number, copies."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
     if not (values[0].is_cpu or under_transform()):
         if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
             values = [torch.cat([_flat(x) for x in values])]
-        return torch.nn.utils.get_total_norm(values, torch.inf)
+        one = len(values) == 1
+        return torch.linalg.vector_norm(values[0], torch.inf) if one else torch.nn.utils.get_total_norm(values, torch.inf)
     small: list[Tensor] = []
     extrema: list[Tensor] = []
     joins = not torch.compiler.is_compiling()
@@ -48,7 +50,8 @@ def _flat(x: Tensor) -> Tensor:
 
 def each_magnitude(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude `[]` of each tensor, NaN if a value is, 0 of no values."""
-    return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors]
+    magnitude = (lambda x: x.abs().amax()) if under_transform() else partial(torch.linalg.vector_norm, ord=torch.inf)
+    return [magnitude(x) if x.numel() else x.new_zeros(()) for x in tensors]
 
 
 def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
