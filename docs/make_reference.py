@@ -49,7 +49,7 @@ SECTIONS = {
     "Differentiate": ["engines", "aggregation.observation", "torch_compat.slow_path"],
     "Aggregate": ["aggregation", "core.heads", "core.types"],
     "Rules": ["aggregators"],
-    "Loss scaling": ["precision.loss_scale", "precision.scale_state", "precision.grad_scaler"],
+    "Loss scaling": ["precision.loss_scale", "precision.scale_state"],
     "Precision": ["precision"],
     "Optimizers": ["optimizers"],
     "Diagnose": ["diagnostics", "core.names"],
@@ -81,8 +81,9 @@ def sections() -> dict[str, list[str]]:
 
     for name, member in sorted(public_names().items(), key=place):
         path = member.__module__.removeprefix("functional_jd.")
-        while path not in home:
+        while path and path not in home:
             path = path.rpartition(".")[0]
+        assert path, f"no heading for {member.__module__}.{name}"
         found[home[path]].append(name)
     return found
 

@@ -6,7 +6,7 @@ from functional_jd.aggregation.observation import Observation
 from functional_jd.core.types import Declared
 from functional_jd.engines.by_name import features_engine, gramian_engine, jacobian_engine, weighted_engine
 from functional_jd.engines.choose import EngineChoice
-from functional_jd.engines.kinds.kind import Kind, Pullback
+from functional_jd.engines.kinds.kind import Kind
 from functional_jd.engines.kinds.plain import PLAIN
 from functional_jd.engines.plan import Engine, Plan, require
 
@@ -18,7 +18,6 @@ __all__ = [
     "Kind",
     "Observation",
     "Plan",
-    "Pullback",
     "features_engine",
     "gramian_engine",
     "jacobian_engine",
