@@ -48,7 +48,7 @@ CALLS: dict[str, dict[str, Call]] = {
 RECORDS = """
     AffineWeights Aggregation Aggregator Counterexample Declared Advice Diagnosis Engine EngineChoice ExampleSets
     FoundWeights Findings Front Kind Layer Multitask MultitaskJacobian Observation Optimizer Path Plan PerExample
-    Population Problem Pullback Range ScaleState Sharded StepInfo TrainState View
+    Population Problem Range ScaleState Sharded StepInfo TrainState View
 """
 EXCLUDED = {
     **dict.fromkeys(RECORDS.split(), "a record, whose fields the functions that take it check"),
