@@ -26,7 +26,9 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
         if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
             values = [torch.cat([_flat(x) for x in values])]
         one = len(values) == 1
-        return torch.linalg.vector_norm(values[0], torch.inf) if one else torch.nn.utils.get_total_norm(values, torch.inf)
+        return (
+            torch.linalg.vector_norm(values[0], torch.inf) if one else torch.nn.utils.get_total_norm(values, torch.inf)
+        )
     small: list[Tensor] = []
     extrema: list[Tensor] = []
     joins = not torch.compiler.is_compiling()
