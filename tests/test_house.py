@@ -15,27 +15,27 @@ TEXTS = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What is allowed, and the goal where that is not reached yet. Change a number only towards its goal.
-CODE_LINES = 15_750  # goal 12,500
-LINES = 27_750  # goal 22,000
-FILES = 224  # goal 190
+CODE_LINES = 14_500  # goal 12,500
+LINES = 25_400  # goal 22,000
+FILES = 195  # goal 190
 LINES_OF_A_FILE = 400
-PRIVATE_NAMES = 42  # goal 20
-CHAIN = 27  # goal 18
+PRIVATE_NAMES = 21  # goal 20
+CHAIN = 18
 ROOMS = {
-    ("core",): 1_920,  # goal 1,300
-    ("torch_compat",): 2_060,  # goal 1,200
-    ("random",): 980,  # goal 800
-    ("solvers",): 1_480,  # goal 1,400
-    ("precision",): 1_440,  # goal 1,150
-    ("objectives",): 1_470,  # goal 1,000
+    ("core",): 1_870,  # goal 1,300
+    ("torch_compat",): 1_610,  # goal 1,200
+    ("random",): 890,  # goal 800
+    ("solvers",): 1_460,  # goal 1,400
+    ("precision",): 1_150,
+    ("objectives",): 1_260,  # goal 1,000
     ("aggregation", "aggregators"): 4_400,
-    ("optimizers",): 1_370,  # goal 1,200
-    ("engines",): 4_520,  # goal 3,700
-    ("training",): 3_010,  # goal 2,000
+    ("optimizers",): 1_270,  # goal 1,200
+    ("engines",): 4_085,  # goal 3,700
+    ("training",): 2_660,  # goal 2,000
     ("distributed",): 450,
-    ("diagnostics", "fronts"): 1_400,  # goal 1,200
-    ("testing",): 1_500,
-    ("plotting", "__main__.py"): 1_820,  # goal 1,350
+    ("diagnostics", "fronts"): 1_310,  # goal 1,200
+    ("testing",): 1_400,
+    ("plotting", "__main__.py"): 1_575,  # goal 1,350
 }
 """Lines of a room, at most. A room that needs more gives up something."""
 
