@@ -71,6 +71,10 @@ class Plan(NamedTuple):
     next_buffers: Callable[[Tree], Tree] = lambda found: found
 
 
+class RowsNeededError(Exception):
+    """The Gramian cannot be found layer by layer: the rows are needed."""
+
+
 @displayed_as(outline)
 class Engine(NamedTuple):
     """How a step differentiates. `jacobian_engine`, `gramian_engine` and `weighted_engine` make one.

@@ -3,18 +3,22 @@ parameters that are passed, noise protects, and no running statistics are lost.
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import described
+from functional_jd.core.checksum import checksums
 from functional_jd.core.names import objective_names
-from functional_jd.core.tree import tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
-from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Tree
+from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
+from functional_jd.core.tree import described_leaves, tree_flatten, tree_leaves, tree_map, tree_names, tree_unflatten
+from functional_jd.core.types import PLAIN_TENSORS, Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import evaluate_losses
 from functional_jd.engines.kinds import kind_of
 from functional_jd.engines.plan import Plan
@@ -25,7 +29,7 @@ from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.torch_compat.autograd_graph import nodes_from
 from functional_jd.torch_compat.slow_path import random_state, set_random_state, user_level
-from functional_jd.torch_compat.torch_internals import has_values, innermost
+from functional_jd.torch_compat.torch_internals import has_values, innermost, under_transform
 from functional_jd.torch_compat.watching import StateJournal
 
 _CURE = "Call functional(model)(params, ...), not model(...)"
@@ -231,3 +235,44 @@ def _warn(text: str) -> None:
 
 def _few(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + " and others" * (len(names) > 3)
+
+
+def detach_parameters(params: Params) -> Params:
+    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
+    return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
+
+
+def check_ranks(
+    where: str, losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
+) -> None:
+    """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
+    records of functions, such as a rule. The meshes of the losses and of the leaves name the ranks.
+    """
+    meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(leaves)]) if mesh is not None]
+    if not meshes or under_transform():
+        return
+    parts: dict[str, Any] = {f"the same {name}": [description(record)] for name, record in method.items()}
+    for name, tree in values.items():
+        found: list[Any] = tree_leaves(tree)
+        held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
+        parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
+    for mesh in meshes:
+        least = partial(over_mesh, "least", mesh=mesh)
+        check_alike(where, parts, least, mesh.device_type, "Build them alike everywhere.")
+
+
+def keys_of(state: Tree) -> list[Tensor]:
+    """The keys in a rule's state; those of a user's own rule cannot be seen before."""
+    return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def refuse_frozen(where: str, params: Params) -> None:
+    """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
+    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
+        if isinstance(p, nn.Parameter) and not p.requires_grad:
+            raise ValueError(
+                f"{where}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
+                "Keep such parameters apart: trained, constant = objectives.partition(params, lambda name, p: "
+                "p.requires_grad), and in the losses (of multitask losses in `features`) objectives.merge(trained, "
+                "constant)."
+            )

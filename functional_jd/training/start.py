@@ -1,8 +1,8 @@
 """How training starts: the state that the first step takes."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Collection
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,22 +10,25 @@ from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.views import loss_vector
-from functional_jd.core.agreement import check_alike, description
 from functional_jd.core.arguments import refuse
-from functional_jd.core.checksum import checksums
 from functional_jd.core.float64 import widest
 from functional_jd.core.names import objective_names
-from functional_jd.core.sharding import is_sharded, meshes_of, over_mesh
-from functional_jd.core.tree import described_leaves, floating_leaves, tree_leaves, tree_map, tree_names
+from functional_jd.core.tree import floating_leaves, tree_leaves, tree_map
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.plan import Engine
-from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import random_state, random_state_outside_torch, set_random_state
 from functional_jd.torch_compat.torch_internals import under_functorch, under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning, check_noise
+from functional_jd.training.checks import (
+    check_learning,
+    check_noise,
+    check_ranks,
+    detach_parameters,
+    keys_of,
+    refuse_frozen,
+)
 from functional_jd.training.driver import started
 from functional_jd.training.prepare import prepare
 from functional_jd.training.state import TrainState, check_method, note_losses
@@ -154,35 +157,6 @@ def _place(leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
     return placed
 
 
-def detach_parameters(params: Params) -> Params:
-    """Return the pytree with the values of each `nn.Parameter` in its place; other tensors keep their graph."""
-    return tree_map(lambda p: p.detach() if isinstance(p, nn.Parameter) else p, params)
-
-
-def check_ranks(
-    where: str, losses: LossFunction, leaves: list[Any], values: Mapping[str, Tree], method: Mapping[str, Any] = {}
-) -> None:
-    """Raise for shards of different trainings: values by name, tensors that are equal on all ranks or shards, and
-    records of functions, such as a rule. The meshes of the losses and of the leaves name the ranks.
-    """
-    meshes = [mesh for mesh in dict.fromkeys([mesh_of(losses), *meshes_of(leaves)]) if mesh is not None]
-    if not meshes or under_transform():
-        return
-    parts: dict[str, Any] = {f"the same {name}": [description(record)] for name, record in method.items()}
-    for name, tree in values.items():
-        found: list[Any] = tree_leaves(tree)
-        held = [x.placements if is_sharded(x) else f"{int(checksums([x])[0]):x}" for x in found]
-        parts[f"the same {name}"] = [f"{x} {y}" for x, y in zip(described_leaves(tree), held, strict=True)]
-    for mesh in meshes:
-        least = partial(over_mesh, "least", mesh=mesh)
-        check_alike(where, parts, least, mesh.device_type, "Build them alike everywhere.")
-
-
-def keys_of(state: Tree) -> list[Tensor]:
-    """The keys in a rule's state; those of a user's own rule cannot be seen before."""
-    return [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dtype == torch.int64 and not is_sharded(x)]  # pyright: ignore[reportUnnecessaryIsInstance]
-
-
 def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
     """The state with memory of its own for every element of a vmap, as each step returns it: with strides of 0, as of a
     count of steps, torch.compile would take the second step for another function than the first.
@@ -190,15 +164,3 @@ def _stored_apart(state: TrainState, inputs: Tree) -> TrainState:
     tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     chosen = reduce(torch.logical_or, [x.new_zeros((), dtype=torch.bool, device=tensors[0].device) for x in tensors])
     return tree_map(lambda x: torch.where(chosen.to(x.device), x, x), state)
-
-
-def refuse_frozen(where: str, params: Params) -> None:
-    """Raise for an `nn.Parameter` that does not require grad: it would be trained."""
-    for name, p in zip(tree_names(params), tree_leaves(params), strict=True):
-        if isinstance(p, nn.Parameter) and not p.requires_grad:
-            raise ValueError(
-                f"{where}: all parameters must require grad, since all of them are trained, found frozen {name!r}. "
-                "Keep such parameters apart: trained, constant = objectives.partition(params, lambda name, p: "
-                "p.requires_grad), and in the losses (of multitask losses in `features`) objectives.merge(trained, "
-                "constant)."
-            )

@@ -25,10 +25,9 @@ from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.slow_path import random_state_outside_torch, user_level
 from functional_jd.torch_compat.torch_internals import under_transform
 from functional_jd.torch_compat.watching import StateJournal
-from functional_jd.training.checks import check_learning
+from functional_jd.training.checks import check_learning, check_ranks, detach_parameters, keys_of, refuse_frozen
 from functional_jd.training.driver import observe, weighed
 from functional_jd.training.prepare import prepare
-from functional_jd.training.start import check_ranks, detach_parameters, keys_of, refuse_frozen
 from functional_jd.training.state import by_objective
 
 _WHERE = "weights_fn"

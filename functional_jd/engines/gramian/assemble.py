@@ -24,10 +24,6 @@ Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
 """`f(points, recorder) -> (outputs, extra)`."""
 
 
-class RowsNeededError(Exception):
-    """The Gramian cannot be found layer by layer: the rows are needed."""
-
-
 def recorded(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Recording]:
     """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
     outputs of the recorded layers and, behind them, the points; and what was recorded.

@@ -11,13 +11,12 @@ from torch import Tensor
 from functional_jd.core.tree import floating_leaves, tree_map
 from functional_jd.core.types import Direction, Losses, Params
 from functional_jd.engines.evaluate import check_weights, row_scales
-from functional_jd.engines.gramian.assemble import RowsNeededError
 from functional_jd.engines.gramian.products import crossed_leaf, products_of_leaves
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.per_example import PER_EXAMPLE
 from functional_jd.engines.kinds.per_example import gramian as examples_gramian
 from functional_jd.engines.kinds.per_example import weighted as examples_weighted
-from functional_jd.engines.plan import Plan
+from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives import ExampleSets
 from functional_jd.objectives.buffers import Carried, CarryingLosses, Extras, next_as_found
 from functional_jd.precision.autocast import autocast_disabled

@@ -16,8 +16,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
 from functional_jd.engines.evaluate import check_weights, objective_count, row_scales
-from functional_jd.engines.gramian.assemble import RowsNeededError
-from functional_jd.engines.plan import Plan
+from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives.buffers import CarryingLosses, Extras, carrying_losses
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import unscale

@@ -24,10 +24,10 @@ from functional_jd.core.tree import (
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
 from functional_jd.engines.evaluate import called, element_count, evaluate_losses, row_scales
-from functional_jd.engines.gramian.assemble import RowsNeededError, gramian_of_uses, recorded
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
 from functional_jd.engines.kinds.kind import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
-from functional_jd.engines.plan import Plan
+from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.engines.row_vjps import (
     Rows,
     blamed,

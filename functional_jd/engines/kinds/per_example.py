@@ -24,7 +24,9 @@ from functional_jd.engines.evaluate import check_example_losses, evaluate_losses
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
-from functional_jd.engines.kinds.plain import PLAIN
+from functional_jd.engines.kinds.plain import gramian as gramian_of_plain
+from functional_jd.engines.kinds.plain import jacobian as jacobian_of_plain
+from functional_jd.engines.kinds.plain import weighted as weighted_of_plain
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.row_vjps import by_mode, dense, pulled, unscaled_rows
 from functional_jd.engines.vjp import Cotangent, Vjp, vjp
@@ -237,9 +239,9 @@ def _unless_empty(of_examples: Callable[..., Any], of_others: Callable[..., Any]
 
 
 PER_EXAMPLE = Kind(
-    _unless_empty(jacobian, PLAIN.jacobian),
-    _unless_empty(gramian, PLAIN.layered),
-    _unless_empty(weighted, PLAIN.in_one_pass),
+    _unless_empty(jacobian, jacobian_of_plain),
+    _unless_empty(gramian, gramian_of_plain),
+    _unless_empty(weighted, weighted_of_plain),
     expected_m=lambda losses, batch, _others: max(1, losses.count(batch)),
     carrying=_carrying,
     sample=_sample,
