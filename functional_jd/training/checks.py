@@ -86,6 +86,9 @@ def check_learning(
     Raises:
         ValueError: no loss reaches the parameters, or one does not; a module uses a parameter of its own, or is given
             one that the losses change in place.
+
+    Warns:
+        UserWarning: gradients pass through float16 without a scale; a parameter has no gradient; buffers are lost.
     """
     where, kind, draws, before = plan.where, plan.kind, random_state(), tree_map(torch.clone, buffers)
     leaves, structure = tree_flatten(plan.args[0])
@@ -106,7 +109,14 @@ def check_learning(
     finally:
         journal.undo(again=True)
         set_random_state(draws)
-    found = _leaves_behind(_nodes(tree_leaves(values)))
+    nodes = _nodes(tree_leaves(values))
+    gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
+    if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
+        _warn(
+            f"{where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
+            "those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
+        )
+    found = _leaves_behind(nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"

@@ -75,8 +75,9 @@ def train_state(
             m. The graph of the losses decides, never values.
 
     Warns:
-        UserWarning: parameters that no loss reaches; running statistics of normalization that move and are not returned
-            as buffers; buffers other than keys that the losses move under `private` or `noised`.
+        UserWarning: gradients in float16 without a scale; parameters that no loss reaches; running statistics of
+            normalization that move and are not returned as buffers; buffers other than keys that the losses move under
+            `private` or `noised`.
 
     Guarantees:
         The losses are evaluated twice. Generators (torch's, Python's and NumPy's) and tensors that they change in place

@@ -88,8 +88,9 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
             `jacobian_fn` and `replicated`.
 
     Warns:
-        UserWarning: in calls without a state, losses that do not depend on the parameters, parameters that no loss
-            reaches, or weights that carry a graph to a leaf tensor that is no `nn.Parameter`.
+        UserWarning: in calls without a state, gradients in float16 without a scale, losses that do not depend on the
+            parameters, parameters that no loss reaches, or weights that carry a graph to a leaf tensor that is no
+            `nn.Parameter`.
 
     Guarantees:
         With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.

@@ -152,6 +152,34 @@ def test_losses_that_may_be_constant_are_names_and_others_may_not():
     begin(lambda p, x, y: {"b": x.sum()}, params, constant="b")
 
 
+FLOAT16 = "gradients pass through float16 without a scale"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("through", ["autocast", "cast", "parameters", "constant"])
+def test_gradients_that_pass_through_float16_want_a_scale(through, dtype):
+    def losses(p, x, y):
+        w = p["w"].to(dtype).to(p["w"].dtype) if through == "cast" else p["w"]
+        x = (x.to(dtype) if through == "constant" else x).to(w.dtype)
+        return {"a": (x @ w).square().mean(), "b": w.square().sum()}
+
+    f = fj.autocast(losses, dtype) if through == "autocast" else losses
+    params = {"w": torch.ones(3, dtype=dtype if through == "parameters" else torch.float32)}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        begin(f, params)
+        fj.weights_fn(f, fj.mean())(params, X, Y)
+        here = len(seen)
+        begin(f, params, scale=fj.scale_state())
+        fj.weights_fn(f, fj.mean())(params, X, Y, scale=fj.scale_state(shape=2))
+    wanted = dtype == torch.float16 and through != "constant"
+    assert len(seen) == here == 2 * wanted
+    assert [str(x.message).split(", ")[0] for x in seen] == [
+        f"{name}: {FLOAT16}" for name in ["train_state", "weights_fn"] * wanted
+    ]
+    assert all(x.filename == __file__ for x in seen)
+
+
 class Observer(nn.Module):
     """Of the largest inputs, which has a shape after the first forward pass, as those of `prepare_qat`."""
 
