@@ -6,6 +6,7 @@ from typing import Any
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view
+from functional_jd.core.arguments import refuse
 from functional_jd.core.heads import rows_of
 from functional_jd.core.tree import tree_leaves
 
@@ -52,16 +53,18 @@ def from_part(rule: Aggregator, names: Sequence[str]) -> Aggregator:
         A rule that needs the rows, of all parameters. Its weights and its state are those of `rule`.
 
     Raises:
-        TypeError: `rule` is not an `Aggregator`.
+        TypeError: `rule` is not an `Aggregator`, `names` no list.
         ValueError: when called, a name that is no key of the parameters.
 
     Example:
         >>> rule = aggregation.from_part(upgrad(), ["last"])
         >>> jacobian = {"first": torch.eye(2), "last": torch.tensor([[2.0, 0.0], [-1.0, 1.0]])}
         >>> aggregate(rule, jacobian).weights
-        tensor([1.0000, 0.5000], dtype=torch.float64)
+        tensor([0.7500, 1.0000], dtype=torch.float64)
     """
     check_rule(rule, "from_part")
+    if not isinstance(names, list | tuple) or not names:
+        refuse("from_part", "names", "a list of keys of the parameters", names, 'Pass for instance ["last"].')
     view = as_view(rule.view)
 
     def part(rows: Any) -> dict[str, Any]:

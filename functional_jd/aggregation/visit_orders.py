@@ -7,17 +7,9 @@ from functional_jd.random import uniform
 
 
 def random_visit_orders(key: Tensor, m: int) -> Tensor:
-    """For every row, an independent random order of all other rows.
+    """For every row, an independent random order of all other rows: int64 `[m, m - 1]`, row i with all indices but i.
 
-    Args:
-        key: int64 `[2]`; do not use it again.
-        m: number of rows.
-
-    Returns:
-        int64 `[m, m - 1]`, on the key's device: row i holds all indices but i.
-
-    Laws:
-        All orders are equally likely, up to ties of 53-bit numbers, which are broken by index.
+    All orders are equally likely, up to ties of 53-bit numbers, which are broken by index. Do not use the key again.
     """
     if m <= 2:
         return torch.arange(m, device=key.device).flip(0).unsqueeze(1)[:, : m - 1]

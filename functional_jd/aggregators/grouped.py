@@ -7,8 +7,8 @@ import torch
 
 from functional_jd.aggregation.aggregate import Aggregator
 from functional_jd.aggregation.groups import view_of_groups
-from functional_jd.aggregation.views import as_view
-from functional_jd.core.arguments import check_mapping
+from functional_jd.aggregation.views import View, as_view
+from functional_jd.core.arguments import check_mapping, is_size
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
 
@@ -28,13 +28,12 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     Returns:
         A rule that receives, for every group, what the group's rule does, and costs what these cost together: one
         backward pass for groups whose rules need no gradients and are one rule, inner products by group, or rows, which
-        groups inside a group have always. Its
-        weights are a dict of the groups' weights, `[m]` or entrywise. Its state is the dict of the groups' states.
+        groups inside a group have always. Its weights
+        are a dict of the groups' weights, `[m]` or entrywise, its state the dict of the groups' states.
 
     Raises:
         TypeError: a value of `rules` is not an `Aggregator`; when called, params that are not a dict.
-        ValueError: no rules; `rows` of a group without a rule; when called, a group without a rule or a rule without a
-            group.
+        ValueError: no rules; `rows` without a rule or places; when called, a group without a rule, or the reverse.
 
     Warns:
         UserWarning: where training starts, a loss with a row of zeros in a group whose rule needs the Gramian.
@@ -55,6 +54,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
         {'trunk': tensor([0.5000, 1.0000]), 'head': tensor([0.5000])}
     """
     check_mapping("grouped", "rules", rules, "Pass for instance {'encoder': upgrad(), 'decoder': mean()}.")
+    check_mapping("grouped", "rows", {} if rows is None else rows, "Pass for instance {'decoder': [1, 2]}.")
     if not rules:
         raise ValueError("grouped: expected one rule per group of parameters, found none. Name at least one group.")
     for key, rule in rules.items():
@@ -69,12 +69,15 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     alike = lambda key, other: chosen[other] == chosen[key] and not {key, other} & (rows or {}).keys()
     twins = {key: next((other for other in chosen if alike(key, other)), key) for key in chosen}
 
+    are_places = lambda own: isinstance(own, list | tuple) and all(map(is_size, own))
+    if wrong := [key for key, own in (rows or {}).items() if key not in chosen or not are_places(own)]:
+        raise ValueError(
+            f"grouped: rows must have keys of rules, and lists of places, found {wrong}. Pass {{'a': [1]}}."
+        )
     places = {key: list(own) for key, own in (rows or {}).items()}
-    if unknown := [key for key in places if key not in chosen]:
-        raise ValueError(f"grouped: rows must have keys of the rules, found {unknown}. Name groups that have a rule.")
 
     def init(received: dict[str, Any]) -> dict[str, Tree]:
-        return {key: rule.init(_some(received[key], places.get(key))) for key, rule in chosen.items()}
+        return {key: rule.init(_some(received[key], views[key], places.get(key))) for key, rule in chosen.items()}
 
     def update(received: dict[str, Any], state: dict[str, Tree]) -> tuple[dict[str, Weights], dict[str, Tree]]:
         weights: dict[str, Weights] = {}
@@ -85,7 +88,7 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
                 # The same tensor, and not only an equal one, tells the engine that one backward pass serves both.
                 weights[key], states[key] = weights[twin], ()
             else:
-                own, states[key] = rule.update(_some(received[key], places.get(key)), state[key])
+                own, states[key] = rule.update(_some(received[key], views[key], places.get(key)), state[key])
                 weights[key] = own if key not in places else _among(own, received[key], places[key])
         return weights, states
 
@@ -99,12 +102,12 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     return Aggregator(view, init, update, on_host, sensitivity, takes)
 
 
-def _some(received: Any, places: list[int] | None) -> Any:
-    """What a rule receives, of some of the rows."""
+def _some(received: Any, view: View, places: list[int] | None) -> Any:
+    """What a rule with this view receives, of some of the rows."""
     if places is None:
         return received
-    m = len(tree_leaves(received)[0])
-    return tree_map(lambda x: x[places][:, places] if x.shape == (m, m) else x[places], received)
+    square = view.products == "gramian"
+    return tree_map(lambda x: x[places][:, places] if square and x.ndim == 2 else x[places], received)
 
 
 def _among(weights: Weights, received: Any, places: list[int]) -> Weights:

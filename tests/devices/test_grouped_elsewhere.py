@@ -15,7 +15,7 @@ def losses(p):
 
 
 def test_the_step_is_that_of_the_cpu():
-    rule = jd.grouped({"a": jd.upgrad(), "b": jd.config(), "c": jd.mean()})
+    rule = jd.grouped({"a": jd.upgrad(), "b": jd.config(), "c": jd.mean()}, rows={"a": [0, 1]})
     how = {"losses": losses, "aggregator": rule, "optimizer": jd.sgd(0.05)}
     expected, _ = jd.step(jd.train_state(PARAMS, **how), **how)
     with simulated() as device:

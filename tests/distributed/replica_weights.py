@@ -1,5 +1,7 @@
 """The weights alone on several ranks, and one training step of a data parallel trainer that takes them."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,12 +88,13 @@ def check_weights_of_several_ranks_need_a_group():
     with pytest.raises(ValueError, match=rf"weights_fn: expected group to be .* and {replicas()} ranks"):
         fj.weights_fn(plain, fj.upgrad())(params, *mine(batch))
     for wrong in (True, "gloo", None if rank() else 3):
-        words = "expected group to be a ProcessGroup" if wrong is not None else "expected a group"
-        with pytest.raises(ValueError, match=f"weights_fn: {words}"):
+        with pytest.raises(ValueError, match="weights_fn: expected group to be a ProcessGroup"):
             fj.weights_fn(plain, fj.upgrad(), group=wrong)(params, *mine(batch))
     more = lambda p, x, y, z: torch.stack([*plain(p, x, y, z).values()][: None if rank() else 1])
-    with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
-        fj.weights_fn(more, fj.upgrad(), group=dist.group.WORLD)(params, *mine(batch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a head that one loss alone does not reach
+        with pytest.raises(ValueError, match="weights_fn: expected losses with the same names"):
+            fj.weights_fn(more, fj.upgrad(), group=dist.group.WORLD)(params, *mine(batch))
 
 
 def check_a_data_parallel_loop_with_weights_takes_the_step_of_the_whole_batch():
