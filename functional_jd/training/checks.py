@@ -110,12 +110,8 @@ def check_learning(
         journal.undo(again=True)
         set_random_state(draws)
     nodes = _nodes(tree_leaves(values))
-    gradients = (x for node in nodes_from(nodes) for x in getattr(node, "_input_metadata", ()))
-    if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
-        _warn(
-            f"{where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
-            "those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
-        )
+    if plan.scale is None:
+        _warn_of_float16(where, nodes)
     found = _leaves_behind(nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
@@ -136,6 +132,15 @@ def check_learning(
         _warn(
             f"{where}: no loss reaches {_few(unlearned)} on this batch, so they have no gradient. {_CURE}, or leave "
             "out constant parameters by partition."
+        )
+
+
+def _warn_of_float16(where: str, roots: list[Any]) -> None:
+    gradients = (x for node in nodes_from(roots) for x in getattr(node, "_input_metadata", ()))
+    if any(x.dtype == torch.float16 for x in gradients):
+        _warn(
+            f"{where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
+            "those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
 
