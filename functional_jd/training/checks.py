@@ -109,16 +109,13 @@ def check_learning(
     finally:
         journal.undo(again=True)
         set_random_state(draws)
-    nodes = _nodes(tree_leaves(values))
-    if plan.scale is None:
-        _warn_of_float16(where, nodes)
-    found = _leaves_behind(nodes)
+    found = _leaves_behind(nodes := _nodes(tree_leaves(values)))
+    _warn_of_float16(plan, nodes)
     unlearned = [name for name, x in named.items() if id(x) not in found]
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         Gathers(where, mesh, True).announce(without, mesh.device_type)
-    given = {id(x) for x in points}
-    own = {_place(x) for key, x in found.items() if key not in given and x.numel()} - {None}
+    own = {_place(x) for key, x in found.items() if key not in set(map(id, points)) and x.numel()} - {None}
     for name, x in named.items():
         if id(x) in found and _place(x) in own:
             raise ValueError(
@@ -135,11 +132,11 @@ def check_learning(
         )
 
 
-def _warn_of_float16(where: str, roots: list[Any]) -> None:
+def _warn_of_float16(plan: Plan, roots: list[Any]) -> None:
     gradients = (x for node in nodes_from(roots) for x in getattr(node, "_input_metadata", ()))
-    if any(x.dtype == torch.float16 for x in gradients):
+    if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
         _warn(
-            f"{where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
+            f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
             "those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
