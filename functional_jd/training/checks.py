@@ -115,7 +115,7 @@ def check_learning(
     if (mesh := mesh_of(plan.losses)) is not None and training:
         without = f"uses all leaves but {', '.join(map(repr, unlearned)) or 'none'}"
         Gathers(where, mesh, True).announce(without, mesh.device_type)
-    own = {_place(x) for key, x in found.items() if key not in set(map(id, points)) and x.numel()} - {None}
+    own = {_place(found[key]) for key in found.keys() - set(map(id, points)) if found[key].numel()} - {None}
     for name, x in named.items():
         if id(x) in found and _place(x) in own:
             raise ValueError(
@@ -136,8 +136,8 @@ def _warn_of_float16(plan: Plan, roots: list[Any]) -> None:
     gradients = (x for node in nodes_from(roots) for x in getattr(node, "_input_metadata", ()))
     if plan.scale is None and any(x.dtype == torch.float16 for x in gradients):
         _warn(
-            f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits of "
-            "those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
+            f"{plan.where}: gradients pass through float16 without a scale, which loses those below 6e-8, and digits "
+            "of those below 6e-5. Pass scale=scale_state(), or take bfloat16: autocast(losses, torch.bfloat16)."
         )
 
 
