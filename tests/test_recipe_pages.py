@@ -503,8 +503,9 @@ def test_a_system_has_the_same_residuals_by_names_and_as_vectors(physicist):
 @pytest.mark.parametrize("name", ["system", "vectors"])
 def test_a_system_with_jvp_is_one_graph(physicist, name):
     """`matrix @ vector` in a `jvp` was differentiated example by example, or refused."""
-    weights = {"w": torch.randn(8, 1), "b": torch.randn(8), "v": torch.randn(2, 8)}
-    t = torch.linspace(0, 1, 12)[:, None]
+    shapes = {"w": (8, 1), "b": (8,), "v": (2, 8)}
+    weights = {name: torch.randn(*shape, dtype=torch.float64) for name, shape in shapes.items()}
+    t = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
     points = {"u": t, "v": t} if name == "system" else t
     how = physicist["solve"] | {"losses": physicist[name]}
     state = jd.train_state(weights, points, **how)
