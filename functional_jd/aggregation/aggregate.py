@@ -15,8 +15,8 @@ from functional_jd.core.heads import rows_of
 from functional_jd.core.host import is_capturing, run_on_host
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import per_row, row_count
-from functional_jd.core.sharding import shard_of
-from functional_jd.core.tree import tree_difference, tree_leaves, tree_map
+from functional_jd.core.sharding import agreed, shard_of
+from functional_jd.core.tree import any_sharded, tree_difference, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Tree, Weights
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.solvers.search import may_be_differentiated
@@ -119,7 +119,7 @@ def aggregate(
     leaves = tree_leaves(rows_of(jacobian))
 
     def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Weights, Tree]:
-        weights, state = weigh(aggregator, received, state, "aggregate", seen._replace(products=products))
+        weights, state = apply_rule(aggregator, received, state, "aggregate", seen._replace(products=products))
         return *weights_to_sum(weights, products, leaves), state
 
     with autocast_disabled():
@@ -147,7 +147,7 @@ class CannotStartError(ValueError):
 _UNPAIRED = "what the rule's update(view, memory) returns", "a pair, (weights, memory)"
 
 
-def weigh(
+def apply_rule(
     aggregator: Aggregator, received: Any, state: Tree, where: str, seen: Observation | None = None
 ) -> tuple[Weights, Tree]:
     """The weights and the next state of a rule, from what its view receives of an observation. An objective whose loss
@@ -191,14 +191,17 @@ def _remembered(old: Tree, new: Tree, seen: Observation | None) -> Tree:
     absent = loss_vector(seen.losses) == 0
     m = len(absent)
     known = seen.products if seen.rows is None or seen.products is not None else rows_of(seen.rows)
-    for own in () if known is None else tree_leaves(known):
+    leaves = [] if known is None else tree_leaves(known)
+    for own in leaves:
         absent = absent & (shard_of(own).reshape(m, -1) == 0).all(1).to(absent.device)
+    absent = agreed(absent, leaves) if any_sharded(leaves) else absent
+    square = isinstance(seen.products, Tensor) and seen.products.ndim == 2  # else `[m, m]` may be rows of m entries
 
     def chosen(before: Tensor, after: Tensor) -> Tensor:
         if not after.is_floating_point() or after.shape[:1] != (m,):
             return after
-        stays = per_row(absent.to(after.device), after)
-        return torch.where(stays | absent.to(after.device) if after.shape == (m, m) else stays, before, after)
+        stays, both = per_row(absent.to(after.device), after), square and after.shape == (m, m)
+        return torch.where(stays | absent.to(after.device) if both else stays, before, after)
 
     return tree_map(chosen, old, new)
 

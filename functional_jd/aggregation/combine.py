@@ -87,14 +87,14 @@ def weights_to_sum(
         if leaf.dtype == torch.float64:
             return weights, weights
         eps = max(eps, torch.finfo(leaf.dtype).eps)
-    known = products.is_cpu and type(products) is Tensor and not torch.compiler.is_compiling() and not dispatch_modes()
-    with suppress(RuntimeError):  # under vmap no value can be looked at
-        if known:
-            square, squares = weights @ (products @ weights), weights.square() @ products.diagonal()
+    wide = weights.to(products)
+    if products.is_cpu and type(products) is Tensor and not torch.compiler.is_compiling() and not dispatch_modes():
+        square, squares = wide @ (products @ wide), wide.square() @ products.diagonal()
+        with suppress(RuntimeError):  # under vmap no value can be looked at
             if not square.item() <= _CANCELLED * squares.item():
                 return weights, weights.float()
-            weights = _smaller(weights, products, eps) if by_autograd else weights
-    return weights, weights
+            weights = _smaller(wide, products, eps) if by_autograd else weights
+    return weights, weights.to(products)
 
 
 def _smaller(weights: Tensor, gramian: Gramian, eps: float) -> Tensor:

@@ -69,11 +69,8 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     alike = lambda key, other: chosen[other] == chosen[key] and not {key, other} & (rows or {}).keys()
     twins = {key: next((other for other in chosen if alike(key, other)), key) for key in chosen}
 
-    are_places = lambda own: isinstance(own, list | tuple) and all(map(is_size, own))
-    if wrong := [key for key, own in (rows or {}).items() if key not in chosen or not are_places(own)]:
-        raise ValueError(
-            f"grouped: rows must have keys of rules, and lists of places, found {wrong}. Pass {{'a': [1]}}."
-        )
+    if wrong := [key for key, own in (rows or {}).items() if key not in chosen or not _are_places(own)]:
+        raise ValueError(f"grouped: rows must have keys of rules, and places, found {wrong}. Pass {{'a': [1]}}.")
     places = {key: list(own) for key, own in (rows or {}).items()}
 
     def init(received: dict[str, Any]) -> dict[str, Tree]:
@@ -100,6 +97,11 @@ def grouped(rules: Mapping[str, Aggregator], rows: Mapping[str, Sequence[int]] |
     view = view_of_groups(views, len(set(twins.values())), partial=places.keys())
     takes = next((rule.takes for rule in chosen.values() if rule.takes is not None), None)
     return Aggregator(view, init, update, on_host, sensitivity, takes)
+
+
+def _are_places(own: Any) -> bool:
+    is_list = isinstance(own, list | tuple) and len({*map(repr, own)}) == len(own) > 0
+    return is_list and all(is_size(i) and i >= 0 for i in own)
 
 
 def _some(received: Any, view: View, places: list[int] | None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import initial_state, weigh, where_it_runs
+from functional_jd.aggregation.aggregate import apply_rule, initial_state, where_it_runs
 from functional_jd.aggregation.combine import combined, weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, gramian
@@ -118,7 +118,7 @@ def weighed(plan: Plan, seen: Observation, memory: Tree) -> Weighed:
             if plan.guarded and finite is None:
                 given, finite = without_overflow(given, plan.scale_state.scale.ndim)
             received = plan.view.receive(seen._replace(products=given, losses=losses))
-        weights, memory = weigh(
+        weights, memory = apply_rule(
             plan.rule,
             received,
             memory,

@@ -136,10 +136,9 @@ def train_state(
 
 def _check_losses(where: str, aggregator: Aggregator, losses: Losses) -> None:
     """Raise ValueError for the first loss that is finite and that the rule cannot take, where values are known."""
-    values = loss_vector(losses)
     if aggregator.takes is None or torch.compiler.is_compiling() or under_functorch():
         return
-    name, domain = aggregator.takes
+    (name, domain), values = aggregator.takes, loss_vector(losses)
     for objective, value in zip(objective_names(losses), values.tolist(), strict=True):
         if math.isfinite(value) and not domain.contains(value):
             raise ValueError(

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule, where_it_runs
-from functional_jd.aggregation.aggregate import weigh as weights_of_rule
+from functional_jd.aggregation.aggregate import Aggregator, apply_rule, check_rule, initial_state, where_it_runs
 from functional_jd.aggregation.combine import weights_to_sum
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count
@@ -20,7 +19,7 @@ from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.core.types import Losses, Tree, Weights
-from functional_jd.engines.replicas import agree, mean_over_group
+from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.loss_scale import select
 from functional_jd.precision.scale_state import ScaleState
@@ -69,6 +68,7 @@ def weigh(
         features: tensors in the graph that all losses share, such as the output of the trunk. The rows are then the
             gradients by these, which cost no pass through the trunk; `parameters` is not read, and may be None.
         group: the ranks, each with its own part of the batch, as in `weights_fn`: rows and losses are means over them.
+            In calls without a state, losses and rules are compared, and the first rank's initial state serves all.
 
     Returns:
         `Weighed(weights, state, finite)`. A rule that needs no gradients, such as `mean`, costs no backward pass; any
@@ -105,14 +105,20 @@ def weigh(
     points = None
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
+    group = None if group is False else group
     with autocast_disabled():
-        seen, finite = _observed(losses, view, points, factors, None if group is False else group)
+        if group is not None and state is None:
+            check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
+        seen, finite = _observed(losses, view, points, factors, group)
+        before = state
+        if group is not None and state is None:  # the first rank's counts: keys may differ
+            before = replicate(initial_state(aggregator, view, seen), group)
 
         def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Tree]:
-            weights, new = weights_of_rule(aggregator, received, state, _WHERE, seen._replace(products=products))
+            weights, new = apply_rule(aggregator, received, state, _WHERE, seen._replace(products=products))
             return weights_to_sum(weights, products, points or [], by_autograd=True)[0], new
 
-        given = view.receive(seen), seen.products, state
+        given = view.receive(seen), seen.products, before
         weights, new = where_it_runs(aggregator, view, seen, update, *given, apart=True)
     if not isinstance(weights, Tensor):
         raise ValueError(f"{_WHERE}: aggregator must weight rows, found a rule that weights single entries. Use step.")
@@ -188,7 +194,7 @@ def _rows(values: list[Tensor], points: list[Tensor], factors: list[Tensor] | No
         for row, gradient in zip(rows, found, strict=True):
             if gradient is not None:
                 reached = True
-                row[i].copy_(gradient.detach())
+                row[i].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                 if factors is not None:
                     row[i].div_(factors[i])
         finite.append(all_finite([row[i] for row in rows]))

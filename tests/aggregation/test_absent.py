@@ -52,6 +52,16 @@ def test_the_memory_of_an_absent_objective_stays(name):
     assert all(torch.equal(*pair) for pair in others) == (not of_row(after.state, m, 0))
 
 
+def test_rows_that_are_remembered_keep_the_row_and_no_column_of_an_absent_objective():
+    """The rows of a parameter with m entries are `[m, m]` too, and their columns are entries."""
+    rule = jd.Aggregator(jd.views.full_jacobian, torch.zeros_like, lambda J, _: (torch.ones(3), J.clone()))
+    draw = torch.Generator().manual_seed(0)
+    old, J = torch.randn(3, 3, generator=draw), torch.randn(3, 3, generator=draw)
+    J[1] = 0
+    found = jd.aggregate(rule, J, old, losses=torch.tensor([1.0, 0.0, 2.0])).state
+    assert torch.equal(found, torch.stack([J[0], old[1], J[2]]))
+
+
 def kind_of(name):
     """What the rule does with a row of zeros whose loss is 0, beside two batches with that objective."""
     state = run(name, [drawn(name, seed) for seed in range(2)]).state

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as fj
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, start, weigh
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, apply_rule, start
 from functional_jd.aggregation.combine import combine
 from functional_jd.aggregation.lifts import scalarized, stateless
 from functional_jd.aggregation.views import cross_gramian, full_jacobian, gramian, losses, no_gradients
@@ -136,7 +136,7 @@ def test_no_state_starts_the_rule_and_the_state_that_is_returned_carries_on():
     assert second.weights.tolist() == [2, 2, 2]
     assert start(counting(), jacobian).item() == 0
     close(aggregate(counting(), jacobian, start(counting(), jacobian)), first)
-    found = weigh(counting(), no_gradients(jacobian), first.state, "here")
+    found = apply_rule(counting(), no_gradients(jacobian), first.state, "here")
     close(found, (second.weights, second.state))
 
 

@@ -109,3 +109,15 @@ def test_dependent_rows_have_the_projection_of_float64(n):
         s = nnls(N.mT.numpy(), -(x / x.norm()).numpy(), maxiter=10_000)[0]
         expected = x + x.norm() * torch.from_numpy(s) @ N
         check_within(jd.aggregate(jd.dualproj(), J.float()).direction, expected, 64 * eps(torch.float32) * x.norm())
+
+
+def test_weights_that_cancel_are_summed_in_float64_whatever_the_dtype_of_the_rule():
+    """A rule of one's own may return float32 weights. One row is a sum of two others, up to the rounding of float32."""
+    draw = torch.Generator().manual_seed(0)
+    J = torch.randn(4, 50, generator=draw)
+    J[2] = 0.3 * J[0] + 0.7 * J[1]
+    weights = torch.tensor([0.3e6, 0.7e6, -1e6, 1.0])
+    rule = jd.stateless(jd.views.gramian, lambda G: weights)
+    expected = weights.double() @ J.double()
+    found = jd.aggregate(rule, J).direction
+    check_within(found, expected.float(), eps(torch.float32) * expected.abs().float())

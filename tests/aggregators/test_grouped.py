@@ -155,6 +155,10 @@ MISTAKES = [
     (lambda J: grouped({}), r"expected one rule per group .*, found none"),
     (lambda J: grouped({"a": mean}), "expected a rule for group 'a', found function"),
     (lambda J: grouped({"a": mean()}, rows={"b": [1]}), "rows must have keys"),
+    *(
+        (lambda J, own=own: grouped({"a": mean()}, rows={"a": own}), "rows must have keys")
+        for own in ([1, 1], [], [-1])
+    ),
 ]
 
 

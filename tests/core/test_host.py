@@ -9,7 +9,7 @@ from simulated import simulated
 from torch.utils._pytree import tree_leaves, tree_map
 
 import functional_jd as jd
-from functional_jd.aggregation.aggregate import Aggregator, aggregate, weigh, where_it_runs
+from functional_jd.aggregation.aggregate import Aggregator, aggregate, apply_rule, where_it_runs
 from functional_jd.aggregation.observation import Observation
 from functional_jd.core.host import is_capturing, run_on_host
 
@@ -45,7 +45,7 @@ def equal(found, expected):
 def updated(rule, received, state, device):
     """Weights and state of a rule from what it receives, which is not counted."""
     device.reset()
-    rule_there = lambda received, state: weigh(rule, received, state, "aggregate")
+    rule_there = lambda received, state: apply_rule(rule, received, state, "aggregate")
     return where_it_runs(rule, rule.view, Observation(None), rule_there, received, state, apart=False)
 
 

@@ -39,7 +39,11 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
         found = fj.weigh(plain(points, *mine(batch)), points, rule, group=dist.group.WORLD)
         assert same_everywhere(found)
         close(found, expected, **BOUND)
+    keyed = fj.random_weights(fj.random.key(7 + rank()))
+    assert same_everywhere(fj.weigh(plain(points, *mine(batch)), points, keyed, group=dist.group.WORLD).weights)
     losses = plain(points, *mine(batch))
+    with pytest.raises(ValueError, match="weigh: expected losses with the same names"):
+        fj.weigh([*losses.values()][: None if rank() else 1], points, fj.upgrad(), group=dist.group.WORLD)
     first = sorted(losses)[0]
     spoiled = losses | {first: losses[first] * torch.inf} if rank() == 0 else losses
     found = fj.weigh(spoiled, points, fj.upgrad(), scale=fj.scale_state(shape=len(losses)), group=dist.group.WORLD)

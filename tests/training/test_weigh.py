@@ -109,6 +109,16 @@ def test_weights_that_cancel_are_the_smallest_of_the_same_direction():
     assert (J @ w.grad >= -slack).all()
 
 
+def test_sparse_gradients_are_rows_as_dense_ones_are():
+    dense, ids = nn.Embedding(5, 3), torch.tensor([0, 1, 1])
+    sparse = nn.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, sparse=True)
+    found, expected = (
+        jd.weigh((e(ids) - torch.arange(3.0)).square().mean(0), e.parameters(), jd.upgrad()).weights
+        for e in (sparse, dense)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_features_give_the_weights_of_rows_at_the_features():
     net, (x, y) = model(), batch()
     features = net[:2](x)
