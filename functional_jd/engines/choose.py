@@ -17,8 +17,6 @@ from torch import Tensor
 from functional_jd.aggregation.views import View
 from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.core.tree import tree_leaves
-from functional_jd.engines.plan import Plan
-from functional_jd.engines.vjp import Sizes, Vjp
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -26,6 +24,8 @@ from functional_jd.torch_compat.torch_internals import under_transform
 if TYPE_CHECKING:
     from functional_jd.engines.gramian.layers import Factors
     from functional_jd.engines.kinds.kind import Kind
+    from functional_jd.engines.plan import Plan
+    from functional_jd.engines.vjp import Sizes, Vjp
 
 
 class EngineChoice(NamedTuple):
@@ -153,7 +153,7 @@ _DEVICE = _Room(few=1, between=1 << 23, written=1 << 27, smallest=4, convolution
 _STACKED, _STACKED_ELSEWHERE = 1 << 14, 1 << 22
 
 
-def choose_rows(point: Vjp, m: int, plan: Plan) -> tuple[str, int | None]:
+def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
     """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
 
     vmap saves the fixed cost of every operation, and takes cache and memory. Rows with large activations go one by one,
@@ -183,7 +183,7 @@ def choose_rows(point: Vjp, m: int, plan: Plan) -> tuple[str, int | None]:
     return "auto", chunk_size
 
 
-def _rows_at_once(point: Vjp, room: _Room) -> float:
+def _rows_at_once(point: "Vjp", room: _Room) -> float:
     if not point.inputs and not point.sizes:
         return inf
     between, inputs, convolutions = point.sizes or _sizes_of(point)
@@ -192,14 +192,14 @@ def _rows_at_once(point: Vjp, room: _Room) -> float:
     return room.between // (between * room.convolution if convolutions else between)
 
 
-def _sizes_of(point: Vjp) -> Sizes:
+def _sizes_of(point: "Vjp") -> "Sizes":
     """From the graph of plain autograd."""
     nodes = graph_nodes(point.outputs)
     convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
     return largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions
 
 
-def choose_heads(point: Vjp, own: Sequence[Tensor], m: int, plan: Plan) -> str:
+def choose_heads(point: "Vjp", own: Sequence[Tensor], m: int, plan: "Plan") -> str:
     """How the rows of `multitask` heads are differentiated.
 
     One scalar per task: the loop walks each head once, where vmap walks every head for every row. Compiled, `"apart"`

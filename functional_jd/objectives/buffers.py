@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.tree import leaves_like, tree_flatten, tree_leaves, tree_names, tree_unflatten
 from functional_jd.core.types import Declared, Losses, Tree
-from functional_jd.random import fold_in
+from functional_jd.random.keys import fold_in
 
 Carried = tuple[Tree, Tree]
 """`(buffers, aux)`; `()` in the place of what the losses do not return."""
