@@ -2,8 +2,7 @@
 
 Every plot takes `ax=None` and returns the axes. TypeError and ValueError name the argument that does not fit. Legends
 stand to the right of the axes: several axes in one figure have room for them with
-`plt.subplots(1, 2, layout="constrained")`. `PALETTE`, `look`, `quiet` and `legend` give your own matplotlib plots the
-same style.
+`plt.subplots(1, 2, layout="constrained")`. `PALETTE` and `legend` give your own matplotlib plots the same style.
 
 The Jacobian of two losses on the plane is a square matrix `[2, 2]`, which `diagnostics.diagnose` reads as a Gramian by
 default: call `diagnostics.diagnose(jacobian, direction, gramian=False)`.
@@ -16,13 +15,20 @@ if find_spec("matplotlib") is None:
         'functional_jd.plotting: needs matplotlib, found none. Install it: pip install "functional_jd[plot]".'
     )
 
-from functional_jd.plotting.cone import cone
+from functional_jd.plotting.directions import cone, heatmap
 from functional_jd.plotting.front import front, parallel
-from functional_jd.plotting.heatmap import heatmap
 from functional_jd.plotting.history import conflicts, history, losses, norms, scales, weights
-from functional_jd.plotting.problems import PROBLEMS, Path, Problem, descend, fonseca_fleming, quadratics, two_valleys
-from functional_jd.plotting.style import PALETTE, legend, look, quiet
-from functional_jd.plotting.trajectories import trajectories
+from functional_jd.plotting.style import PALETTE, legend
+from functional_jd.plotting.trajectories import (
+    PROBLEMS,
+    Path,
+    Problem,
+    descend,
+    fonseca_fleming,
+    quadratics,
+    trajectories,
+    two_valleys,
+)
 
 __all__ = [
     "PALETTE",
@@ -37,12 +43,10 @@ __all__ = [
     "heatmap",
     "history",
     "legend",
-    "look",
     "losses",
     "norms",
     "parallel",
     "quadratics",
-    "quiet",
     "scales",
     "trajectories",
     "two_valleys",

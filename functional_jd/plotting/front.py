@@ -30,7 +30,6 @@ def front(
     names: Sequence[str] | None = None,
     ax: Ax | None = None,
     *,
-    known: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> Ax:
     """Plot points of two losses, and the front of the nondominated ones. For more losses: `parallel`.
@@ -40,22 +39,18 @@ def front(
             or a `fronts.Front`, whose knee and ideal point, the least of each loss, are marked.
         names: the names of the two losses.
         ax: the axes to draw on; `None` creates a figure.
-        known: `[j, 2]`, the true front in order, if it is known: `problem.losses` at the points of
-            `problem.pareto`.
         reference: `[2]`, that of `fronts.hypervolume`, whose area is shaded.
 
     Returns:
         The axes: filled markers on the front, which is drawn as steps, hollow markers elsewhere.
     """
-    groups = _checked_groups(points, known, reference)
+    groups = _checked_groups(points, reference)
     labels = names_or_indices(["loss 0", "loss 1"] if names is None else names, 2, "front")
     together = torch.cat([group.detach().double().cpu() for group in groups.values()])
     on_front = non_dominated(together)
     ax = axes_or_new("front", ax, (6.0, 4.2))
     quiet(ax, xlabel=labels[0], ylabel=labels[1])
     color = text_color(ax)
-    if known is not None:
-        ax.plot(*as_array(known).T, color=color, linewidth=6, alpha=0.2, solid_capstyle="round", label="true front")
     steps = as_array(together[on_front])
     steps = steps[np.lexsort((-steps[:, 1], steps[:, 0]))]
     ax.plot(*steps.T, color=color, alpha=0.6, linewidth=1.0, drawstyle="steps-post", label="front of the points")
@@ -76,10 +71,10 @@ def front(
     return ax
 
 
-def _checked_groups(points: Any, known: Any, reference: Any) -> dict[str, Tensor]:
+def _checked_groups(points: Any, reference: Any) -> dict[str, Tensor]:
     losses = points.losses if isinstance(points, Front) else points
     groups: dict[str, Tensor] = dict(losses) if isinstance(losses, Mapping) else {"": losses}
-    for name, group in {**groups, **({} if known is None else {"known": known})}.items():
+    for name, group in groups.items():
         argument, shape = f"points {name!r}" if name else "points", "[k, 2], two losses each"
         cure = "Select two losses, points[:, [0, 2]], or draw all with parallel."
         check_points("front", argument, group, shape, lambda _, m: m == 2, cure)

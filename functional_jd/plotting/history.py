@@ -116,11 +116,9 @@ def scales(
     _check_records("scales", states, ScaleState)
     if _is_given(infos):
         _check_records("scales", infos, StepInfo)
-    if names is None and states[0].scale.ndim == 0:
-        names = ["all objectives"]
-    elif names is None and infos:
-        names = _names(infos)
     rows = [state.scale.reshape(-1) for state in states]
+    if names is None:
+        names = ["all objectives"] if states[0].scale.ndim == 0 else _names(infos) if infos else None
     names = names_or_indices(names, len(rows[0]), "scales")
     ax = _over_steps("scales", ax, rows, "loss scale", infos or [], names, log=False, drawstyle="steps-post")
     ax.set_yscale("log", base=2)

@@ -10,11 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
-from functional_jd.core.arguments import check_integer, check_type, refuse
+from functional_jd.core.arguments import check_type, refuse
 
 Ax: TypeAlias = Axes
-"""The axes of a plot, with a 3d projection if it has three dimensions."""
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """A NumPy array of float64, as matplotlib takes it."""
 
@@ -26,23 +24,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 
 LINESTYLES = ("-", "--", "-.", ":")
 
-AGREEMENT, CONFLICT = PALETTE[0], PALETTE[3]
+CONFLICT = PALETTE[3]
 
 
 def look(index: int) -> dict[str, Any]:
-    """Return the colour, marker and line style of a series by its index; the first 28 are all different.
-
-    Args:
-        index: 0, 1, 2, ...
-
-    Returns:
-        Keyword arguments of `ax.plot`: `color`, `marker`, `linestyle`.
-
-    Example:
-        >>> ax = matplotlib.pyplot.figure().add_subplot()
-        >>> lines = ax.plot([1, 2, 3], **look(0))
-    """
-    check_integer("look", "index", index, 0, "It counts the series.")
+    """Return the colour, marker and line style of a series by its index; the first 28 are all different."""
     return {
         "color": PALETTE[index % len(PALETTE)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -54,13 +40,8 @@ def axes_or_new(where: str, ax: Ax | None, size: tuple[float, float], projection
     """Return the given axes, or those of a new figure of this size in inches."""
     if ax is None:
         return stacked_axes(size, projection=projection)[0]
-    check_axes(where, ax)
-    return ax
-
-
-def check_axes(where: str, ax: Any) -> None:
-    """Raise unless a value is the axes of a plot."""
     check_type(where, "ax", ax, Axes, "Create them with plt.figure().subplots().")
+    return ax
 
 
 def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | None = None) -> list[Ax]:
@@ -73,10 +54,9 @@ def stacked_axes(size: tuple[float, float], count: int = 1, projection: str | No
 
 def check_points(where: str, name: str, points: Any, shape: str, fits: Any, cure: str) -> None:
     """Raise unless a value is a dense tensor of real numbers `[k, m]`, and `fits(k, m)` is true."""
-    if not isinstance(points, Tensor) or points.is_complex() or points.layout != torch.strided:
-        refuse(where, name, f"a tensor of real numbers, {shape}", points, cure, ValueError)
-    if points.ndim != 2 or not fits(*points.shape):
-        refuse(where, name, shape, points, cure, ValueError)
+    is_real = isinstance(points, Tensor) and not points.is_complex() and points.layout == torch.strided
+    if not (is_real and points.ndim == 2 and fits(*points.shape)):
+        refuse(where, name, f"real numbers {shape}", points, cure, ValueError)
 
 
 def text_color(ax: Ax) -> Any:
@@ -91,13 +71,7 @@ def background_color(ax: Ax) -> Any:
 
 
 def quiet(ax: Ax, **labels: str) -> None:
-    """Draw a faint grid below the data, remove the top and right spines, and set labels.
-
-    Args:
-        ax: the axes.
-        labels: keyword arguments of `ax.set`: `xlabel="step"`, `ylabel="loss"`, `title=...`.
-    """
-    check_axes("quiet", ax)
+    """Draw a faint grid below the data, remove the top and right spines, and set labels."""
     ax.grid(visible=True, which="major", color=text_color(ax), alpha=0.18, linewidth=0.7, linestyle="-")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -112,13 +86,8 @@ def legend(ax: Ax, **settings: Any) -> None:
     Args:
         ax: the axes.
         settings: keyword arguments of `ax.legend`.
-
-    Example:
-        >>> ax = matplotlib.pyplot.figure().add_subplot()
-        >>> lines = ax.plot([1, 2, 3], label="ours", **look(0))
-        >>> legend(ax)
     """
-    check_axes("legend", ax)
+    check_type("legend", "ax", ax, Axes, "Create them with plt.figure().subplots().")
     position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
     ax.legend(**{**position, "frameon": False, "labelcolor": text_color(ax), **settings})
 

@@ -67,9 +67,8 @@ PLOTTING = {
             "ax": _axes(),
             "names": ["a", "b"],
             "losses": ones(2),
-            "unit": False,
         },
-        {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES, "unit": SWITCH},
+        {"jacobian": OF_TWO, "rules": OPTION | {"dict"}, "names": NAMES, "losses": OPTION | OF_LOSSES},
     ),
     "conflicts": _plot(
         plotting.conflicts,
@@ -92,10 +91,9 @@ PLOTTING = {
             "points": _points(),
             "names": ["a", "b"],
             "ax": _axes(),
-            "known": _points(),
             "reference": ones(2),
         },
-        {"names": NAMES, "known": OPTION, "reference": OPTION},
+        {"names": NAMES, "reference": OPTION},
     ),
     "parallel": _plot(
         plotting.parallel,
@@ -104,7 +102,7 @@ PLOTTING = {
     ),
     "heatmap": _plot(
         plotting.heatmap,
-        lambda: {"matrix": eye(2), "names": ["a", "b"], "ax": _axes(), "kind": "cosines"},
+        lambda: {"matrix": eye(2), "names": ["a", "b"], "ax": _axes()},
         {"names": NAMES},
     ),
     "history": _plot(
@@ -117,7 +115,6 @@ PLOTTING = {
         {"states": OPTION | {"list"}},
     ),
     "legend": _plot(lambda ax: plotting.legend(ax, loc="best"), lambda: {"ax": _axes()}, {"ax": kinds()}),
-    "look": Call(plotting.look, lambda: {"index": 1}, {"index": kinds({"zero"})}),
     "losses": _plot(
         plotting.losses,
         lambda: {"infos": _records(), "ax": _axes(), "log": True},
@@ -127,7 +124,6 @@ PLOTTING = {
     "quadratics": Call(plotting.quadratics, lambda: {"condition": 10.0}, {"condition": kinds({"true"})}),
     "fonseca_fleming": Call(plotting.fonseca_fleming, dict),
     "two_valleys": Call(plotting.two_valleys, dict),
-    "quiet": _plot(lambda ax: plotting.quiet(ax, xlabel="step"), lambda: {"ax": _axes()}, {"ax": kinds()}),
     "scales": _plot(
         plotting.scales,
         lambda: {"states": _scales(), "infos": _records(), "ax": _axes(), "names": ["a"]},

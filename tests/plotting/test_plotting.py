@@ -23,7 +23,8 @@ from matplotlib.path import Path as Outline
 from matplotlib.text import Annotation, Text
 from mpl_toolkits.mplot3d import proj3d
 
-from functional_jd.plotting.cone import _faces
+from functional_jd.plotting.directions import _faces
+from functional_jd.plotting.style import look, quiet
 
 CONFLICTED = torch.tensor([[3.0, 1.0], [-2.0, 1.0]], dtype=torch.float64)
 SPATIAL = torch.tensor([[2.0, 0.3, 0.2], [-1.0, 1.5, 0.1], [0.1, -0.8, 1.8]], dtype=torch.float64)
@@ -71,7 +72,6 @@ PICTURES = {
     "cone": lambda ax: plotting.cone(CONFLICTED, RULES, ax),
     "cone in space": lambda ax: plotting.cone(SPATIAL, RULES, ax),
     "cosines": lambda ax: plotting.heatmap(torch.tensor([[1.0, -0.5], [-0.5, 1.0]]), ["left", "right"], ax),
-    "gramian": lambda ax: plotting.heatmap(SPATIAL @ SPATIAL.T, None, ax, kind="gramian"),
     "losses": lambda ax: plotting.losses(_infos(), ax),
     "weights": lambda ax: plotting.weights(_infos(), ax),
     "scales": lambda ax: plotting.scales(_states(), _infos(), ax),
@@ -115,7 +115,7 @@ def test_a_picture_reads_in_every_theme_and_leaves_the_rest_alone(name, theme, c
             beside, data, sheet = legend.get_window_extent(), ax.patch.get_window_extent(), ax.figure.bbox
             assert beside.x0 >= data.x1 - (30 if ax.name == "3d" else 0)
             assert sheet.x0 <= beside.x0 < beside.x1 <= sheet.x1
-        if name not in ("cosines", "gramian"):  # there, what is written stands on the cells
+        if name != "cosines":  # there, what is written stands on the cells
             assert all(np.abs(np.array(to_rgb(word.get_color())) - background).min() > 0.8 for word in words)
         assert all(8 <= word.get_fontsize() <= 14 for word in words)
     assert capsys.readouterr() == ("", "")
@@ -138,9 +138,9 @@ def test_every_colour_stands_out_on_white_and_on_black():
     for color in plotting.PALETTE:
         light = _luminance(color)
         assert min(1.05 / (light + 0.05), (light + 0.05) / 0.05) > 2.2
-    seen = {(style["color"], style["linestyle"]) for style in map(plotting.look, range(28))}
+    seen = {(style["color"], style["linestyle"]) for style in map(look, range(28))}
     assert len(seen) == 28
-    assert len({plotting.look(index)["marker"] for index in range(7)}) == 7
+    assert len({look(index)["marker"] for index in range(7)}) == 7
 
 
 # The cone
@@ -254,14 +254,6 @@ def test_few_long_rows_are_drawn_in_their_span():
     np.testing.assert_allclose(_arrows(alone), [[5, 0]], atol=1e-12)
 
 
-def test_unit_keeps_where_things_point():
-    rows = CONFLICTED * torch.tensor([[1e-8], [1e5]])
-    ax = plotting.cone(rows, RULES, unit=True)
-    for name, rule in RULES.items():
-        direction = jd.aggregate(rule, rows).direction
-        np.testing.assert_allclose(_lines(ax)[name].get_xydata()[1], direction / direction.norm(), rtol=1e-9)
-
-
 @pytest.mark.parametrize("rows", [torch.zeros(2, 2), torch.zeros(2, 3), torch.tensor([[0.0, 0.0], [1.0, 0.0]])])
 def test_rows_of_zeros_are_drawn(rows):
     plotting.cone(rows, RULES).figure.canvas.draw()
@@ -276,11 +268,11 @@ def test_rules_that_look_at_more_than_the_gramian_are_drawn():
 # The heat map
 
 
-@given(st.lists(st.integers(-9, 9), min_size=9, max_size=9), st.sampled_from(["cosines", "gramian"]))
-def test_cells_hold_the_matrix_in_colours_of_its_signs(entries, kind):
+@given(st.lists(st.integers(-9, 9), min_size=9, max_size=9))
+def test_cells_hold_the_matrix_in_colours_of_its_signs(entries):
     matrix = torch.tensor(entries, dtype=torch.float64).reshape(3, 3) / 9
     with _axes() as ax:
-        plotting.heatmap(matrix, ["a", "b", "c"], ax, kind=kind)
+        plotting.heatmap(matrix, ["a", "b", "c"], ax)
         (image,) = ax.get_images()
         np.testing.assert_array_equal(image.get_array(), matrix)
         red, blue = image.to_rgba(matrix.numpy())[..., 0], image.to_rgba(matrix.numpy())[..., 2]
@@ -290,23 +282,13 @@ def test_cells_hold_the_matrix_in_colours_of_its_signs(entries, kind):
         assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b", "c"]
 
 
-def test_a_gramian_of_very_different_rows_shows_all_of_them():
-    rows = torch.tensor([[1e3, 0.0], [1e-1, 1e-1]], dtype=torch.float64)
-    ax = plotting.heatmap(rows @ rows.T, kind="gramian")
-    (image,) = ax.get_images()
-    assert image.norm(0.0) == 0.5
-    assert 0.52 < image.norm(0.02) < image.norm(100.0) < image.norm(1e6) == 1
-    assert [text.get_text() for text in ax.texts] == ["1e6", "100", "100", "0.02"]
-    small = plotting.heatmap(torch.tensor([[1.0, -1.5e-3], [-1.5e-3, -0.0]]), kind="gramian")
-    assert [text.get_text() for text in small.texts] == ["1", "-0.0015", "-0.0015", "0"]
-
-
 def test_what_is_not_finite_is_grey_and_large_maps_are_not_written():
     ax = plotting.heatmap(torch.tensor([[1.0, math.nan], [math.nan, math.inf]]))
     assert [text.get_text() for text in ax.texts] == ["1.00", "nan", "nan", "inf"]
     assert ax.get_images()[0].get_array().mask.sum() == 3
     assert not plotting.heatmap(torch.eye(13)).texts
-    plotting.heatmap(torch.zeros(50, 50), kind="gramian").figure.canvas.draw()
+    plotting.heatmap(torch.zeros(50, 50)).figure.canvas.draw()
+    assert [text.get_text() for text in plotting.heatmap(-0.0 * torch.ones(1, 1)).texts] == ["0.00"]
 
 
 # The history
@@ -584,8 +566,8 @@ def test_trajectories_can_be_lean_and_rules_run_with_the_problems_own_settings()
 def test_a_legend_is_made_again_after_drawing_more():
     ax = plotting.scales(_states())
     before = ax.get_legend().get_window_extent().x0
-    ax.plot([0, 11], [2.0**16] * 2, label="peer", **plotting.look(2))
-    plotting.quiet(ax, ylabel="scale")
+    ax.plot([0, 11], [2.0**16] * 2, label="peer", **look(2))
+    quiet(ax, ylabel="scale")
     plotting.legend(ax)
     assert _labels(ax) == ["0", "1", "peer"]
     assert ax.get_legend().get_window_extent().x0 == before
@@ -642,10 +624,7 @@ def test_the_front_has_full_markers_and_the_rest_hollow_ones():
     hollow = [line.get_xydata().tolist() for line in ax.get_lines() if line.get_markerfacecolor() == "none"]
     assert hollow == [[[2, 2]], [[3, 1]]]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("left", "right")
-    known = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    alone = plotting.front(points["one"], known=known)
-    np.testing.assert_array_equal(_lines(alone)["true front"].get_xydata(), known)
-    assert _labels(alone) == ["true front", "front of the points", "on the front"]
+    assert _labels(plotting.front(points["one"])) == ["front of the points", "on the front"]
 
 
 # What is wrong
@@ -658,18 +637,23 @@ WRONG = [
     (lambda: plotting.cone(CONFLICTED, names=["one"]), "cone: expected one name"),
     (lambda: plotting.cone(CONFLICTED[:0]), "cone: needs at least one row"),
     (lambda: plotting.cone(CONFLICTED, losses=torch.ones(3)), "cone: losses must be 2, one per row, found 3"),
-    (lambda: plotting.heatmap(torch.zeros(2, 3)), r"heatmap: matrix must be a matrix of pairs \[m, m\].*\[2, 3\]"),
+    (lambda: plotting.heatmap(torch.zeros(2, 3)), r"heatmap: matrix must be real numbers \[m, m\].*\[2, 3\]"),
     (lambda: plotting.heatmap(torch.eye(2), ["one"]), "heatmap: expected one name for each of 2"),
-    (lambda: plotting.heatmap(torch.eye(2), kind="log"), "kind must be one of cosines, gramian, found 'log'"),
     (lambda: plotting.norms(_infos()), r"norms: infos must have Gramians, found none.*diagnose"),
     (lambda: plotting.weights(ENTRYWISE), "weights: infos must have weights"),
     (lambda: plotting.conflicts([0.5], every=0), "every must be an integer of at least 1, found 0"),
     (lambda: plotting.quadratics(0.5), r"quadratics: condition must be a finite number >= 1, found 0\.5"),
     (lambda: plotting.quadratics(math.inf), "quadratics: condition must be a finite number >= 1, found inf"),
-    (lambda: plotting.descend(QUADRATICS, jd.mean(), starts=torch.zeros(2)), r"starts must be \[s, 2\].*\[2\]"),
-    (lambda: plotting.parallel([[1.0, 2.0]]), "parallel: points must be a tensor of real numbers"),
+    (
+        lambda: plotting.descend(QUADRATICS, jd.mean(), starts=torch.zeros(2)),
+        r"starts must be .*\[s, 2\].*\[2\]",
+    ),
+    (lambda: plotting.parallel([[1.0, 2.0]]), r"parallel: points must be real numbers \[k, m\]"),
     (lambda: plotting.parallel(torch.ones(2, 3), ["one"]), "parallel: expected one name for each of 3"),
-    (lambda: plotting.front({"mine": torch.zeros(4, 3)}), r"front: points 'mine' must be \[k, 2\].*\[4, 3\]"),
+    (
+        lambda: plotting.front({"mine": torch.zeros(4, 3)}),
+        r"front: points 'mine' must be .*\[k, 2\].*\[4, 3\]",
+    ),
     (lambda: plotting.front({}), "front: points must be at least one"),
     (lambda: plotting.front(torch.zeros(4, 2), ["one"]), "front: expected one name for each of 2"),
     (lambda: plotting.front(torch.zeros(4, 2), reference=torch.ones(3)), r"front: reference must be a tensor \[2\]"),
@@ -678,7 +662,10 @@ WRONG = [
         r"trajectories: rules must be points \[steps \+ 1, s, 2\] in 'mine', found torch.float32 \[3, 2\]",
     ),
     *(
-        (lambda points=points: plotting.parallel(points), r"parallel: points must be \[k, m\], two losses or more")
+        (
+            lambda points=points: plotting.parallel(points),
+            r"must be real numbers \[k, m\], two losses or more",
+        )
         for points in (torch.ones(3, 1), torch.ones(0, 4), torch.ones(2, 2, 2))
     ),
 ]

@@ -1,27 +1,41 @@
-"""Plots of the dual cone: the rows, the directions without conflict, and the directions of rules."""
+"""Plots of the rows of a Jacobian: their dual cone with the directions of rules, and a heat map of their cosines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import colors
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from functional_jd.aggregation.aggregate import Aggregator, aggregate, check_rule
 from functional_jd.aggregation.views import loss_count
 from functional_jd.aggregators.upgrad import upgrad
-from functional_jd.core.arguments import check_flag, check_mapping
+from functional_jd.core.arguments import check_mapping
 from functional_jd.core.heads import rows_of
 from functional_jd.core.names import names_or_indices, objective_names
 from functional_jd.core.rows import row_count
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import Direction, Jacobian, Losses
-from functional_jd.plotting.style import PALETTE, Array, Ax, as_array, axes_or_new, legend, look, quiet, text_color
+from functional_jd.plotting.style import (
+    CONFLICT,
+    PALETTE,
+    Array,
+    Ax,
+    as_array,
+    axes_or_new,
+    background_color,
+    check_points,
+    legend,
+    look,
+    quiet,
+    text_color,
+)
 
 
 def cone(
@@ -31,7 +45,6 @@ def cone(
     *,
     names: Sequence[str] | None = None,
     losses: Losses = None,
-    unit: bool = False,
 ) -> Ax:
     """Plot the rows, their dual cone, their projections on it, and the direction of every rule.
 
@@ -45,7 +58,6 @@ def cone(
         ax: the axes to draw on, with a 3d projection for three dimensions; `None` creates a figure.
         names: one per row; `None` uses the keys of `losses`, if they are a dict.
         losses: the m values, for rules that look at them.
-        unit: whether to draw all vectors with length 1.
 
     Returns:
         The axes.
@@ -56,7 +68,6 @@ def cone(
     jacobian, rules = rows_of(jacobian), {} if rules is None else rules
     m = row_count(jacobian, "cone")
     check_mapping("cone", "rules", rules, 'Pass for instance {"mean": mean()}.')
-    check_flag("cone", "unit", unit)
     if losses is not None and (found := loss_count(losses, "cone")) != m:
         raise ValueError(f"cone: losses must be {m}, one per row, found {found}. Pass those of the Jacobian.")
     flat = _flat(jacobian, 1)
@@ -71,8 +82,6 @@ def cone(
                 f"cone: expected finite values, found nan or inf in {name or 'the Jacobian'}. Check the losses first."
             )
         vectors[name] = vector @ basis
-        if unit:
-            vectors[name] = normalize(vectors[name], dim=-1, eps=torch.finfo(torch.float64).tiny)
     rows = vectors.pop(None)
     if names is None:
         names = objective_names(losses) if isinstance(losses, Mapping) else [f"$g_{{{i}}}$" for i in range(m)]
@@ -223,3 +232,59 @@ def _sector(normals: Array, radius: float) -> Array:
                 clipped.append(corners[k])
         corners = np.array(clipped).reshape(-1, 2)
     return corners
+
+
+MAX_WITH_VALUES, MAX_WITH_NAMES = 12, 40
+"""The largest m for which the values are written in the cells, and for which the rows are labelled."""
+
+
+def heatmap(matrix: Tensor, names: Sequence[str] | None = None, ax: Ax | None = None) -> Ax:
+    """Plot the cosines of the rows: blue if positive, vermilion if negative (conflict), no colour at zero.
+
+    Args:
+        matrix: `[m, m]`, the cosines of a diagnosis.
+        names: one per row, `["left", "right"]`; `None` uses the row indices.
+        ax: the axes to draw on; `None` creates a figure.
+
+    Returns:
+        The axes. Up to 12 rows, the values are written in the cells; non-finite cells are grey.
+    """
+    cure = "Pass the cosines of a diagnosis."
+    check_points("heatmap", "matrix", matrix, "[m, m], one for each pair", lambda k, m: k == m > 0, cure)
+    m = len(matrix)
+    names = names_or_indices(names, m, "heatmap")
+    side = min(8.0, max(3.2, 1.6 + 0.6 * m))
+    ax = axes_or_new("heatmap", ax, (side + 1.2, side))
+    values = as_array(matrix)
+    # From conflict to agreement; an odd number of colours, of which the middle one, the background, is that of zero.
+    cmap = colors.LinearSegmentedColormap.from_list("agreement", [CONFLICT, background_color(ax), PALETTE[0]], N=257)
+    cmap = cmap.with_extremes(bad=(0.5, 0.5, 0.5, 0.5))
+    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, vmin=-1, vmax=1, interpolation="nearest")
+    _label_rows_and_columns(ax, names)
+    ax.figure.colorbar(image, ax=ax, label="cosine", shrink=0.8).outline.set_visible(False)
+    if m <= MAX_WITH_VALUES:
+        _write_values(ax, values, image)
+    return ax
+
+
+def _label_rows_and_columns(ax: Ax, names: list[str]) -> None:
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    if len(names) > MAX_WITH_NAMES:
+        return
+    ticks = range(len(names))
+    long = max(map(len, names)) > 5
+    rotated: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if long else {}
+    ax.set_yticks(ticks, names)
+    ax.set_xticks(ticks, names, **rotated)
+
+
+def _write_values(ax: Ax, values: Array, image: Any) -> None:
+    """Write the value in every cell, in black or white, whichever has more contrast."""
+    size = "medium" if len(values) < 8 else "small"
+    for (row, column), value in np.ndenumerate(values):
+        rgba = image.cmap(image.norm(value)) if np.isfinite(value) else None
+        color = text_color(ax) if rgba is None else "black" if np.dot(rgba[:3], (0.3, 0.59, 0.11)) > 0.45 else "white"
+        text = f"{value:z.2f}"
+        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=size)
