@@ -235,7 +235,7 @@ def tree_difference(expected: Tree, found: Tree) -> str:
         names = sorted(set(tree_names(expected)) ^ set(tree_names(found)))
         return f"expected another structure, found one that differs in {names[:3]}"
     for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        if getattr(x, "shape", None) != getattr(y, "shape", None) or x.dtype != y.dtype:
+        if getattr(x, "shape", None) != getattr(y, "shape", None) or getattr(x, "dtype", 0) != getattr(y, "dtype", 0):
             return f"expected {_description(x)}, found {_description(y)} in {tree_names(expected)[index]!r}"
     return ""
 

@@ -11,13 +11,10 @@ from torch.fx.node import map_arg
 from functional_jd.core.foreach import copy_each
 from functional_jd.torch_compat.graphs import base_of, written_bases
 
-_WAITS = (
+_WAITS = (  # operators of aten that wait for the device, which a CUDA graph cannot hold
     *("_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_lstsq", "cholesky_solve", "nonzero", "masked_select"),
     *("_local_scalar_dense", "is_nonzero", "equal"),
 )
-"""Operators of aten that wait for the device, which a CUDA graph cannot hold."""
-
-_COPIES = ("aten._to_copy.default", "aten.copy_.default", "aten.to.device")
 
 
 class Donated(Tensor):
@@ -32,8 +29,8 @@ class Donated(Tensor):
 
 
 def prepare_capture(graph: fx.GraphModule) -> None:
-    """Let a graph run on the device alone. Raise for operators that no CUDA graph can hold: after a capture that fails,
-    a process cannot capture again.
+    """Let a graph run on the device alone. Raise for operators that no CUDA graph can hold: a capture that fails is the
+    last one of its process.
     """
     for node in graph.graph.nodes:  # searches on the host have an operator for the device
         package, _, name = str(node.target).removesuffix(".default").partition(".")
@@ -60,7 +57,7 @@ def _copy_constants(graph: fx.GraphModule) -> None:
         for node in graph.graph.nodes:
             if node.op == "get_attr" and isinstance(found := getattr(graph, str(node.target), None), Tensor):
                 values[node] = found
-            elif _is_pure(node) and base_of(node) not in written and values.keys() >= {*node.all_input_nodes}:
+            elif _is_pure(node.target) and base_of(node) not in written and values.keys() >= {*node.all_input_nodes}:
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
                 if _crosses(node):
@@ -71,20 +68,21 @@ def _copy_constants(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _is_pure(node: fx.Node) -> bool:
-    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
-    return schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
+def _is_pure(operator: Any) -> bool:
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def _crosses(node: fx.Node) -> bool:
     """Whether a node copies between the host and the device."""
     places = [x.meta["val"].is_cpu for x in (node, *node.all_input_nodes) if isinstance(x.meta.get("val"), Tensor)]
-    return str(node.target) in _COPIES and len({*places}) == 2
+    copies = "aten._to_copy.default", "aten.copy_.default", "aten.to.device"
+    return str(node.target) in copies and len({*places}) == 2
 
 
 class Captured:
-    """A captured graph with its static memory: of `arguments` inputs, of which the first `donated` give their memory to
-    the results at the same places, and of tensors of closures, which are read where they are.
+    """A captured graph with its static memory. The first `donated` of the `arguments` give theirs to the results at the
+    same places; tensors of closures, the other inputs, are read where they are.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Tensor], arguments: int, donated: int):
@@ -93,27 +91,18 @@ class Captured:
         self.lock, self.arguments, self.donated = Lock(), arguments, donated
         with torch.no_grad():
             self.static = [x.detach().clone() if k < arguments else x for k, x in enumerate(inputs)]
-            self.newest: list[Tensor | None] = [None] * arguments
+            self.newest: list[Tensor] = []  # the results that hold the memory of the donated ones
             self.graph, self.results = self._captured(graph.forward)
 
     def _captured(self, run: Callable[..., Sequence[Tensor]]) -> tuple[Any, list[Tensor]]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        run(*self.static)  # libraries and kernels are loaded, which a capture does not allow
+        graph, written = torch.cuda.CUDAGraph(), {_memory(x) for x in self.static[: self.arguments]}
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = list(run(*self.static))
             moved = [k for k in range(self.donated) if results[k] is not self.static[k]]
-            _copy([self.static[k] for k in moved], [self._apart(results[k]) for k in moved])
+            apart = [results[k].clone() if _memory(results[k]) in written else results[k] for k in moved]
+            _copy([self.static[k] for k in moved], apart)
         return graph, results
-
-    def _apart(self, x: Tensor) -> Tensor:
-        """A result that is an input is copied first: its memory is about to be written."""
-        start = x.untyped_storage().data_ptr()
-        shared = any(start == other.untyped_storage().data_ptr() for other in self.static[: self.arguments])
-        return x.clone() if shared else x
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Copy the inputs in, replay, and return fresh tensors; donated ones keep their static memory."""
@@ -123,18 +112,20 @@ class Captured:
                     raise ValueError(
                         "compiled: tensors of closures must keep their memory, found one that moved. Pass it instead."
                     )
-            moved = [k for k, mine in enumerate(self.newest) if tensors[k] is not mine]
+            known = len(self.newest)
+            moved = [k for k in range(self.arguments) if k >= known or tensors[k] is not self.newest[k]]
             _copy([self.static[k] for k in moved], [tensors[k].detach() for k in moved])
             self.graph.replay()
-            found = [self.static[k].detach() for k in range(self.donated)]
             fresh = [torch.empty_like(x) for x in self.results[self.donated :]]
             _copy(fresh, self.results[self.donated :])
-            for k, mine in enumerate(self.newest[: self.donated]):
-                tensors[k].__class__ = Donated
-                if mine is not None:  # its memory holds the new result, whoever passed it
-                    mine.__class__ = Donated
-                self.newest[k] = found[k]
-        return found + fresh
+            for taken in (*tensors[: self.donated], *self.newest):  # whoever passed them, their memory is the next one
+                taken.__class__ = Donated
+            self.newest = [x.detach() for x in self.static[: self.donated]]
+            return self.newest + fresh
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import update_wrapper
 from operator import is_
@@ -13,58 +13,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from functional_jd.core.arguments import check_flag, check_function, described, refuse
-from functional_jd.core.tree import structure_key, tree_flatten, tree_names, tree_unflatten
+from functional_jd.core.arguments import check_flag, check_function, refuse
+from functional_jd.core.tree import structure_key, tree_difference, tree_flatten, tree_names, tree_unflatten
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.torch_compat import graphs
-from functional_jd.torch_compat.graphs import function_modes
 from functional_jd.torch_compat.torch_internals import dispatch_modes, transform_level
 from functional_jd.training.captured import Captured
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
-
-_MANY = 8
-"""Mostly, so many graphs of one function are not due to shapes."""
 
 
 def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", donate: bool = False) -> "Compiled":
     """Compile a pure function, such as a step, from the operators that it calls.
 
     `f` is called twice for each kind of arguments: as it is, and with tensors that have shapes but no values. The
-    second call writes down its operators as one graph, transforms and derivatives taken. `torch.compile` reads the
-    Python code instead: that takes longer, in every process, and finds less to fuse.
-
-    `take = compiled(functools.partial(step, **method))`, then `state, info = take(state, *batch)`
+    second call writes down its operators as one graph, transforms and derivatives taken.
 
     Args:
-        f: a function of pytrees of tensors, and of other values, to pytrees of tensors: `step`, `aggregate`, several
-            steps, `torch.vmap` of a step, `torch.func.grad` of a training.
+        f: a function of pytrees of tensors, and of other values, to pytrees of tensors:
+            `functools.partial(step, **method)`, several steps, `torch.vmap` of a step, `torch.func.grad` of a training.
         backend: `"inductor"` writes machine code; `"eager"` runs the operators one by one; `"cudagraphs"` captures them
             as one CUDA graph, which the host launches once per call; or a function of the graph and its inputs.
         donate: with `"cudagraphs"`, whether the first argument gives its memory to the first result, which has the
             same structure: `state, info = take(state, x)`. Then no state is copied, and reading the old one raises.
 
     Returns:
-        A function that returns what `f` does, up to rounding. It has a graph for each kind of arguments: for their
-        structure, for tensors of the same shapes, strides, dtypes and devices, and for other values that are equal;
-        also for autocast, the default dtype, deterministic algorithms, and the modes (`training`) of modules.
+        A function that returns what `f` does, up to rounding. It has a graph for each structure of the arguments, for
+        the shapes, strides, dtypes and devices of tensors, for other values, and for settings: autocast, the default
+        dtype, deterministic algorithms, and the modes (`training`) of modules.
 
     Raises:
         TypeError: an argument is neither a plain tensor nor hashable, or is an object whose contents are not seen; a
             result is neither a tensor nor a number or a name.
         ValueError: `f` changes an argument or a tensor of its closure in place, or draws numbers without a key; a
-            tensor requires grad; a transform or a mode is active: compile the outermost function. With `"cudagraphs"`:
-            tensors elsewhere, and operators that wait for the device, such as `eigh`, found before the capture.
+            tensor requires grad; a transform or a mode is active. With `"cudagraphs"`: tensors elsewhere, and operators
+            that wait for the device, such as `eigh`, found before the capture.
         RuntimeError: `f` decides by values, such as `if x > 0`, `x[mask]`, or `x.item()`; a tensor that was donated.
 
     Guarantees:
         With `"eager"` the same bits; rounding if a rule chooses a solver by values (`config`, `imtl_g`).
         Results carry no gradient. Writing `f` down leaves no trace in generators or arguments.
         A `RuntimeWarning` at the eighth graph names an argument that differs from call to call.
-
-    Differs:
-        Numbers that `f` finds elsewhere than in its arguments are read once, where `torch.compile` guards most of them.
-        Tensors of its closure are inputs of the graph, with new values.
+        Tensors of the closure of `f` are read in each call; numbers that are no arguments once.
 
     Example:
         >>> double = compiled(lambda x: {"twice": 2 * x}, backend="eager")
@@ -72,14 +62,13 @@ def compiled(f: Callable[..., Any], *, backend: str | Backend = "inductor", dona
         {'twice': tensor([2., 2.])}
     """
     check_function("compiled", "f", f, "Pass functools.partial(functional_jd.step, ...), or a function of your own.")
-    chosen = _BACKENDS.get(backend) if isinstance(backend, str) else backend
-    if not callable(chosen):
+    if not callable(backend) and not (isinstance(backend, str) and backend in _NAMED):
         names = "'inductor', 'eager', 'cudagraphs' or a function"
         refuse("compiled", "backend", names, backend, "A function takes the graph and the list of its inputs.")
     check_flag("compiled", "donate", donate)
-    if donate and chosen is not Captured:
+    if donate and backend != "cudagraphs":
         refuse("compiled", "donate", "False unless backend='cudagraphs'", donate, "Leave it out.", ValueError)
-    return Compiled(f, chosen, donate)
+    return Compiled(f, backend, donate)
 
 
 class Compiled:
@@ -95,8 +84,7 @@ class Compiled:
         return Compiled, (self.f, self.backend, self.donate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A part of the graph around; or tracers look at operators.
-        if torch.compiler.is_compiling() or _INSIDE.get() or dispatch_modes():
+        if torch.compiler.is_compiling() or _INSIDE.get() or dispatch_modes():  # a part of the graph around
             return self.f(*args, **kwargs)
         given: list[Any]
         given, structure = tree_flatten((args, kwargs))
@@ -108,23 +96,17 @@ class Compiled:
         try:
             graph = self.graphs.get(key)
         except TypeError as error:
-            error.add_note(
-                "compiled: arguments must be tensors or hashable values. Pass a tensor, or a dict or tuple of tensors, "
-                "or bind the value with functools.partial."
-            )
+            error.add_note("compiled: arguments must be tensors or hashable values. Bind others by functools.partial.")
             raise
-        while graph is not None and (modes := _modes(graph.modules)) != graph.modes:
+        while graph is not None and (modes := tuple([x.training for x in graph.modules])) != graph.modes:
             key = (*key, modes)
             graph = self.graphs.get(key)
-        if graph is None or transform_level() != _NO_TRANSFORM or function_modes():
+        if graph is None or transform_level() != _NO_TRANSFORM or graphs.function_modes():
             _check((args, kwargs), given)
         if graph is None:
             with _COMPILING:
-                inside = _INSIDE.set(True)
-                try:
-                    graph = self.graphs.get(key) or self._add(key, given, structure, tensors)
-                finally:
-                    _INSIDE.reset(inside)
+                graph = self.graphs.get(key) or copy_context().run(self._written, given, structure, tensors)
+                self.graphs[key] = graph
                 if len(self.graphs) == _MANY:
                     _warn((args, kwargs), [key[2] for key in self.graphs])
         found = iter(graph.run(*tensors, *(x.detach() for x in graph.constants)))
@@ -134,7 +116,8 @@ class Compiled:
             self.newest = leaves[:count], kinds[:count]
         return tree_unflatten(graph.structure, leaves)
 
-    def _add(self, key: Any, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
+    def _written(self, given: list[Any], structure: Any, tensors: list[Tensor]) -> "_Graph":
+        _INSIDE.set(True)
         found: list[Any] = []
         called: dict[int, nn.Module] = {}
 
@@ -144,7 +127,10 @@ class Compiled:
             result = self.f(*args, **kwargs)
             leaves: list[Any]
             leaves, of_result = tree_flatten(result)
-            _check_result(result, leaves)
+            for name, leaf in zip(tree_names(result), leaves, strict=True):
+                if not isinstance(leaf, _RESULTS):
+                    cure = "Return what it computes, such as pullback(weights) instead of pullback."
+                    refuse("compiled", f"the result {name!r}", "a tensor, a number or a name", leaf, cure)
             constants = [None if isinstance(x, Tensor) else (x,) for x in leaves]
             found[:] = of_result, constants, count_donated(args[:1], result) if self.donate else 0
             return [x for x in leaves if isinstance(x, Tensor)]
@@ -172,10 +158,10 @@ class Compiled:
             )
         constants = graphs.with_inputs_for_constants(graph)
         inputs, (of_result, leaves, donated) = [*tensors, *(x.detach() for x in constants)], found
-        how = (len(tensors), donated) if self.backend is Captured else ()
-        run, modules = self.backend(graph, inputs, *how), [*called.values()]
-        made = self.graphs[key] = _Graph(run, constants, modules, _modes(modules), of_result, leaves)
-        return made
+        backend = _NAMED[self.backend] if isinstance(self.backend, str) else self.backend
+        run = backend(graph, inputs, *((len(tensors), donated) if backend is Captured else ()))
+        modules, modes = [*called.values()], tuple([module.training for module in called.values()])
+        return _Graph(run, constants, modules, modes, of_result, leaves)
 
 
 def _warn(arguments: Any, kinds: list[Any]) -> None:
@@ -183,37 +169,28 @@ def _warn(arguments: Any, kinds: list[Any]) -> None:
     both = zip(tree_names(arguments), *kinds[-2:], strict=False)
     differ = next((_called(name) for name, old, new in both if old != new), "their structure")
     warnings.warn(
-        f"compiled: {_MANY} graphs of one function were made, each compiled by itself; the last two calls differ in "
-        f"{differ}. Pad batches to one size, pass numbers that change as tensors, make functions among the arguments "
-        "once, and call the function itself for shapes that are rare.",
+        f"compiled: {_MANY} graphs of one function were made, and the last two calls differ in {differ}. Pad batches "
+        "to one size, pass numbers that change as tensors, and make functions among the arguments once.",
         RuntimeWarning,
         stacklevel=3,
     )
 
 
 class _Graph(NamedTuple):
-    """A compiled graph, the tensors of closures that it takes, the modules that it calls with their modes, and the
-    structure and the constants of its results.
-    """
-
     run: Any
-    constants: list[Tensor]
-    modules: list[nn.Module]
+    constants: list[Tensor]  # of closures, which it takes after the arguments
+    modules: list[nn.Module]  # that it calls
     modes: tuple[bool, ...]
-    structure: Any
-    leaves: list[Any]
+    structure: Any  # of the results
+    leaves: list[Any]  # None for a tensor, else `(constant,)`
 
 
+_RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _NO_TRANSFORM = (None, -1)
+_MANY = 8  # graphs of one function: mostly not due to shapes
 _COMPILING = Lock()  # torch traces one function at a time
 _INSIDE = ContextVar("compiled", default=False)  # whether a function is being written down here, with what it calls
-
-
-def _one_by_one(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-    return graph.forward
-
-
-_BACKENDS: dict[str, Any] = {"inductor": graphs.machine_code, "eager": _one_by_one, "cudagraphs": Captured}
+_NAMED: Any = {"inductor": graphs.machine_code, "eager": lambda graph, _: graph.forward, "cudagraphs": Captured}
 
 
 def _kind(leaf: Any) -> Any:
@@ -227,16 +204,11 @@ def _kind(leaf: Any) -> Any:
     return leaf.shape, type(leaf) in PLAIN_TENSORS, strides, leaf.dtype, leaf.device, bits
 
 
-def _modes(modules: list[nn.Module]) -> tuple[bool, ...]:
-    """The modules that are in training mode."""
-    return tuple([module.training for module in modules])
-
-
 def _ambient(tensors: list[Tensor]) -> tuple[Any, ...]:
     """The settings of torch that operators follow."""
     types = sorted({"cpu", *(x.device.type for x in tensors)})
-    on = (kind for kind in types if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
-    autocast = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in on])
+    types = [kind for kind in types if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    autocast = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in types])
     modes = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return autocast, torch.get_default_dtype(), torch.get_default_device(), modes
 
@@ -246,36 +218,18 @@ def _check(arguments: Any, leaves: list[Any]) -> None:
     outer = "Compile the outermost function: compiled(torch.func.grad(f)), compiled(random.keyed(f))."
     if transform_level() != _NO_TRANSFORM:
         raise ValueError(f"compiled: expected a call outside of transforms, found one inside torch.func. {outer}")
-    for mode in function_modes():
+    for mode in graphs.function_modes():
         raise ValueError(f"compiled: expected a call outside of modes, found one inside {type(mode).__name__}. {outer}")
     for name, leaf in zip(tree_names(arguments), leaves, strict=True):
-        at, found = f"as {_called(name)}", type(leaf).__name__
+        at = _called(name)
         if not isinstance(leaf, Tensor):
-            if not callable(leaf) and type(leaf).__hash__ is object.__hash__:
-                raise TypeError(
-                    f"compiled: expected tensors, containers, numbers or functions, found {found} {at}, whose contents "
-                    "are not seen. Pass a dict or a tuple, or take torch.export.register_dataclass."
-                )
+            if not callable(leaf) and type(leaf).__hash__ is object.__hash__:  # its contents are not seen
+                cure = "Pass a dict or a tuple, or take torch.export.register_dataclass."
+                refuse("compiled", at, "a tensor, a container, a number or a function", leaf, cure)
         elif type(leaf) not in PLAIN_TENSORS or leaf.is_nested:
-            found = "a nested tensor" if leaf.is_nested else found
-            raise TypeError(
-                f"compiled: expected plain tensors, found {found} {at}. torch.compile(f) takes some others."
-            )
+            refuse("compiled", at, "a plain tensor, not nested", type(leaf), "torch.compile(f) takes some others.")
         elif leaf.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"compiled: expected no tensor that requires grad, found one {at}. Detach it. {outer}")
-
-
-_RESULTS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-
-
-def _check_result(result: Any, leaves: list[Any]) -> None:
-    """Raise for results that would hold tensors of the call that was written down."""
-    for name, leaf in zip(tree_names(result), leaves, strict=True):
-        if not isinstance(leaf, _RESULTS):
-            raise TypeError(
-                f"compiled: expected tensors, numbers and names as results, found {described(leaf)} as {name!r}. "
-                "Return what it computes, such as pullback(weights) instead of pullback."
-            )
+            refuse("compiled", at, "a tensor without grad", leaf, f"Detach it. {outer}", ValueError)
 
 
 def _called(name: str) -> str:
@@ -288,18 +242,16 @@ def _origin(node: torch.fx.Node, given: list[Any], structure: Any) -> str:
     """An input or a constant of a graph, in the words of the user."""
     if node.op == "get_attr":
         return f"a tensor {list(getattr(node.graph.owning_module, str(node.target)).shape)} that is no argument"
-    names = zip(tree_names(tree_unflatten(structure, given)), given, strict=True)
-    inputs = [name for name, leaf in names if isinstance(leaf, Tensor)]
+    names = tree_names(tree_unflatten(structure, given))
+    inputs = [name for name, leaf in zip(names, given, strict=True) if isinstance(leaf, Tensor)]
     return _called(inputs[node.graph.find_nodes(op="placeholder").index(node)])
 
 
 def count_donated(first: tuple[Any, ...], result: Any) -> int:
     """The number of tensors of the first argument, which the first result must be like."""
-    flat = [tree_flatten(first), tree_flatten((result[0] if type(result) is tuple and result else result,))]
-    kinds = [[(type(x), getattr(x, "shape", 0), getattr(x, "dtype", 0)) for x in leaves] for leaves, _ in flat]
-    if structure_key(flat[0][1]) != structure_key(flat[1][1]) or kinds[0] != kinds[1]:
+    if difference := tree_difference(first, (result[0] if type(result) is tuple and result else result,)):
         raise ValueError(
-            "compiled: with donate=True the first result must have the structure, shapes and dtypes of the first "
-            "argument, found others. Return the new state first, or pass donate=False."
+            f"compiled: the first result must be like the first argument with donate=True: {difference}. Return the "
+            "new state first, or pass donate=False."
         )
-    return sum(isinstance(x, Tensor) for x in flat[0][0])
+    return sum(isinstance(x, Tensor) for x in tree_flatten(first)[0])
