@@ -61,7 +61,7 @@ bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOO
 evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)
 
-claims: $(VENV)/.bench  ## what the README's table says of the peers, measured anew: a minute or two
+claims: $(VENV)/.bench  ## measure the comparison with peers in docs/coming_from.md again: a minute or two
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/claims
 
 notebooks: $(VENV)/.test  ## run the notebooks and store what they show

@@ -72,7 +72,6 @@ CONTENTS = {
             "recipes",
             "recipes_*",
             "trainers",
-            "cheaper_rules",
             "compile",
             "gpu",
             "fronts",
@@ -85,7 +84,7 @@ CONTENTS = {
         )
     ],
     "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
-    "Notebooks": ["notebooks/*"],
+    "Notebooks": ["docs/notebooks", "notebooks/*"],
     "Reference": ["docs/reference/index"],
     "Project": ["CHANGELOG", "docs/how_it_is_tested", "docs/contributing"],
 }

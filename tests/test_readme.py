@@ -30,7 +30,6 @@ GUIDES = [
         "recipes",
         "recipes_optimizers",
         "recipes_models",
-        "cheaper_rules",
         "compile",
         "gpu",
         "fronts",
@@ -49,6 +48,7 @@ PAGES = {
                 *GUIDES,
                 "guides/trainers",
                 "which_function",
+                "notebooks",
                 "how_it_is_tested",
                 "coming_from",
                 "laws_of_torchjd",
@@ -94,7 +94,7 @@ def shown(tmp_path_factory):
 def test_every_python_block_runs(shown):
     sessions, printed = shown
     assert all_finite((sessions["README"]["state"], sessions["by_hand"]["direction"], sessions["by_hand"]["params"]))
-    assert "kind" in "".join(printed)
+    assert "cost" in "".join(printed)
 
 
 def test_what_is_shown_below_a_block_is_what_it_prints(shown):
@@ -122,9 +122,9 @@ def test_a_comparison_that_swallows_nan_is_mended_as_the_page_says(shown):
 
 
 def side(diff, sign, session):
-    """What one side of a diff leaves behind, beginning with the modules of the session, as they are."""
+    """The names that one side of a diff leaves, started from copies of the modules of the session."""
     lines = [line[1:] for line in diff.splitlines() if line[:1] in (sign, " ")]
-    names = copy.deepcopy({name: session[name] for name in ("trunk", "heads")})
+    names = copy.deepcopy({name: session[name] for name in ("trunk", "heads", "net") if name in session})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         exec(compile("\n".join(lines), "README.md", "exec"), found := {**session, **names})
@@ -163,14 +163,51 @@ def test_after_the_way_from_torchjd_training_is_the_same(shown):
     assert agree(values(found["trunk"], found["heads"]), values(*after), values(*modules))
 
 
+def test_the_loop_that_weighs_trains_as_steps_do(shown):
+    """And the loop without a rule as steps under `mean`: the factor of the sum is all that a rule changes."""
+    (diff,) = [diff for diff in DIFFS if "jd.weigh" in diff]
+    session = shown[0]["README"]
+    start = dict(session["net"].named_parameters())
+    for sign, rule in (("-", functional_jd.mean()), ("+", functional_jd.upgrad())):
+        net = side(diff, sign, session)["net"]
+        method = session["method"] | {"aggregator": rule}
+        batch = session["x"], session["cost"], session["hours"]
+        state = functional_jd.train_state(copy.deepcopy(start), *batch, **method)
+        for _ in range(100):
+            state, _ = functional_jd.step(state, *batch, **method)
+        assert agree({f"0.{name}": p for name, p in state.params.items()}, values(net), values(session["net"]))
+
+
+def of_table(name):
+    """The rows of a table of the benchmarks, by their first cell."""
+    text = PAGES[ROOT / "docs/benchmarks.md"].partition(f", {name} -->")[2].partition("<!-- end")[0]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()]
+    return {cells[0]: dict(zip(head, cells, strict=True)) for cells in rows}
+
+
+def test_the_figures_of_the_readme_are_those_of_the_tables():
+    """Those of the picture: tests/test_demo.py."""
+    assert f"**{len(RULES)} aggregation rules**" in README
+    (problems,) = re.findall(r"our (\d+) test problems", README)
+    report = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    assert re.search(rf"\b{problems} problems", report)
+    times = {name: float(row["`upgrad` to plain training"]) for name, row in of_table("plain").items()}
+    for tasks in (2, 8):
+        found = [time for name, time in times.items() if name.endswith(f" {tasks} tasks")]
+        assert f"{min(found):.1f} to {max(found):.1f} times as long" in " ".join(README.split()), tasks
+
+
 def test_every_command_is_there():
     consoles = [code for _, language, code, _ in BLOCKS if language == "console"]
     commands = [line.split("#")[0].split() for code in consoles for line in code.splitlines()]
+    assert ["git", "clone"] in [command[:2] for command in commands]
     assert ["make", "demo"] in commands
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for command in commands:
         if command[0] == "make":
             subprocess.run([*command, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+        elif command[0] == "git":
+            assert command[:2] == ["git", "clone"]
         elif command[0] == "pip":
             extra = re.fullmatch(r'pip install "?\.(?:\[(\w+)\])?"?', " ".join(command)).group(1)
             assert extra is None or f"\n{extra} = [" in project
@@ -199,19 +236,23 @@ def test_no_page_is_forgotten():
     assert {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} == PAGES.keys()
 
 
-def test_the_readme_is_read_in_one_sitting():
-    assert README.count("\n") <= 220
+def test_the_readme_is_short():
+    first = README.partition("## Example")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert 700 <= len(README.split()) <= 950
+    assert example.count("\n") <= 20
+    assert all(command in first for command in ("git clone", "pip install .", "make demo", "make test"))
 
 
-def test_every_notebook_is_linked_by_its_title():
+def test_every_notebook_is_linked():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"](notebooks/{path.name})" in README
+        assert f"](../notebooks/{path.name})" in PAGES[ROOT / "docs/notebooks.md"]
 
 
 def test_the_names_in_the_text_are_there():
     for name in re.findall(r"\bjd\.(\w+(?:\.\w+)*)", "\n".join(PAGES.values())):
         assert attrgetter(name)(functional_jd), name
-    assert f"| {len(RULES)}, and any scalarization" in README
+    assert f"| {len(RULES)}, and any scalarization" in PAGES[ROOT / "docs/coming_from.md"]
 
 
 def test_no_block_is_left_untested():

@@ -88,7 +88,7 @@ def test_weights_that_are_a_pytree_are_not_reported_under_names_of_losses(shown,
     shown["report"](writer, 0, info, scale)
     assert written.keys() == {"losses/kind", "losses/price", "scales/kind", "scales/price", "skipped"}
     assert not isinstance(info.weights, torch.Tensor)
-    pages = [ROOT / "README.md", GUIDES / "recipes.md", GUIDES / "diagnose.md"]
+    pages = [GUIDES / "recipes.md", GUIDES / "diagnose.md"]
     assert all(re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in pages)
     if name == "grouped":
         assert info.weights["trunk"].shape == (2,)
@@ -448,7 +448,7 @@ def test_weights_per_point_count_in_the_sum_of_squares(shown):
 
 
 def test_held_weights_in_a_loop_are_those_of_every_eighth_step(shown):
-    page, calls = blocks(GUIDES / "cheaper_rules.md"), []
+    page, calls = blocks(ROOT / "docs" / "rules.md"), []
     session = shown | {name: copy.deepcopy(shown[name]) for name in ("trunk", "heads")}
     session["jd"] = SimpleNamespace(**vars(jd) | {"weights_fn": lambda losses, rule: recorded(losses, rule, calls)})
     session["fresh"], session["repeated"] = jd.held(jd.config())

@@ -1,4 +1,4 @@
-"""`python tests/claims [NAME ...]`: every figure that the README's table says of the peers, measured anew.
+"""`python tests/claims [NAME ...]`: measure the figures of the table that compares peers.
 
 Each file of this folder measures one row, prints with which arguments, and changes nothing. A claim about default
 arguments is printed beside its cure, where there is one.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]  # the package of this clone, its tests
 
-# By the first cell of a row of the README's table "Beside the peers". None: read in the code of the peers.
+# By the first cell of a row of "Comparison" in docs/coming_from.md. None: read in the code of the peers.
 ROWS: dict[str, str | None] = {
     "form": None,
     "rules": "count_rules",

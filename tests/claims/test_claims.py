@@ -1,11 +1,11 @@
-"""Every row of the README's table beside the peers is measured by a file here, or said to be read."""
+"""Every row of the table that compares peers is measured by a file here, or said to be read."""
 
 import importlib.util
 import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-README = (HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+PAGE = (HERE.parents[1] / "docs" / "coming_from.md").read_text(encoding="utf-8")
 
 
 def rows():
@@ -17,7 +17,7 @@ def rows():
 
 
 def test_every_row_of_the_table_has_a_file():
-    table = README.split("## Beside the peers")[1].split("\n\n| |")[1].split("\n\n")[0]
+    table = PAGE.split("## Comparison")[1].split("\n\n| |")[1].split("\n\n")[0]
     titles = re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE)
     assert titles[1:] == list(rows())  # the first is the rule below the names of the columns
     for name in filter(None, rows().values()):
