@@ -1,10 +1,7 @@
-"""Every choice between ways that all are possible: from shapes and dtypes to a name, with the measurement behind it.
-
-What is not possible needs no choice, and is found where it shows: `Kind.gramian` forms all rows where a device has no
-float64, and where layers cannot be recorded.
+"""Choose between ways that all are possible: from shapes and dtypes to a name, with the measurement behind it.
 
 Values never decide, so that eager and compiled steps choose alike. Measured on x86-64 CPUs, one thread, float32, unless
-said otherwise.
+said otherwise. The choice between factors and rows of a layer is in `gramian/products.py`.
 """
 
 from collections.abc import Sequence
@@ -15,17 +12,15 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.views import View
-from functional_jd.core.rows import HALVE_FROM, LEAST_WIDTH
 from functional_jd.core.tree import tree_leaves
 from functional_jd.torch_compat.autograd_graph import graph_nodes, largest_gradient
 from functional_jd.torch_compat.recomputation import in_checkpoint
 from functional_jd.torch_compat.torch_internals import under_transform
 
 if TYPE_CHECKING:
-    from functional_jd.engines.gramian.layers import Factors
     from functional_jd.engines.kinds.kind import Kind
     from functional_jd.engines.plan import Plan
-    from functional_jd.engines.vjp import Sizes, Vjp
+    from functional_jd.engines.vjp import Vjp
 
 
 class EngineChoice(NamedTuple):
@@ -44,13 +39,10 @@ class EngineChoice(NamedTuple):
 
 # Time of a step with the Gramian engine, by that with the Jacobian engine, eager, on a CPU. P: positions of a linear
 # layer (examples times the length of a sequence); n: parameters with rows.
-# - m = 2, 8 tasks on an MLP. P = 16: 1.04, 0.85 at n = 2^17; 0.85, 0.61 at 2^19. P = 64: 1.23, 1.20 at 2^15; 1.14, 1.04
-#   at 2^17; 0.95, 0.67 at 2^19; 0.78, 0.37 at 2^21. P = 256: 1.17, 1.20 at 2^19; 1.11, 0.88 at 2^21.
-# - m = 4 tasks on a transformer, P = 64: 1.04 at n = 2^18, 0.86 at 2^20, 0.67 at 2^22.
-# - m = 2, 8 tasks on convolutions: 1.21, 1.13 at n = 2^12; 1.12, 1.15 at 2^16; 1.05, 1.48 at 2^18; 0.94, 0.89 at 2^20.
-# - m examples. MLP, P = 1: 0.95 at m n = 2^14, 0.81 at 2^18, 0.26 at 2^23. Transformer, P = 16: 1.06 at 2^18, 0.88 at
-#   2^20, 0.83 at 2^21. Convolutions: 0.99 at 2^16, 0.98 at 2^18, 1.04 at 2^20.
-# - Rules that need the losses too: epo, m = 2, P = 64: 1.22, 1.06, 0.76 at n = 2^13.6, 2^16.3, 2^19.
+# - m = 2, 8 tasks on an MLP. P = 16: 0.85, 0.61 at n = 2^19. P = 64: 1.14, 1.04 at 2^17; 0.95, 0.67 at 2^19; 0.78, 0.37
+#   at 2^21. P = 256: 1.17, 1.20 at 2^19; 1.11, 0.88 at 2^21.
+# - m = 4 tasks on a transformer, P = 64: 1.04, 0.86, 0.67 at n = 2^18, 2^20, 2^22. m = 2 on convolutions: 0.94 at 2^20.
+# - m examples. MLP, P = 1: 0.95 at m n = 2^14, 0.26 at 2^23. Transformer, P = 16: 1.06 at 2^18, 0.88 at 2^20.
 _RECORDED_FROM = 1 << 17
 # So many parameters for each position of all tasks; so many elements of rows for each position of one example. On an
 # H100, tasks on GPT-2 small with 2^12 positions and n = 2^26.9: 1.5.
@@ -71,17 +63,11 @@ def choose_engine(
     *,
     sharded: bool = False,
 ) -> EngineChoice:
-    """The engine of a step.
+    """The engine of a step, from what the rule receives, the number m of objectives or an estimate, the parameters that
+    have rows, and the loss scale.
 
-    Args:
-        view: what the rule receives.
-        m: the number of objectives, or an estimate.
-        leaves: the parameters that have rows.
-        scale: the loss scale, `[]` or `[m]`: one backward pass has one scale.
-        batch: its first tensor, mostly the input, tells at how many positions a linear layer is applied: as many as it
-            has elements, except for the last dimension of features. An example has its share of them.
-        kind: the kind of the losses.
-        sharded: whether some leaf is a `DTensor`.
+    The first tensor of the batch tells at how many positions a linear layer is applied: as many as it has elements,
+    except for the last dimension of features. An example has its share of them.
     """
     if view.products == "none" and scale.ndim:
         return EngineChoice("jacobian", "one scale per objective needs one row per objective")
@@ -127,21 +113,13 @@ _INNER = "computing their inner products layer by layer"
 
 
 class _Room(NamedTuple):
-    """What a kind of device takes at once.
+    """What a kind of device takes at once."""
 
-    Attributes:
-        few: up to so many rows, a loop is never slower than vmap.
-        between: elements of the largest gradient between the layers, over all rows of a group: what fits a cache.
-        written: elements of a group of rows, all parameters together: it is in memory as well as all rows.
-        smallest: for fewer rows, vmap costs more than it saves.
-        convolution: how often a gradient of a graph with convolutions counts: their kernels are slow under vmap.
-    """
-
-    few: int
-    between: int
-    written: int
-    smallest: int
-    convolution: int
+    few: int  # up to so many rows, a loop is never slower than vmap
+    between: int  # elements of the largest gradient between the layers, over all rows of a group
+    written: int  # elements of a group of rows, all parameters together: it is in memory as well as all rows
+    smallest: int  # for fewer rows, vmap costs more than it saves
+    convolution: int  # how often a gradient of a graph with convolutions counts: vmap slows their kernels down
 
 
 _CPU = _Room(few=3, between=1 << 19, written=1 << 62, smallest=8, convolution=1)
@@ -157,8 +135,7 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
     """How m rows are differentiated, `"loop"` or `"auto"` (vmap, with the loop as its fallback), and how many at once.
 
     vmap saves the fixed cost of every operation, and takes cache and memory. Rows with large activations go one by one,
-    others in groups of about the same size. If a parameter is larger than all activations, `written` limits a group. On
-    a CPU few rows go one by one. Under a transform all go together. Free memory has no say: it would change the bits.
+    others in groups of about the same size. Under a transform all go together. Free memory would change the bits.
     """
     mode, chunk_size = plan.mode, plan.chunk_size
     if mode != "auto":
@@ -186,26 +163,23 @@ def choose_rows(point: "Vjp", m: int, plan: "Plan") -> tuple[str, int | None]:
 def _rows_at_once(point: "Vjp", room: _Room) -> float:
     if not point.inputs and not point.sizes:
         return inf
-    between, inputs, convolutions = point.sizes or _sizes_of(point)
+    if point.sizes:
+        between, inputs, convolutions = point.sizes
+    else:  # from the graph of plain autograd
+        nodes = graph_nodes(point.outputs)
+        between, inputs = largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs]
+        convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
     if between <= max(inputs):
         return room.written // max(1, sum(inputs))
     return room.between // (between * room.convolution if convolutions else between)
-
-
-def _sizes_of(point: "Vjp") -> "Sizes":
-    """From the graph of plain autograd."""
-    nodes = graph_nodes(point.outputs)
-    convolutions = any(node.name() == "ConvolutionBackward0" for node in nodes)
-    return largest_gradient(nodes, point.inputs), [x.numel() for x in point.inputs], convolutions
 
 
 def choose_heads(point: "Vjp", own: Sequence[Tensor], m: int, plan: "Plan") -> str:
     """How the rows of `multitask` heads are differentiated.
 
     One scalar per task: the loop walks each head once, where vmap walks every head for every row. Compiled, `"apart"`
-    is one pass to all heads, and one from each loss to the features: of vmap's time .78 for 8 tasks and .5 for 32 on
-    an MLP of 52,000 parameters. A scale for each objective needs to know which row of the heads overflowed, and one
-    pass would add up the rows of heads in half precision in half precision.
+    is one pass to all heads, and one from each loss to the features: 0.78 of vmap's time for 8 tasks, 0.5 for 32. A
+    scale for each objective needs to know which row of the heads overflowed; half precision needs a sum in float32.
     """
     if plan.mode == "auto" and len(point.outputs) > 1:
         if point.inputs or not under_transform():
@@ -224,7 +198,7 @@ def gramian_mode() -> str:
 def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
     """Whether the rows of each input are stacked by one call, or written one by one into preallocated memory.
 
-    Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better.
+    In memory are all rows and those of one input, or one row of all inputs: what is less is better.
     """
     total, largest, limit = 0, 0, _STACKED
     for g in gradients:
@@ -232,65 +206,3 @@ def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
             total, largest = total + g.numel(), max(largest, g.numel())
             limit = _STACKED if g.is_cpu else _STACKED_ELSEWHERE
     return total < limit or m * largest <= total or under_transform()
-
-
-# Layers of the Gramian engine
-
-# Price of writing an element and reading it again, in multiplications of float64 (float32 does two at a time).
-_MOVED = 12
-# Rows of so many elements that one product of several leaves is faster than one product for each.
-_JOINED = 1 << 15
-
-
-def factors_are_cheaper(f: "Factors", leaf: Tensor, m: int) -> bool:
-    """Whether inner products of factors take less time than rows, by multiplications and by elements moved."""
-    positions, groups, i = f.right.shape[1:]
-    lookup = f.left.ndim == 2
-    o = leaf.shape[0] if lookup else f.left.shape[-1]
-    rows = positions * m * i * (1 if lookup else groups * o) // 2 + _price(m) * i * groups * o
-    if len(f.left) == len(f.right):
-        n = positions * m
-        return groups * (_price(n) * (i + (1 if lookup else o)) + 2 * _MOVED * n * n) < rows
-    common, own = (o, i) if len(f.left) < m else (i, o)
-    alike = positions * positions * ((1 if lookup else common) + _MOVED)
-    return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
-
-
-def position_norms_are_cheaper(factors: Sequence["Factors"], leaf: Tensor, m: int) -> bool:
-    """Whether norms take less time from inner products of positions ("ghost norms") than from the rows."""
-    positions = sum(f.right.shape[1] for f in factors)
-    groups, i = factors[0].right.shape[2:]
-    o = leaf.numel() // max(1, groups * i)
-    # A side that all rows share is multiplied once.
-    left, right = (max(len(f[side]) for f in factors) for side in (0, 1))
-    columns = left * (1 if all(f.left.ndim == 2 for f in factors) else o) + right * i
-    pairs = groups * positions * positions * (columns + _MOVED * (left + right + m))
-    rows = m * leaf.numel() * (sum(1 if f.left.ndim == 2 else f.right.shape[1] for f in factors) // 2 + 3 * _MOVED)
-    return pairs < rows
-
-
-def crossed_factors_are_cheaper(f: "Factors", other: "Factors", leaf: Tensor) -> bool:
-    """Whether inner products of the rows of two batches take less time from factors than from rows."""
-    rows, others = f.right.shape[0] * f.right.shape[1], other.right.shape[0] * other.right.shape[1]
-    groups, i = f.right.shape[2:]
-    lookup = f.left.ndim == 2
-    o = leaf.shape[0] if lookup else f.left.shape[-1]
-    pairs = groups * rows * others * (i + (1 if lookup else o) + 2 * _MOVED)
-    m, k = f.right.shape[0], other.right.shape[0]
-    formed = (rows + others) * leaf.numel() // 2 + (m + k) * leaf.numel() * _MOVED
-    return pairs < formed + m * k * leaf.numel()
-
-
-def rows_are_smaller(f: "Factors", leaf: Tensor, m: int) -> bool:
-    """Whether the pullback keeps the rows, which take less memory than their factors."""
-    return m * leaf.numel() < f.left.numel() + f.right.numel()
-
-
-def leaves_are_joined(leaves: Sequence[Tensor], m: int) -> list[bool]:
-    """By leaf, whether it is so small that its rows are joined with others: calls cost more than what they compute."""
-    return [leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED for leaf in leaves]
-
-
-def _price(n: int) -> int:
-    """Multiplications per column for the inner products of n rows: what lies off the diagonal is computed once."""
-    return n * ((n + min(n, HALVE_FROM // 2)) // 2 + _MOVED)

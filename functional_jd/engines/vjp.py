@@ -1,6 +1,6 @@
 """Evaluate once, with the vector-Jacobian product: plain autograd where no transform is active, else torch.func."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from functional_jd.core.tree import detach_tree, tree_flatten, tree_unflatten
 from functional_jd.engines.plan import Plan
 from functional_jd.torch_compat.autograd_graph import largest_between, scalars_of_stack
-from functional_jd.torch_compat.backward import gradients
+from functional_jd.torch_compat.backward import gradients, to_dense
 from functional_jd.torch_compat.norm_workaround import SeparateNormAffine
 from functional_jd.torch_compat.torch_internals import traceable, traced_grad, under_transform
 
@@ -86,15 +86,6 @@ def _inner_backward(where: str) -> ValueError:
         "parameters as inputs, and return what torch.autograd.grad gives; or, of a reversible model, take the form "
         "that does not recompute."
     )
-
-
-def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Gradients without sparse ones, which embeddings may return: rows are dense."""
-    dense = list(gradients)
-    for index, g in enumerate(dense):
-        if g is not None and g.is_sparse:
-            dense[index] = g.to_dense()
-    return dense
 
 
 def _by_func(f: Differentiated, inputs: list[Tensor], differentiable: bool) -> Vjp:
@@ -195,6 +186,6 @@ def _by_autograd(f: Differentiated, inputs: list[Tensor], plan: Plan, scalars: b
         for x in leaves:
             if x.grad is not None:
                 raise _inner_backward(where)
-        return to_dense(found)
+        return found
 
     return Vjp(values, extra if differentiable else detach_tree(extra), pullback, tuple(points))

@@ -1,5 +1,6 @@
 """Backward passes through graphs of plain autograd, and what they run again."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,22 +23,33 @@ def gradients(
     cotangents: list[Tensor],
     retain_graph: bool = False,
     create_graph: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` of cotangents that fit, with None for inputs that are not reached.
+) -> list[Tensor | None]:
+    """`torch.autograd.grad` of cotangents that fit, dense, with None for inputs that are not reached.
 
     Its questions about each tensor, which of many inputs take as long as a head, are left out where no mode and no
     subclass of tensors is to see the call. What runs again is watched by `OwnParameters`.
     """
     try:
         if has_torch_function((*outputs, *inputs)) or not _run_backward:
-            return torch.autograd.grad(outputs, inputs, cotangents, retain_graph, create_graph, allow_unused=True)
+            how = retain_graph, create_graph
+            return to_dense(torch.autograd.grad(outputs, inputs, cotangents, *how, allow_unused=True))
         how = retain_graph, create_graph, tuple(inputs), True
         with OwnParameters(where, outputs):
-            return _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
+            found = _run_backward(tuple(outputs), tuple(cotangents), *how, accumulate_grad=False)
+        return to_dense(found)
     except AttributeError as error:
         if cure := cure_of(str(error)):
             error.add_note(f"{where}:{cure}")
         raise
+
+
+def to_dense(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Gradients without sparse ones, which embeddings may return: rows are dense."""
+    dense = list(gradients)
+    for index, g in enumerate(dense):
+        if g is not None and g.is_sparse:
+            dense[index] = g.to_dense()
+    return dense
 
 
 class OwnParameters(TorchFunctionMode):

@@ -15,9 +15,9 @@ from functional_jd.engines.gramian.products import products_of_leaves, weighted_
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording, parts_of
 from functional_jd.engines.plan import LeafGroup, Plan
 from functional_jd.engines.row_vjps import Rows, unscaled_rows
-from functional_jd.engines.vjp import Cotangent, Vjp, to_dense, vjp
+from functional_jd.engines.vjp import Cotangent, Vjp, vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.torch_compat.backward import gradients
+from functional_jd.torch_compat.backward import gradients, to_dense
 from functional_jd.torch_compat.torch_internals import is_batched, traced_grad, transform_level, under_transform
 
 Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
@@ -83,7 +83,7 @@ def rows_of_examples(losses: Tensor, scales: Tensor, recording: Recording, point
     with autocast_disabled():
         found = gradients("functional_jd", [losses], ends, [scales])
     n, m = len(recording.ends), len(losses)
-    return to_dense([g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)])
+    return [g if g is None or i >= n else g.unflatten(0, (m, -1)) for i, g in enumerate(found)]
 
 
 def gramian_of_uses(

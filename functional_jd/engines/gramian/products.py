@@ -9,21 +9,20 @@ from torch import Tensor
 from functional_jd.aggregation.combine import weighted_sum
 from functional_jd.core.rows import (
     HALVE_FROM,
+    LEAST_WIDTH,
     as_matrix,
     block_size,
     cross_inner_products,
     inner_products,
     squared_norms,
 )
-from functional_jd.engines.choose import (
-    crossed_factors_are_cheaper,
-    factors_are_cheaper,
-    leaves_are_joined,
-    position_norms_are_cheaper,
-    rows_are_smaller,
-)
 from functional_jd.engines.gramian.layers import Factors
 from functional_jd.torch_compat.torch_internals import dispatch_modes, under_transform
+
+# Price of writing an element and reading it again, in multiplications of float64 (float32 does two at a time).
+_MOVED = 12
+# Rows of so many elements that one product of several leaves is faster than one product for each.
+_JOINED = 1 << 15
 
 
 def _in_float32(f: Factors) -> Factors:
@@ -145,8 +144,9 @@ def products_of_leaves(
     of_rows = squared_norms if norms_only else inner_products
     blocks: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
     small: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-    for index, (own, leaf, is_small) in enumerate(zip(parts, leaves, leaves_are_joined(leaves, m), strict=True)):
+    for index, (own, leaf) in enumerate(zip(parts, leaves, strict=True)):
         rows = [part for part in own if isinstance(part, Tensor)]
+        is_small = leaf.numel() <= LEAST_WIDTH or m * leaf.numel() <= _JOINED
         if is_small and rows and len(rows) == len(own):
             total = sum(rows[1:], start=rows[0])
             dtype = torch.promote_types(torch.promote_types(total.dtype, leaf.dtype), torch.float32)
@@ -188,7 +188,7 @@ def block_of(
         return _norms_by_positions(factors, m), weighted
     if not norms_only and f and factors_are_cheaper(f, leaf, m):
         return _inner_products(f, m), weighted
-    if f and f.left.ndim > 2 and not rows_are_smaller(f, leaf, m):
+    if f and f.left.ndim > 2 and m * leaf.numel() >= f.left.numel() + f.right.numel():
         groups = [of_rows(as_matrix(products_of_sides(piece))) for piece in column_groups(f, m)]
         return reduce(torch.add, groups), weighted
     rows = rows_of_parts(parts, leaf, m)
@@ -318,3 +318,47 @@ def _looked_up(indices: Tensor, side: Tensor) -> Tensor:
     m, positions = max(len(indices), len(side)), side.shape[1]
     at = indices[:, None].expand(m, positions, indices.shape[1])
     return side.squeeze(2).expand(m, positions, side.shape[-1]).gather(2, at).double().mT[:, None]
+
+
+def factors_are_cheaper(f: Factors, leaf: Tensor, m: int) -> bool:
+    """Whether inner products of factors take less time than rows, by multiplications and by elements moved."""
+    positions, groups, i = f.right.shape[1:]
+    lookup = f.left.ndim == 2
+    o = leaf.shape[0] if lookup else f.left.shape[-1]
+    rows = positions * m * i * (1 if lookup else groups * o) // 2 + _price(m) * i * groups * o
+    if len(f.left) == len(f.right):
+        n = positions * m
+        return groups * (_price(n) * (i + (1 if lookup else o)) + 2 * _MOVED * n * n) < rows
+    common, own = (o, i) if len(f.left) < m else (i, o)
+    alike = positions * positions * ((1 if lookup else common) + _MOVED)
+    return groups * (alike + positions * (positions + m + _MOVED) * m * own) < rows
+
+
+def position_norms_are_cheaper(factors: Sequence[Factors], leaf: Tensor, m: int) -> bool:
+    """Whether norms take less time from inner products of positions ("ghost norms") than from the rows."""
+    positions = sum(f.right.shape[1] for f in factors)
+    groups, i = factors[0].right.shape[2:]
+    o = leaf.numel() // max(1, groups * i)
+    # A side that all rows share is multiplied once.
+    left, right = (max(len(f[side]) for f in factors) for side in (0, 1))
+    columns = left * (1 if all(f.left.ndim == 2 for f in factors) else o) + right * i
+    pairs = groups * positions * positions * (columns + _MOVED * (left + right + m))
+    rows = m * leaf.numel() * (sum(1 if f.left.ndim == 2 else f.right.shape[1] for f in factors) // 2 + 3 * _MOVED)
+    return pairs < rows
+
+
+def crossed_factors_are_cheaper(f: Factors, other: Factors, leaf: Tensor) -> bool:
+    """Whether inner products of the rows of two batches take less time from factors than from rows."""
+    rows, others = f.right.shape[0] * f.right.shape[1], other.right.shape[0] * other.right.shape[1]
+    groups, i = f.right.shape[2:]
+    lookup = f.left.ndim == 2
+    o = leaf.shape[0] if lookup else f.left.shape[-1]
+    pairs = groups * rows * others * (i + (1 if lookup else o) + 2 * _MOVED)
+    m, k = f.right.shape[0], other.right.shape[0]
+    formed = (rows + others) * leaf.numel() // 2 + (m + k) * leaf.numel() * _MOVED
+    return pairs < formed + m * k * leaf.numel()
+
+
+def _price(n: int) -> int:
+    """Multiplications per column for the inner products of n rows: what lies off the diagonal is computed once."""
+    return n * ((n + min(n, HALVE_FROM // 2)) // 2 + _MOVED)

@@ -181,14 +181,14 @@ class LayerRecorder(WatchingMode):
         """The parameters that a layer receives, by argument; none where its rows are left to autograd."""
         found = {name: self.known_as(given.get(name)) for name in layer.forms}
         uses = {name: known for name, known in found.items() if known is not None}
-        # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
-        if not uses or n_args > len(layer.names) or transform_level() != self.level:
-            return {}
-        if not given.keys() <= set(layer.names) or not layer.fits(given):
+        if not uses or n_args > len(layer.names) or not given.keys() <= set(layer.names):
             return {}
         if "weight" in uses and uses["weight"].transposed and not layer.matrix:
             return {}
         others = [given.get(name) for name in layer.forms if name not in uses]
+        # Inside a transform of the losses' own, the output is not on the path of the outer gradient.
+        if not layer.fits(given) or transform_level() != self.level:
+            return {}
         hidden = partial(is_batched, level=self.level[0])
         return uses if not self.m or (hidden(given["input"]) and not any(map(hidden, others))) else {}
 

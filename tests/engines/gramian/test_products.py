@@ -173,7 +173,8 @@ def test_leaves_joined_equal_leaves_apart(m, leaves, small, seed):
     parts.append([Factors(numbers(m, 2, 1, 3, seed=seed), numbers(m, 2, 1, 2, seed=seed + 1))])
     likes.append(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "leaves_are_joined", lambda leaves, m: [m * x.numel() <= small for x in leaves])
+        patch.setattr(products, "LEAST_WIDTH", -1)
+        patch.setattr(products, "_JOINED", small)
         gramian, pullback = products_of_leaves(parts, likes, m)
     rows = torch.cat([by_hand(own, like, m) for own, like in zip(parts, likes, strict=True)], 1)
     assert gramian.dtype == torch.float64
