@@ -28,6 +28,9 @@ from functional_jd.torch_compat.torch_internals import under_functorch
 class Aggregator(NamedTuple):
     """An aggregation rule: three functions; its hyper-parameters live in their closures.
 
+    Builders of rules raise TypeError or ValueError for hyper-parameters that do not fit. A hyper-parameter of another
+    length than the number of objectives, or a view that lacks losses or batches, raises when the rule is called.
+
     Attributes:
         view: a `View`: `no_gradients`, `losses`, `norms`, `gramian`, `cross_gramian`, `full_jacobian`, or one made of
             these. It tells the engines what the rule needs, and so what a step costs. A function

@@ -65,7 +65,8 @@ def combined(where: str, jacobian: Jacobian, weights: Weights, *, wide: bool = F
     """`combine`, whose errors name the function that the user called; with `wide` in at least the dtype of weights."""
     rows, heads = split_heads(jacobian)
     dtype = weights.dtype if wide and isinstance(weights, Tensor) else torch.float32
-    return direction_with_heads(_combined(where, rows, weights, dtype), heads)
+    with autocast_disabled():
+        return direction_with_heads(_combined(where, rows, weights, dtype), heads)
 
 
 def weights_to_sum(
@@ -168,21 +169,20 @@ def refuse_row_weights(where: str, weights: Tensor, m: int) -> None:
 def _combined(where: str, jacobian: Tree, weights: Weights, dtype: torch.dtype) -> Tree:
     leaves, structure = tree_flatten(jacobian)
     m = row_count(jacobian, where, leaves)
-    with autocast_disabled():
-        if isinstance(weights, Tensor) and weights.ndim < 2:
-            if weights.shape != (m,) or weights.is_complex():
-                refuse_row_weights(where, weights, m)
-            if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
-                weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
-            sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
-            return tree_unflatten(structure, sums)
-        weights = weights_by_leaf(weights, jacobian)
-        if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
-            for leaf, own in zip(leaves, leaves_like(structure, weights), strict=True):
-                _check_shape(where, leaf, own, m)
-        else:
-            _check_entrywise(where, weights, jacobian, m)
-        return tree_map(_entrywise, jacobian, weights)
+    if isinstance(weights, Tensor) and weights.ndim < 2:
+        if weights.shape != (m,) or weights.is_complex():
+            refuse_row_weights(where, weights, m)
+        if all(leaf.dtype.itemsize <= 4 for leaf in leaves):
+            weights = weights.to(leaves[0].device, dtype)  # once, and not for every leaf
+        sums = [sharded_as(weighted_sum(shard_of(leaf), weights, dtype), leaf, -1) for leaf in leaves]
+        return tree_unflatten(structure, sums)
+    weights = weights_by_leaf(weights, jacobian)
+    if torch.compiler.is_compiling():  # torch.compile cannot trace names of leaves
+        for leaf, own in zip(leaves, leaves_like(structure, weights), strict=True):
+            _check_shape(where, leaf, own, m)
+    else:
+        _check_entrywise(where, weights, jacobian, m)
+    return tree_map(_entrywise, jacobian, weights)
 
 
 def weights_by_leaf(weights: Weights, rows: Tree) -> Weights:
@@ -211,7 +211,7 @@ def _check_entrywise(where: str, weights: Weights, jacobian: Tree, m: int) -> No
     if not by_leaf or not all(isinstance(x, Tensor | AffineWeights) for x in by_leaf):
         raise ValueError(
             f"{where}: weights must be one tensor [{m}], one number per row, or a pytree of tensors like the "
-            f"Jacobian, found {_found(weights)}. Check what the rule returns."
+            f"Jacobian, found {described(weights)}. Check what the rule returns."
         )
     for name, leaf, own in zip(tree_names(jacobian), tree_leaves(jacobian), by_leaf, strict=True):
         _check_shape(where, leaf, own, m, f" of leaf {name!r}" if name else "")
@@ -231,10 +231,6 @@ def _check_shape(where: str, leaf: Tensor, own: Tensor | AffineWeights, m: int, 
             f"{where}: expected the rest{of_leaf} of shape {shape[1:]}, that of the direction, found "
             f"{list(own.rest.shape)}. It is added to the weighted sum of the rows."
         )
-
-
-def _found(weights: Weights) -> str:
-    return f"a tensor {list(weights.shape)}" if isinstance(weights, Tensor) else described(weights)
 
 
 def _entrywise_sum(leaf: Tensor, weights: Tensor | AffineWeights) -> Tensor:

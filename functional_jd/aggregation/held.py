@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, CannotStartError
+from functional_jd.aggregation.aggregate import Aggregator, CannotStartError, check_rule
 from functional_jd.aggregation.views import no_gradients
 from functional_jd.core.types import Tree, Weights
 
@@ -55,8 +55,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
         >>> for i in range(16):
         ...     state, info = step(state, x, aggregator=repeated if i % 8 else fresh, **method)
     """
-    if not isinstance(rule, Aggregator):
-        raise TypeError(f"held: expected a rule, found {type(rule).__name__}. Call its builder first: held(upgrad()).")
+    check_rule(rule, "held")
 
     def weigh(view: Any, inner: Tree) -> tuple[Tensor, Tree]:
         weights, inner = rule.update(view, inner)

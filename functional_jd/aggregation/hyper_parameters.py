@@ -1,4 +1,4 @@
-"""Hyper-parameters of rules: one number per objective, and where a rule is solved."""
+"""Arguments that rules share: one number per objective, where a rule is solved, and the orders of a random key."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_jd.core.arguments import Domain, check_option, described
 from functional_jd.core.safe import nan_unless
+from functional_jd.random import uniform
 from functional_jd.solvers.search import Solver
 from functional_jd.torch_compat.torch_internals import dispatch_modes, is_concrete, is_wrapped
 
@@ -131,3 +132,15 @@ def _as_tensor(given: Any, where: str, name: str) -> Tensor:
 
 def _values_are_known(x: Tensor) -> bool:
     return x.device.type == "cpu" and not (torch.compiler.is_compiling() or is_wrapped(x))
+
+
+def random_visit_orders(key: Tensor, m: int) -> Tensor:
+    """For every row, an independent random order of all other rows: int64 `[m, m - 1]`, row i with all indices but i.
+
+    All orders are equally likely, up to ties of 53-bit numbers, which are broken by index. Do not use the key again.
+    """
+    if m <= 2:
+        return torch.arange(m, device=key.device).flip(0).unsqueeze(1)[:, : m - 1]
+    numbers = uniform(key, (m, m), dtype=torch.float64)
+    # The numbers are below one, so that every row comes last in its own order.
+    return (numbers + torch.eye(m, dtype=numbers.dtype, device=numbers.device)).argsort(dim=1, stable=True)[:, :-1]

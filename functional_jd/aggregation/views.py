@@ -134,11 +134,7 @@ def _view(products: Need, **needs: Any) -> Callable[..., View]:
 
 @_view("none")
 def no_gradients(seen: Observation) -> Tensor:
-    """The view of a rule that needs the number of objectives only: float64 zeros `[m]`.
-
-    Returns:
-        float64 `[m]`.
-    """
+    """The view of a rule that needs the number of objectives only: float64 zeros `[m]`."""
     return _for_each(seen, lambda _: 0.0)
 
 
@@ -161,13 +157,7 @@ equal_weights.__name__ = no_gradients.__name__
 
 @_view("none", losses=True)
 def losses(seen: Observation) -> Tensor:
-    """The view of a rule that needs the losses: float64 `[m]`, in leaf order.
-        others: ignored.
-        losses: the m values: a tensor, or a pytree of tensors.
-
-    Returns:
-        float64 `[m]`.
-    """
+    """The view of a rule that needs the losses: float64 `[m]`, in leaf order."""
     return loss_vector(seen.losses)
 
 
@@ -177,9 +167,6 @@ def gramian(seen: Observation) -> Gramian:
 
     Products and sums are in float64, whatever the dtype of the Jacobian: products of float32 numbers are then exact,
     and rows of norm 1e-30 or 1e30 neither underflow nor overflow.
-
-    Returns:
-        float64 `[m, m]`.
     """
     if isinstance(seen.products, Tensor):
         return seen.products
@@ -198,11 +185,7 @@ def gramian_of_leaves(leaves: list[Tensor]) -> Gramian:
 
 @_view("norms")
 def norms(seen: Observation) -> Tensor:
-    """The norms of the rows, not their squares: float64 `[m]`, summed in float64. A row of zeros has derivative zero.
-
-    Returns:
-        float64 `[m]`.
-    """
+    """The norms of the rows, not their squares: float64 `[m]`. A row of zeros has derivative zero."""
     if isinstance(seen.products, Tensor):
         return sqrt_or_zero(seen.products, seen.products == 0)
     rows = rows_of(seen.rows)
@@ -219,15 +202,7 @@ def norms(seen: Observation) -> Tensor:
 def cross_gramian(seen: Observation) -> Tensor:
     """The inner products of the rows on two independent batches, `J J2'`: float64 `[m, m]`.
 
-    Args:
-        jacobian: pytree with leaves `[m, *p]`; only `shared` of a `MultitaskJacobian` is used.
-        others: the first is the Jacobian of the same objectives on the other batch.
-
-    Returns:
-        float64 `[m, m]`; row i belongs to `jacobian`, column j to the other.
-
-    Raises:
-        TypeError, ValueError: no other Jacobian; leaves that are not tensors of rows, or disagree on m.
+    Row i belongs to the Jacobian, column j to the first of the others.
     """
     if not seen.others:
         raise ValueError(
@@ -252,15 +227,7 @@ def cross_gramian(seen: Observation) -> Tensor:
 
 @_view("rows")
 def full_jacobian(seen: Observation) -> Jacobian:
-    """The view of a rule that needs the Jacobian itself: the pytree with leaves `[m, *p]`.
-
-    Returns:
-        The Jacobian; of a `MultitaskJacobian`, `shared`.
-
-    Raises:
-        TypeError, ValueError: leaves that are not tensors of rows, or disagree on m; the rows are sharded, so that no
-            rank holds them.
-    """
+    """The view of a rule that needs the Jacobian itself, whole: the pytree with leaves `[m, *p]`."""
     rows = rows_of(seen.rows)
     row_count(rows, "full_jacobian")
     if any_sharded(tree_leaves(rows)):
@@ -273,11 +240,7 @@ def full_jacobian(seen: Observation) -> Jacobian:
 
 @_view("rows")
 def jacobian_entries(seen: Observation) -> Jacobian:
-    """The view of a rule that looks at one entry of all rows at a time: the Jacobian, of which a rank may hold shards.
-
-    Returns:
-        The Jacobian; of a `MultitaskJacobian`, `shared`.
-    """
+    """The view of a rule that looks at one entry of all rows at a time: the Jacobian, whole or sharded."""
     rows = rows_of(seen.rows)
     row_count(rows, "jacobian_entries")
     return rows

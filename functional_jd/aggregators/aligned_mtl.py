@@ -21,8 +21,7 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
     `sqrt(s) G^(-1/2) J` is the orthogonal factor of the polar decomposition of J, times sqrt(s).
 
     Args:
-        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
-            later changes to the tensor have no effect.
+        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`. It is copied.
         scale_mode: which nonzero eigenvalue s is: `"min"` the smallest, `"median"` the (lower) median, `"rmse"` their
             mean.
         solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
@@ -31,11 +30,6 @@ def aligned_mtl(preference: Numbers | None = None, scale_mode: str = "min", *, s
         A rule that needs the Gramian. Weights `[m]`, float64. First derivatives with respect to the Gramian are correct
         where its rank is constant, also at repeated eigenvalues; where s itself is repeated, it has one-sided
         derivatives only, and one of them is returned (except for "rmse"). Second derivatives are correct at full rank.
-
-    Raises:
-        TypeError: a preference that is not floating-point.
-        ValueError: a preference of another shape, negative, not finite, or zero (not checked under a transform, where
-            values are not known); an unknown scale mode; when called, not one preference per row.
 
     Laws:
         Linear in the preference; homogeneous in the Jacobian. Equal to `constant(u)` for orthogonal rows of equal

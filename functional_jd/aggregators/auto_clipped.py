@@ -23,9 +23,6 @@ def auto_clipped(gamma: Number = 0.01, max_norm: Number = 1.0) -> Aggregator:
         A rule that needs the norms of the rows. Weights `[m]`, float64, positive; differentiable with respect to the
         norms, `gamma` and `max_norm`.
 
-    Raises:
-        TypeError, ValueError: `gamma` or `max_norm` is not a number or a tensor `[]`, or not positive.
-
     Laws:
         No row adds more than `max_norm` to the direction. Rows keep the order of their norms. Weights do not depend on
         other rows. Where gamma is small against all norms, the unit of the losses does not matter. The heads of

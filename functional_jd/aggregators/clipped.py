@@ -22,9 +22,6 @@ def clipped(max_norm: Number) -> Aggregator:
         A rule that needs the norms of the rows. Weights `[m]`, float64, in (0, 1]; differentiable with respect to the
         norms and `max_norm` where no norm equals `max_norm`.
 
-    Raises:
-        TypeError, ValueError: `max_norm` is not a number or a tensor `[]`, or not positive.
-
     Laws:
         No row adds more than `max_norm` to the direction, which moves by at most that if a row is left out: the
         sensitivity of differential privacy. Equal to `total()` where all rows are short enough. Weights do not depend

@@ -22,16 +22,13 @@ def config(preference: Numbers | None = None, *, solver: Solver = "host") -> Agg
     `a = C^+ u`, `N^+ u = sum_i a_i n_i`, `<n_i, N^+ u> = (C a)_i`, so `weights = a / norms (norms'C a) / (a'C a)`.
 
     Args:
-        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; only ratios matter; `None`
-            means all equal. Copied: later changes to the tensor have no effect.
+        preference: u `[m]`, floating-point, not negative, with a positive entry; only ratios matter; `None` means all
+            equal. It is copied.
         solver: off the CPU, the `"host"` decomposes, or the `"device"`, which synchronizes too.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64; differentiable with respect to the Gramian where the rank
         of its cosines is constant.
-
-    Raises:
-        TypeError, ValueError: a preference that is not floating-point, of another shape, negative, not finite, or zero.
 
     Laws:
         Linearly independent rows: the cosines of direction and rows are proportional to u, so that the direction

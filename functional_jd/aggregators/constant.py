@@ -19,10 +19,6 @@ def constant(weights: Numbers) -> Aggregator:
         A rule that needs no gradients: a step costs one weighted backward pass. Its weights are float64 and
         differentiable with respect to `weights`.
 
-    Raises:
-        TypeError: a tensor that is not floating-point.
-        ValueError: not one-dimensional, or empty; when called, not one weight per row.
-
     Laws:
         Linear in the Jacobian and in the weights; `constant([1/m] * m) = mean()`.
     """

@@ -25,11 +25,6 @@ def cosmos(lambda_: Number, weights: Numbers) -> Aggregator:
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`, of any sign;
         differentiable with respect to the losses, to `lambda_` and to `weights`.
 
-    Raises:
-        TypeError: `weights` not floating-point.
-        ValueError: `lambda_` negative or not finite, `weights` negative, all zero, not finite or of another shape; when
-            called, not one per loss.
-
     Laws:
         `cosmos(0, u)` is `constant(u)`, as is every `cosmos` where the losses are a multiple of the weights. The
         gradient of the reward is orthogonal to the losses: `weights'L = u'L`. If all losses are zero, the weights are

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.core.arguments import BELOW_1, Number, number
 from functional_jd.core.tree import tree_leaves, tree_map
 from functional_jd.core.types import Tree, Weights
@@ -38,10 +38,6 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
         A rule with the view and the cost of `rule`. Weights in the shape and dtype of the rule's, differentiable as
         those are, and with respect to the state and to `momentum`.
 
-    Raises:
-        TypeError: `rule` is not an `Aggregator`.
-        ValueError: `momentum` out of range.
-
     Laws:
         With momentum 0, and in the first call, equal to the rule, bit for bit. Constant weights stay the same, bit for
         bit. The weights lie in every convex set that the rule's lie in, such as the simplex. After the first call they
@@ -56,10 +52,7 @@ def cr_mogm(rule: Aggregator, momentum: Number = 0.9) -> Aggregator:
     Differs:
         The momentum is constant; the paper lets it grow towards 1 as the learning rate falls.
     """
-    if not isinstance(rule, Aggregator):
-        raise TypeError(
-            f"cr_mogm: expected a rule, found {type(rule).__name__}. Call its builder first: cr_mogm(upgrad())."
-        )
+    check_rule(rule, "cr_mogm")
     keep = number("cr_mogm", "momentum", momentum, BELOW_1, "The default is 0.9.")
 
     def init(view: Any) -> CrMogmState:

@@ -44,9 +44,6 @@ def db_mtl(beta: Number = 0.9, beta_sigma: Number = 0.0) -> Aggregator:
         term from earlier rows. Differentiable with respect to Jacobian, losses, state, `beta` and `beta_sigma` where
         the longest row is unique.
 
-    Raises:
-        ValueError: `beta` or `beta_sigma` out of range; when called, no losses.
-
     Laws:
         Invariant to the unit of a loss: to multiplying loss and row by c, in all calls; for rows in float32 or less, as
         long as `1 / loss_i` and `|g_i| / loss_i` are between 1e-38 and 3e38. Homogeneous in the Jacobian alone. A row

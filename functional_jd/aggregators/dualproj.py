@@ -20,17 +20,13 @@ def dualproj(preference: Numbers | None = None, *, solver: Solver = "host") -> A
     rows are `C (norms u)`: so `weights = u + s / norms`.
 
     Args:
-        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`. Copied:
-            later changes to the tensor have no effect.
+        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`. It is copied.
         solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least u where the rows are independent; not unique
         where they are dependent. Twice differentiable with respect to the Gramian, where the set of active constraints
         does not change, and to the preference.
-
-    Raises:
-        TypeError, ValueError: a preference that is not floating-point, of another shape, negative, not finite, or zero.
 
     Laws:
         Never conflicts: `J direction >= 0`. Equal to `constant(u)` where that conflicts with no row. Homogeneous in the

@@ -85,9 +85,6 @@ def dwa_end_epoch(state: DwaState) -> DwaState:
     Returns:
         The state for the next epoch.
 
-    Raises:
-        TypeError: a state of another rule.
-
     Laws:
         Pure. Without a call in the epoch, the state does not change, bit for bit.
     """

@@ -1,7 +1,5 @@
 """EPO: towards the Pareto optimal solution whose losses are in given proportions."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,20 +15,6 @@ from functional_jd.solvers.search import Solver
 
 # Weighted losses that differ by less, relative to the largest, are equally large.
 _LARGEST = 2.0**-40
-
-
-class _Adjustment(NamedTuple):
-    """How far weighted losses are from uniform, and in which direction of the losses that grows.
-
-    Attributes:
-        distance: mu `[]`: the divergence of the shares from uniform, in nats.
-        slopes: a `[m]`.
-        worst: bool `[m]`: whose weighted loss is the largest.
-    """
-
-    distance: Tensor
-    slopes: Tensor
-    worst: Tensor
 
 
 def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host") -> Aggregator:
@@ -58,10 +42,6 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
         A rule that needs the Gramian and the losses. Weights `[m]`, float64, in the simplex; they are a vertex of a
         polytope, so that they jump. Differentiable with respect to the Gramian, and to losses and preference where
         they enter the constraints.
-
-    Raises:
-        TypeError: `preference` not floating-point.
-        ValueError: `preference` not positive or not finite, `tolerance` out of range; when called, not one per loss.
 
     Laws:
         The weights stay the same when the Jacobian is scaled. Negative losses, and a non-finite Gramian, give NaN
@@ -94,13 +74,13 @@ def epo(preference: Numbers, tolerance: Number = 1e-4, *, solver: Solver = "host
     return stateless(with_losses(gramian), weigh, on_host=runs_on_host(solver, "epo", tolerance))
 
 
-def _adjustment(losses: Tensor, u: Tensor) -> _Adjustment:
-    """How the weighted losses differ from one another."""
+def _adjustment(losses: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The distance mu of the shares from uniform, the slopes a, and whose weighted loss is the largest."""
     m, weighted = len(losses), u * losses
     shares = divide(weighted, weighted.sum(), 1 / m)
     logs = (m * shares).clamp(min=torch.finfo(shares.dtype).eps).log()
     distance = shares @ logs
-    return _Adjustment(distance, u * (logs - distance), weighted >= weighted.amax() * (1 - _LARGEST))
+    return distance, u * (logs - distance), weighted >= weighted.amax() * (1 - _LARGEST)
 
 
 def _best_weights(

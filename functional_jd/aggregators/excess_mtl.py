@@ -48,10 +48,6 @@ def excess_mtl(rate: Number = 1.0, n_warmup: int = 0) -> Aggregator:
         to Jacobian, state and `rate` (the derivative is zero for entries that were always zero, where `|J_ip|` has a
         kink).
 
-    Raises:
-        TypeError: `n_warmup` is a tensor.
-        ValueError: `rate` or `n_warmup` out of range.
-
     Laws:
         With a warm-up, the weights are invariant to scaling each row by a factor that is the same in all calls; no
         squares are formed, so norms of any size are allowed. A row of zeros has risk 0; its first nonzero risk becomes

@@ -105,10 +105,6 @@ def famo_after_step(state: FamoState, losses: Losses) -> FamoState:
     Returns:
         The state for the next call.
 
-    Raises:
-        TypeError: a state of another rule, or losses that are no floating-point tensors.
-        ValueError: not m losses.
-
     Laws:
         Pure. Only the first measurement after a call is used: after a skipped step, whose losses belong to another
         batch, the state does not change.

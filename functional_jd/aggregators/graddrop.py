@@ -28,18 +28,13 @@ def graddrop(key: Tensor, leak: Numbers | None = None) -> Aggregator:
 
     Args:
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
-        leak: `[m]`, floating-point, from 0 to 1: the weight of dropped entries; `None` means 0. Copied: later changes
-            to the tensor have no effect.
+        leak: `[m]`, floating-point, from 0 to 1: the weight of dropped entries; `None` means 0. It is
+            copied.
 
     Returns:
         A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
         derivative with respect to it is 0, which is correct where no sign changes; differentiable with respect to the
         leak. Its state is the key of the next call, int64 `[2]`, on the Jacobian's device.
-
-    Raises:
-        TypeError: a leak that is not floating-point; or `key` is not a key.
-        ValueError: a leak of another shape, or not from 0 to 1 (not checked under a transform, where values are not
-            known); when called, not one per row; or `key` is not a key.
 
     Laws:
         The same state gives the same random numbers on every device and under every transform, for a tree and for its

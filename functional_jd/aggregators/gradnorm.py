@@ -45,9 +45,6 @@ def gradnorm(alpha: Number = 1.5, rate: Number = 0.025) -> Aggregator:
         weights, float64 `[m]`, are positive with sum m; differentiable with respect to Jacobian, losses, state, `alpha`
         and `rate` where no norm equals its target.
 
-    Raises:
-        ValueError: `alpha` or `rate` out of range; when called, no losses.
-
     Laws:
         The first direction is `total()`. The weights are invariant to scaling the Jacobian, and to the unit of a loss
         that is the same in all calls. Norms at their targets stay there (the sign is linear within 2^-40, against

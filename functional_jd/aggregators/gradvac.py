@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
 from functional_jd.aggregation.views import gramian
-from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.arguments import FROM_0_TO_1, Number, number
 from functional_jd.core.safe import cosines, nonzero, sqrt_or_zero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
@@ -49,9 +48,6 @@ def gradvac(key: Tensor, beta: Number = 0.5, *, solver: Solver = "host") -> Aggr
     Returns:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian,
         the targets and `beta` where no cosine equals its target or +-1. Its state is `GradVacState(key, targets)`.
-
-    Raises:
-        TypeError, ValueError: `key` is not a key, or `beta` is not between 0 and 1.
 
     Laws:
         A projected row whose angle with the next one is within 1e-6 of opposite is cancelled. The same state gives the

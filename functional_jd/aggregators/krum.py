@@ -24,11 +24,6 @@ def krum(n_byzantine: int, n_selected: int = 1) -> Aggregator:
         A rule that needs the Gramian. Weights `[m]`, float64; their derivatives are 0, which is correct where no two
         scores are equal.
 
-    Raises:
-        TypeError: `n_byzantine` or `n_selected` is a tensor.
-        ValueError: `n_byzantine` or `n_selected` out of range; when called, fewer than `n_byzantine + 3` rows, or than
-            `n_selected`.
-
     Laws:
         Equivariant under rotation and scaling of all rows, and under translation up to rounding: squared distances come
         from the Gramian, to 1e-15 of the squared norms, so that rows are told apart if they differ by more than 1e-7 of

@@ -46,9 +46,6 @@ def levenberg_marquardt(damping: Number = 1e-3) -> Aggregator:
         `[m]`, float64, of any sign; differentiable with respect to Jacobian, residuals, state and `damping` where q is
         not zero.
 
-    Raises:
-        TypeError, ValueError: `damping` is not a number or a tensor `[]`, or not positive; when called, no losses.
-
     Laws:
         The prediction is that of a step with learning rate 1 on the same residuals: take
         `line_search(sgd(1.0), [1.0, 0.0])`, and the whole batch in every step. Rate 0 is the step that is taken back,

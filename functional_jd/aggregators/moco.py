@@ -53,9 +53,6 @@ def moco(
         term from earlier rows. The w of the formula is in the state. Differentiable with respect to Jacobian, losses,
         state and hyper-parameters (a row of zeros is a kink).
 
-    Raises:
-        ValueError: a hyper-parameter out of range; when called, no losses.
-
     Laws:
         Invariant to scaling a row, whose length in the average is its loss; for rows in float32 or less, as long as
         `loss_i / |g_i|` is between 1e-38 and 3e38. With `gamma` 0 the weights stay uniform. A row of zeros stays zero

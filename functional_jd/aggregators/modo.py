@@ -36,9 +36,6 @@ def modo(rate: Number = 0.1, ridge: Number = 0.1) -> Aggregator:
         `[m]`, lie in the simplex; they are differentiable with respect to the state, both Jacobians, `rate` and
         `ridge`.
 
-    Raises:
-        ValueError: `rate` or `ridge` out of range; when called, no second Jacobian.
-
     Laws:
         The step is linear in each of the two batches, hence unbiased before its projection. On a constant batch, with a
         rate below `2 / max eigenvalue`, the weights converge to the min-norm point of `A + ridge I`. Zero, equal and

@@ -42,10 +42,6 @@ def nash_mtl(max_norm: Number = 1.0, every: int = 1, *, solver: Solver = "host")
         A rule that needs the Gramian. Weights `[m]`, float64, positive, but 0 for rows of zeros and where there is no
         solution; twice differentiable with respect to the Gramian, and to `max_norm`.
 
-    Raises:
-        TypeError: `every` is a tensor.
-        ValueError: `max_norm` negative or not finite, or `every` not a positive integer.
-
     Laws:
         Never conflicts. Invariant to scaling a row. Before clipping it is `fairgrad(1)`, and the direction has norm
         `sqrt(m)`. A row of zeros gets weight 0, the others the weights that they have without it. A stationary Jacobian

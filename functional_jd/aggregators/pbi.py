@@ -30,11 +30,6 @@ def pbi(theta: Number, weights: Numbers, reference: Numbers | None = None) -> Ag
         of norm `sqrt(1 + theta^2)`; differentiable with respect to the losses, to `theta`, `weights` and
         `reference`.
 
-    Raises:
-        TypeError: `weights` or `reference` not floating-point.
-        ValueError: `theta` negative or not finite, `weights` negative or all zero, either not finite or of another
-            shape; when called, not one per loss.
-
     Laws:
         Invariant to multiplying losses and reference by `c > 0`, and to multiplying `weights` by c. On the ray (within
         2^-40 of the distance from the reference), where d_2 has a kink, its derivative is taken as 0: the weights are

@@ -46,9 +46,6 @@ def pcd(tau: Number | Numbers = 0.02, beta: Number = 0.999, *, solver: Solver = 
         normalised; twice differentiable with respect to Gramian, state, `tau` and `beta` where the active constraints
         do not change.
 
-    Raises:
-        ValueError: `tau` or `beta` out of range; when called, not one tau per secondary objective.
-
     Laws:
         The direction has the norm of the first row. Scaling the first row (in all calls) scales the direction; scaling
         another has no effect, up to rounding. With one row, or where the first row satisfies all constraints, the

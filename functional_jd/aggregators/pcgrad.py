@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator
-from functional_jd.aggregation.hyper_parameters import runs_on_host
+from functional_jd.aggregation.hyper_parameters import random_visit_orders, runs_on_host
 from functional_jd.aggregation.views import gramian
-from functional_jd.aggregation.visit_orders import random_visit_orders
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.core.types import Gramian, Weights
 from functional_jd.random import split
@@ -31,9 +30,6 @@ def pcgrad(key: Tensor, *, solver: Solver = "host") -> Aggregator:
         A rule that needs the Gramian. Weights `[m]`, float64, at least 1; differentiable with respect to the Gramian
         where no projected row is orthogonal to the next. Its state is the key of the next call, int64 `[2]`, on the
         Jacobian's device.
-
-    Raises:
-        TypeError, ValueError: `key` is not a key.
 
     Laws:
         The same state gives the same random orders on every device and under every transform; the key advances at every

@@ -48,7 +48,7 @@ def sdmgrad(
         n_steps: number of inner steps, at least 1.
         pull: weight of the preference: 0 gives the min-norm direction, large values the preferred one. Not negative.
             The paper's lambda.
-        preference: u `[m]`, non-negative, finite, floating-point, at least one positive; `None` means `1 / m`.
+        preference: u `[m]`, floating-point, not negative, with a positive entry; `None` means `1 / m`.
         solver: off the CPU, the `"host"` searches, or the `"device"`, in a fixed number of steps without a wait.
 
     Returns:
@@ -56,11 +56,6 @@ def sdmgrad(
         the simplex if u is; differentiable with respect to the state, the preference, the numbers and both Jacobians.
         At the default rate, the steps may jump between corners of the simplex: their exact derivatives may be huge, and
         rounding may grow to the size of the direction.
-
-    Raises:
-        TypeError: a preference that is not floating-point; `n_steps` is a tensor.
-        ValueError: a hyper-parameter or preference out of range; when called, not one preference per row, or no second
-            Jacobian.
 
     Laws:
         Scale-equivariant: the weights stay the same, bit for bit, when either batch is scaled by a power of four. Equal

@@ -24,11 +24,6 @@ def stch(mu: Number = 1.0, weights: Numbers | None = None, reference: Numbers | 
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
         differentiable with respect to the losses, to `mu`, `weights` and `reference`.
 
-    Raises:
-        TypeError: `weights` or `reference` not floating-point.
-        ValueError: `mu` not positive, `weights` negative or all zero, either not finite or of another shape; when
-            called, not one per loss.
-
     Laws:
         s lies between the largest weighted loss and that plus `mu log m`; for mu to 0 it is `tchebycheff`, for mu to
         infinity the direction is that of the weighted mean, `u / m`. Invariant to multiplying losses, reference and mu

@@ -20,11 +20,6 @@ def tchebycheff(weights: Numbers | None = None, reference: Numbers | None = None
         A rule that needs the losses only: a step costs one weighted backward pass. Weights float64 `[m]`;
         differentiable with respect to `weights`; constant in the losses where the maximum is unique.
 
-    Raises:
-        TypeError: `weights` or `reference` not floating-point.
-        ValueError: `weights` negative or all zero, either not finite or of another shape; when called, not one per
-            loss.
-
     Laws:
         s is the limit of `stch` for mu to 0. Where several objectives attain it, each gets an equal part of its weight:
         a subgradient, and the limit of `stch` too. Invariant to multiplying losses and reference by `c > 0`. A NaN loss

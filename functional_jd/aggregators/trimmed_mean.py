@@ -18,15 +18,11 @@ def trimmed_mean(trim: int) -> Aggregator:
     among the last `trim`, else 0.
 
     Args:
-        trim: number of rows to drop on either side, at least 0.
+        trim: number of rows to drop on either side, at least 0; `2 trim + 1` rows are needed.
 
     Returns:
         A rule that needs the entries of the Jacobian. Weights: a pytree like the Jacobian, at least float32; their
         derivative is 0, which is correct where no two entries are equal.
-
-    Raises:
-        TypeError: `trim` is a tensor.
-        ValueError: `trim` out of range; when called, fewer than `2 trim + 1` rows.
 
     Laws:
         Equivariant under scaling, and under adding a vector to every row. The direction does not depend on the order of

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.aggregation.hyper_parameters import random_visit_orders
 from functional_jd.random import key, split
 
 

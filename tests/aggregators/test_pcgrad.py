@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sequences import integer_jacobians
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.aggregation.hyper_parameters import random_visit_orders
 from functional_jd.aggregators.pcgrad import pcgrad
 from functional_jd.random import key, split
 

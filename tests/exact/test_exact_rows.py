@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_jd.aggregation.aggregate import aggregate
-from functional_jd.aggregation.visit_orders import random_visit_orders
+from functional_jd.aggregation.hyper_parameters import random_visit_orders
 from functional_jd.aggregators.graddrop import graddrop
 from functional_jd.aggregators.gradvac import gradvac
 from functional_jd.aggregators.grouped import grouped
