@@ -1,6 +1,7 @@
 """Adam with decoupled weight decay."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ def adamw(
         leaves, structure = floating_leaves(params, "adamw")
         if any_sharded(leaves):
             return on_shards(step, "adamw", moving, direction, state, params)
-        directions, first, second = [leaves_like(structure, x) for x in (direction, state.first, state.second)]
+        directions, first, second = map(partial(leaves_like, structure), (direction, state.first, state.second))
         rate = current_rate(lr, state.steps)
         fits = state.steps.ndim == 0
         for p, d, m, v in zip(leaves, directions, first, second, strict=True):

@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.groups import leaf_groups
 from functional_jd.aggregation.views import View, as_view
-from functional_jd.core.arguments import check_function, check_type, refuse
+from functional_jd.core.arguments import check_flag, check_function, check_type, refuse
 from functional_jd.core.tree import any_sharded, tree_leaves
 from functional_jd.core.types import LossFunction, Params, Tree
 from functional_jd.engines.by_name import ENGINES
@@ -16,9 +16,29 @@ from functional_jd.engines.evaluate import is_differentiable
 from functional_jd.engines.kinds import kind_of, losses_of_shards
 from functional_jd.engines.plan import Engine, Plan
 from functional_jd.objectives.buffers import Extras
+from functional_jd.optimizers.base import Optimizer, check_optimizer
 from functional_jd.precision.loss_scale import multiplier
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.training.state import START, TrainState
+
+
+def check_method(
+    where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, state: Any = None
+) -> None:
+    """Raise for what is no function, no rule for one batch, no optimizer, no flag, or no state of a step."""
+    if where == "step" and not isinstance(state, TrainState):
+        refuse(where, "state", "a TrainState", state, START)
+    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
+    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
+        check_function(where, "losses", losses, "Pass losses(params, ...).")
+        check_flag(where, "has_aux", has_aux)
+        check_rule(aggregator, where)
+        check_optimizer(where, optimizer)
+    if getattr(aggregator.view, "batches", 1) > 1:
+        raise ValueError(
+            f"{where}: the rule must use one batch, found one that compares two. Take its steps by hand: "
+            "aggregate(rule, jacobian, memory, other_jacobian)."
+        )
 
 
 def prepare(
@@ -67,7 +87,7 @@ def prepare(
     )
     if isinstance(engine, str) and engine == "auto":
         with_rows, shape = kind.row_params(losses, params), scale.scale.shape
-        own = tree_leaves(with_rows)
+        own = leaves if with_rows is params else tree_leaves(with_rows)
         m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
         choice = choose_engine(view, m, own, scale.scale, batch, kind, sharded=sharded)
         return plan, ENGINES[choice.engine], choice

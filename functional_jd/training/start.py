@@ -30,8 +30,8 @@ from functional_jd.training.checks import (
     refuse_frozen,
 )
 from functional_jd.training.driver import started
-from functional_jd.training.prepare import prepare
-from functional_jd.training.state import TrainState, check_method, note_losses
+from functional_jd.training.prepare import check_method, prepare
+from functional_jd.training.state import TrainState, note_losses
 
 
 def train_state(

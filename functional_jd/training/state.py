@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, check_rule
-from functional_jd.core.arguments import check_flag, check_function, refuse
 from functional_jd.core.names import objective_names
 from functional_jd.core.record_display import MAX_ROWS, Table, displayed_as, outline, ranged, shortened
 from functional_jd.core.tree import tree_difference, tree_leaves, tree_names
 from functional_jd.core.types import Gramian, Losses, Params, Tree, Weights
 from functional_jd.objectives import Multitask
-from functional_jd.optimizers.base import Optimizer, check_optimizer
+from functional_jd.optimizers.base import Optimizer
 from functional_jd.precision.scale_state import ScaleState
 from functional_jd.torch_compat.slow_path import is_out_of_memory
 from functional_jd.torch_compat.torch_internals import has_values
@@ -114,25 +112,6 @@ class StepInfo(NamedTuple):
 
 
 START = "Start with state = train_state(params, *batch, losses=..., aggregator=..., optimizer=...)."
-
-
-def check_method(
-    where: str, losses: Any, aggregator: Aggregator, optimizer: Optimizer, has_aux: Any, state: Any = None
-) -> None:
-    """Raise for what is no function, no rule for one batch, no optimizer, no flag, or no state of a step."""
-    if where == "step" and not isinstance(state, TrainState):
-        refuse(where, "state", "a TrainState", state, START)
-    are_fit = isinstance(aggregator, Aggregator) and isinstance(optimizer, Optimizer)
-    if not (callable(losses) and are_fit and (has_aux is True or has_aux is False)):
-        check_function(where, "losses", losses, "Pass losses(params, ...).")
-        check_flag(where, "has_aux", has_aux)
-        check_rule(aggregator, where)
-        check_optimizer(where, optimizer)
-    if getattr(aggregator.view, "batches", 1) > 1:
-        raise ValueError(
-            f"{where}: the rule must use one batch, found one that compares two. Take its steps by hand: "
-            "aggregate(rule, jacobian, memory, other_jacobian)."
-        )
 
 
 def note_losses(where: str, losses: Any, with_buffers: bool, batch: Sequence[Any], error: TypeError) -> None:
