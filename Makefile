@@ -40,13 +40,13 @@ bench: $(VENV)/.bench  ## our time and memory beside the goal and the peer's; wr
 
 bench-compiled: $(VENV)/.bench  ## the same for whole steps in one graph in float32, and what that takes: an hour, to compile
 	@$(BIN)/python tests/benchmarks --only compiled physics float32 --json bench-compiled.json
-	@$(BIN)/python tests/benchmarks/first_call.py --page docs/benchmarks.md
+	@$(BIN)/python tests/benchmarks/first_call.py --page tests/benchmarks/REPORT.md
 
 bench-physics: $(VENV)/.bench  ## errors of networks that solve equations, at equal CPU time: a quarter of an hour
-	@$(BIN)/python tests/benchmarks/physics.py --docs docs
+	@$(BIN)/python tests/benchmarks/physics.py --root .
 
 bench-device: $(VENV)/.bench  ## what a step launches on an accelerator, and where it waits, counted on a simulated one
-	@$(BIN)/python tests/benchmarks/device_table.py --page docs/benchmarks.md
+	@$(BIN)/python tests/benchmarks/device_table.py --page tests/benchmarks/REPORT.md
 
 # No network: the Python of that machine has torch, pytest and hypothesis; optree and torchjd come as wheels.
 WHEELS ?= wheels
@@ -56,7 +56,7 @@ bench-gpu:  ## on one GPU, six minutes at most: tests/test_cuda.py, then a step 
 	@PYTHONPATH=build/gpu:. $(PYTHON) tests/benchmarks/gpu_table.py --seconds 200 --json bench-gpu.json
 
 bench-fronts: $(VENV)/.bench  ## hypervolumes and times of fronts, beside LibMOON where its repository is on PYTHONPATH
-	@$(BIN)/python tests/benchmarks/fronts_table.py --page docs/benchmarks.md
+	@$(BIN)/python tests/benchmarks/fronts_table.py --page tests/benchmarks/REPORT.md
 
 evidence: $(VENV)/$(if $(QUICK),.test,.evidence)  ## rules beside plain and searched sums: hours, restartable; QUICK=1: one or two minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/evidence $(if $(QUICK),--quick)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from benchmarks.chart import cpu_rows
 from rule_table import RULES
 
 import functional_jd
@@ -61,6 +62,7 @@ PAGES = {
         ),
     ]
 }
+REPORTS = [ROOT / "tests/benchmarks/REPORT.md", ROOT / "tests/evidence/REPORT.md"]
 BLOCKS = [
     (path, *block)
     for path, text in PAGES.items()
@@ -178,23 +180,21 @@ def test_the_loop_that_weighs_trains_as_steps_do(shown):
         assert agree({f"0.{name}": p for name, p in state.params.items()}, values(net), values(session["net"]))
 
 
-def of_table(name):
-    """The rows of a table of the benchmarks, by their first cell."""
-    text = PAGES[ROOT / "docs/benchmarks.md"].partition(f", {name} -->")[2].partition("<!-- end")[0]
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()]
-    return {cells[0]: dict(zip(head, cells, strict=True)) for cells in rows}
-
-
 def test_the_figures_of_the_readme_are_those_of_the_tables():
     """Those of the picture: tests/test_demo.py."""
     assert f"**{len(RULES)} aggregation rules**" in README
     (problems,) = re.findall(r"our (\d+) test problems", README)
-    report = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    assert re.search(rf"\b{problems} problems", report)
-    times = {name: float(row["`upgrad` to plain training"]) for name, row in of_table("plain").items()}
+    assert f"Of {problems} problems" in REPORTS[1].read_text(encoding="utf-8")
+    benchmarks = PAGES[ROOT / "docs/benchmarks.md"]
     for tasks in (2, 8):
-        found = [time for name, time in times.items() if name.endswith(f" {tasks} tasks")]
-        assert f"{min(found):.1f} to {max(found):.1f} times as long" in " ".join(README.split()), tasks
+        found = [row["to plain"] for name, row in cpu_rows(benchmarks).items() if name.endswith(f" {tasks} tasks")]
+        for text in (README, benchmarks):
+            assert f"{min(found):.1f} to {max(found):.1f} times" in " ".join(text.split()), tasks
+
+
+def test_the_figures_of_the_evidence_are_those_of_its_report():
+    figures = lambda text: set(re.findall(r"\d+(?:\.\d+)+", text))
+    assert figures(PAGES[ROOT / "docs/evidence.md"]) <= figures(REPORTS[1].read_text(encoding="utf-8"))
 
 
 def test_every_command_is_there():
@@ -222,14 +222,15 @@ def anchors(text):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS], ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page):
-    for link in re.findall(r"\]\((.*?)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((.*?)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         if not link.startswith("https://"):
             place, _, anchor = link.partition("#")
             target = (page.parent / place).resolve() if place else page
             assert target.exists(), link
-            assert not anchor or anchor in anchors(PAGES[target]), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
 def test_no_page_is_forgotten():

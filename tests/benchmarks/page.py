@@ -1,6 +1,6 @@
-"""`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of `docs/benchmarks.md`.
+"""`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of the benchmarks.
 
-From what `make bench` and `make bench-compiled` wrote. Figures of cases that these files do not hold are left empty.
+Those of a summary are in `docs/benchmarks.md`, the others in `REPORT.md`, from what `make bench` and `make bench-compiled` wrote. Figures of cases that these files do not hold are left empty.
 """
 
 import argparse
@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+from chart import cpu_rows, draw
+
+PAGES = (Path(__file__).parents[2] / "docs" / "benchmarks.md", Path(__file__).parent / "REPORT.md")
 BEGIN, END = "<!-- begin: made by tests/benchmarks/page.py, {} -->", "<!-- end: {} -->"
 MODELS = {
     "tiny MLP": "tiny MLP",
@@ -27,15 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the figures, and put tables in the place of those between the marks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what the bench wrote with --json; later files count more")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--pages", nargs="+", type=Path, default=PAGES)
     parser.add_argument("--tables", nargs="+", choices=tuple(TABLES), default=tuple(TABLES))
     options = parser.parse_args(arguments)
     found = [json.loads(file.read_text()) for file in options.files]
     eager, compiled = (_rows(found, table) for table in ("as run", "compiled"))
-    text = options.page.read_text()
+    texts = {path: path.read_text() for path in options.pages}
     for name in options.tables:
-        text = with_table(text, name, TABLES[name](eager, compiled))
-    options.page.write_text(text)
+        path = next((path for path, text in texts.items() if BEGIN.format(name) in text), options.pages[0])
+        texts[path] = with_table(texts[path], name, TABLES[name](eager, compiled))
+    for path, text in texts.items():
+        path.write_text(text)
+    if "cpu" in options.tables:
+        draw(cpu_rows(texts[options.pages[0]]), options.pages[0].with_suffix(".svg"))
 
 
 def with_table(text: str, name: str, table: str, script: str = "page.py") -> str:
@@ -51,6 +57,26 @@ def with_table(text: str, name: str, table: str, script: str = "page.py") -> str
 def _rows(found: Iterable[Row], table: str) -> Rows:
     races = [race for facts in found for race in facts["races"]]
     return {(race["name"], race["size"]): race for race in races if race["table"] == table and race["device"] == "cpu"}
+
+
+def _cpu(eager: Rows, compiled: Rows) -> str:
+    """The whole step to plain training and to the peer's, eager and compiled."""
+    pairs = {"to plain": "ours/plain", "to TorchJD": "ours/JD"}
+    lines: list[Sequence[str]] = []
+    for key, row in _float32(eager):
+        ratios = [_ratio(rows.get(key), pair) for pair in pairs.values() for rows in (eager, compiled)]
+        lines.append([case_name(*key), f"{row['seconds']['ours'] * 1e3:.1f}", *ratios])
+    titles = [title for name in pairs for title in (name, f"{name}, compiled")]
+    return table(["step with `upgrad`, float32", "ms", *titles], lines, "--:")
+
+
+def _memory(eager: Rows, _: Rows) -> str:
+    """The peak above the model, to the peer's."""
+    lines = []
+    for key, row in _float32(eager):
+        memory = row["memory"].get("ours", 0) / row["memory"].get("JD", 1)
+        lines.append([case_name(*key), f"{memory:.1f}" if memory else "-"])
+    return table(["step with `upgrad`, float32", "memory to TorchJD"], lines, "--:")
 
 
 def _steps(eager: Rows, compiled: Rows) -> str:
@@ -116,15 +142,15 @@ def _goal(row: Row | None, pair: str) -> str:
     return next((f"{f['goal']:.2f}" for f in figures if f"{f['ours']}/{f['against']}" == pair), "-")
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(map(line, [head, ["---"] * len(head), *lines]))
+def table(head: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---") -> str:
+    return "\n".join(map(line, [head, ["---", *[align] * (len(head) - 1)], *lines]))
 
 
 def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TABLES = {"steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
+TABLES = {"cpu": _cpu, "memory": _memory, "steps": _steps, "operators": _operators, "plain": _plain, "goals": _goals}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/physics.py [SECONDS [EQUATION ...]] [--json FILE] [--docs docs]`: networks solve equations.
+"""`python tests/benchmarks/physics.py [SECONDS [EQUATION ...]] [--json FILE] [--root .]`: networks solve equations.
 
 The error that is reached in so many seconds of CPU time, 5 by default, one thread, for three seeds, by each method of
 `physics_methods.py`. All minimize the same sum of mean squares at the same points. An error is the relative L2
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("seconds", nargs="?", type=float, default=5.0)
     parser.add_argument("equations", nargs="*", help="by name; by default all")
     parser.add_argument("--json", type=Path, help="where to keep what is found; equations that it holds are not run")
-    parser.add_argument("--docs", type=Path, help="write the tables into the pages under this folder")
+    parser.add_argument("--root", type=Path, help="write the tables into the pages of this clone")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -170,9 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if equation.name in found:
             print("\n".join("  ".join(row) for row in rows(equation.name, found[equation.name])), flush=True)
     print(missed(found))
-    if options.docs:
-        for page, name, made in (("benchmarks.md", "equations", table), ("guides/physics.md", "errors", means)):
-            path = options.docs / page
+    if options.root:
+        pages = ("tests/benchmarks/REPORT.md", "equations", table), ("docs/guides/physics.md", "errors", means)
+        for page, name, made in pages:
+            path = options.root / page
             path.write_text(with_table(path.read_text(), name, made(found), "physics.py"))
 
 

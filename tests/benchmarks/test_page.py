@@ -1,8 +1,11 @@
 """Tables of figures for the docs: made from what the bench wrote, between marks."""
 
 import json
+import re
 
+import chart
 import page
+import pytest
 
 
 def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
@@ -17,18 +20,36 @@ def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
         "ratios": {"ours/JD": [1, 1.25, 1.5]},
         "figures": [figure | {"reached": True}],
     }
-    graph = row | {"table": "compiled", "ratios": {"ours/JD": [0.4, 0.45, 0.5], "ours/plain compiled": [1, 2, 3]}}
+    ratios = {"ours/JD": [0.4, 0.45, 0.5], "ours/plain": [1.1, 1.2, 1.3], "ours/plain compiled": [1, 2, 3]}
+    graph = row | {"table": "compiled", "ratios": ratios}
     graph |= {"compiled": {"ours": [20.4, 1], "plain compiled": [9.6, 1]}}
     (tmp_path / "bench.json").write_text(json.dumps({"races": [row, half, graph]}))
-    marks = [mark.format(name) for name in ("steps", "operators", "plain", "goals") for mark in (page.BEGIN, page.END)]
+    marks = [
+        mark.format(name)
+        for name in ("cpu", "memory", "steps", "operators", "plain", "goals")
+        for mark in (page.BEGIN, page.END)
+    ]
     text = tmp_path / "page.md"
     text.write_text("before\n" + "\nstale\n".join(marks) + "\nafter\n")
     for _ in range(2):  # what was written before is replaced
-        page.main([str(tmp_path / "bench.json"), "--page", str(text)])
+        page.main([str(tmp_path / "bench.json"), "--pages", str(text)])
     lines = text.read_text().splitlines()
     assert "| MLP, 2 tasks | 3.0 | 0.75 | 1.25 | - | - | 0.70 | 0.45 | 0.70 | 0.5 |" in lines
+    assert "| MLP, 2 tasks | 3.0 | 3.00 | 1.20 | 0.75 | 0.45 |" in lines
+    assert "| MLP, 2 tasks | 0.5 |" in lines
     assert "| MLP, 2 tasks | 0.75 | 0.55 | 3.00 | - |" in lines
-    assert "| MLP, 2 tasks | 3.00 | - | - | - | 1.50 | - |" in lines
+    assert "| MLP, 2 tasks | 3.00 | 1.20 | - | - | 1.50 | - |" in lines
     assert "Goals reached: 1 of 2 eager and 0 of 1 compiled." in lines
     assert (lines[0], lines[-1]) == ("before", "after")
-    assert sum(line.startswith("| MLP") for line in lines) == 3
+    assert sum(line.startswith("| MLP") for line in lines) == 5
+
+
+def test_the_chart_shows_the_figures_of_the_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    text, stored = (chart.DOCS / f"benchmarks.{kind}" for kind in ("md", "svg"))
+    chart.draw(chart.cpu_rows(text.read_text(encoding="utf-8")), tmp_path / "fresh.svg")
+    bars = [
+        [float(n) for n in re.findall(r"-?\d+\.\d+", path.read_text(encoding="utf-8").partition("</metadata>")[2])]
+        for path in (stored, tmp_path / "fresh.svg")
+    ]
+    assert bars[0] == pytest.approx(bars[1], abs=2), "run: python tests/benchmarks/chart.py"

@@ -101,12 +101,12 @@ def test_what_was_found_is_not_run_again(tmp_path, monkeypatch):
         return {"Adam": Found("rate 0.01", False, [0.4]), OURS: Found("damping 0.001", False, [0.001])}
 
     monkeypatch.setattr("physics.race", raced)
-    pages = tmp_path / "benchmarks.md", tmp_path / "guides" / "physics.md"
-    pages[1].parent.mkdir()
+    pages = tmp_path / "tests" / "benchmarks" / "REPORT.md", tmp_path / "docs" / "guides" / "physics.md"
     for page, name in zip(pages, ("equations", "errors"), strict=True):
+        page.parent.mkdir(parents=True)
         page.write_text(f"before\n{BEGIN.format(name).replace('page.py', 'physics.py')}\n{END.format(name)}\nafter\n")
     main(["6", "Burgers", "--json", str(kept)])
-    main(["6", "--json", str(kept), "--docs", str(tmp_path)])
+    main(["6", "--json", str(kept), "--root", str(tmp_path)])
     assert asked == ["Burgers", "Helmholtz", "Poisson 5-d", "Allen-Cahn"]
     assert read(kept, 6.0)["Burgers"][OURS] == Found("damping 0.001", False, [0.001])
     for page in pages:

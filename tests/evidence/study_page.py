@@ -1,4 +1,4 @@
-"""Tables of the study, between the marks of `docs/evidence.md`, made from what is stored."""
+"""Tables of the study, between the marks of `REPORT.md`, made from what is stored."""
 
 from pathlib import Path
 from statistics import mean, median
@@ -11,7 +11,7 @@ from study_front_tables import front_tables
 from study_fronts import PREFIX as FRONT
 from study_peer_tables import beside_the_peer
 from study_peers import PREFIX
-from study_pictures import draw, draw_fronts
+from study_pictures import draw, draw_fronts, draw_summary
 from study_queue import queue
 from study_statistics import (
     REFERENCE,
@@ -34,9 +34,11 @@ from study_statistics import (
 from study_training import PATIENCE, RISE
 from study_worst import worst_parts
 
-PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
+PAGE = Path(__file__).parent / "REPORT.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- begin: made by tests/evidence -->", "<!-- end -->"
 CORE = ("mean", "start", "unit_sum", "nash_mtl", "config", "upgrad", "random_search")
+CHART = (*CORE, "imtl_g", "cagrad", "aligned_mtl", "pcgrad", "mgda", "uw", "geometric_mean")
 ALWAYS = ("mean", REFERENCE, "start", "unit_sum", "nash_mtl", "config")
 WORDS = {
     "By method": "Against *standardised*. *Better* and *worse*: the 95 % interval leaves out 0. Differences are in "
@@ -285,12 +287,20 @@ def made(cells: Cells) -> list[str]:
 
 
 def write_page(cells: Cells | None = None) -> None:
-    """Write tables between the marks, and the pictures beside the page."""
+    """Write tables between the marks, the pictures of the report, and the chart of `docs/evidence.md`."""
     cells = load_all() if cells is None else cells
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     if not begin:
         raise ValueError(f"write_page: expected the mark {BEGIN!r}, found none in {PAGE.name}. Put it back.")
     text = "\n".join([BEGIN, "", *made(cells), "", ""])
     PAGE.write_text(before + text + END + rest.partition(END)[2], encoding="utf-8")
-    draw(cells, {name: PROBLEMS[name].shared for name in cells}, PAGE.parent)
+    shared = {name: PROBLEMS[name].shared for name in cells}
+    draw(cells, shared, PAGE.parent)
     draw_fronts(cells, PAGE.parent)
+    draw_summary(per_problem(cells, shared), DOCS)
+
+
+def per_problem(cells: Cells, shared: dict[str, bool]) -> dict[str, list[float]]:
+    """The differences of each method of the chart, in hundredths, one per problem."""
+    found = {m: [against(cells, shared, problem, m) for problem in cells] for m in CHART}
+    return {spelled(m): [100 * d.mean for d in found[m] if d is not None] for m in CHART}

@@ -1,6 +1,7 @@
 """The pictures of the study, readable on white and on black: differences to standardised sums, and fronts."""
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
@@ -12,6 +13,7 @@ from study_statistics import REFERENCE, difference, scores
 
 INK, FAINT, BETTER, WORSE = "#777777", "#77777755", "#0072B2", "#D55E00"
 SHOWN = ("upgrad", "config", "nash_mtl", "unit_sum", "start", "random_search", "mean")
+LEAST = -20.0  # the same in the chart of all methods
 FARTHEST = -30.0  # what is worse than this many points is drawn here
 COLORS = (INK, "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 PARTS = {
@@ -68,6 +70,25 @@ def draw_fronts(cells: dict[str, dict[str, Any]], folder: Path) -> Path | None:
             axis.spines[["top", "right"]].set_visible(False)
             axis.patch.set_alpha(0)
         figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    return path
+
+
+def draw_summary(differences: dict[str, list[float]], folder: Path) -> Path:
+    """Draw all methods in one chart: a dot a problem, a bar at the median, the best median at the top."""
+    labels = {"*unit_sum*": "sum of unit gradients", "*random_search*": "random search", "*start*": "1 / first loss"}
+    path, ordered = folder / "evidence.svg", sorted(differences, key=lambda name: median(differences[name]))
+    with mpl.rc_context(SETTINGS | {"font.size": 12}):
+        axis = (figure := Figure(figsize=(8, 5.4), layout="constrained")).subplots()
+        axis.axvline(0, color=INK, linewidth=0.8)
+        for y, name in enumerate(ordered):
+            axis.plot([max(d, LEAST) for d in differences[name]], [y] * len(differences[name]), "o", color="#0072B288")
+            axis.plot([median(differences[name])] * 2, [y - 0.35, y + 0.35], color=WORSE, linewidth=3)
+        axis.set_yticks(range(len(ordered)), [labels.get(name, name.strip("`")) for name in ordered])
+        axis.set(xlabel="hundredths of the score over standardised sums", ylim=(-0.6, len(ordered) - 0.4))
+        axis.grid(color=FAINT, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.patch.set_alpha(0)
         figure.savefig(path, transparent=True, metadata={"Date": None})
     return path
 
