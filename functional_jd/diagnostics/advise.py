@@ -59,7 +59,7 @@ class Advice(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Where one verdict ends and the next begins, and the rule of each: the best of a few in `tests/evidence/REPORT.md`.
+    """Where one verdict ends and the next begins, and the rule of each: the best of a few, in `tests/evidence`.
 
     `imbalance`: the ratio of lengths from which a rule that does not see lengths is advised. `conflict`: the share of
     pairs in conflict from which a projection is advised.

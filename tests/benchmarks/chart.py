@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/chart.py`: draw the bars of `docs/benchmarks.svg` from the CPU table of `docs/benchmarks.md`."""
+"""`python tests/benchmarks/chart.py`: draw `docs/benchmarks.svg` from the CPU table of the page."""
 
 from pathlib import Path
 from typing import Any

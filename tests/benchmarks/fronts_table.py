@@ -1,4 +1,4 @@
-"""`python tests/benchmarks/fronts_table.py [--page tests/benchmarks/REPORT.md]`: what fronts are worth, and what they take.
+"""`python tests/benchmarks/fronts_table.py [--page REPORT.md]`: what fronts are worth, and what they take.
 
 Sixteen solutions (fifteen of three losses) of test problems, by Adam, on one thread. Where `libmoon.solver.gradient` is
 found, the same methods of LibMOON run too, in turns, from the same starts, at the same rates, for as many steps.

@@ -1,6 +1,7 @@
 """`python tests/benchmarks/page.py bench.json bench-compiled.json`: write the tables of the benchmarks.
 
-Those of a summary are in `docs/benchmarks.md`, the others in `REPORT.md`, from what `make bench` and `make bench-compiled` wrote. Figures of cases that these files do not hold are left empty.
+From what `make bench` and `make bench-compiled` wrote: into `docs/benchmarks.md` and `REPORT.md`. Figures of cases that
+these files do not hold are left empty.
 """
 
 import argparse

@@ -24,11 +24,7 @@ def test_the_tables_of_the_page_are_written_between_their_marks(tmp_path):
     graph = row | {"table": "compiled", "ratios": ratios}
     graph |= {"compiled": {"ours": [20.4, 1], "plain compiled": [9.6, 1]}}
     (tmp_path / "bench.json").write_text(json.dumps({"races": [row, half, graph]}))
-    marks = [
-        mark.format(name)
-        for name in ("cpu", "memory", "steps", "operators", "plain", "goals")
-        for mark in (page.BEGIN, page.END)
-    ]
+    marks = [mark.format(name) for name in page.TABLES for mark in (page.BEGIN, page.END)]
     text = tmp_path / "page.md"
     text.write_text("before\n" + "\nstale\n".join(marks) + "\nafter\n")
     for _ in range(2):  # what was written before is replaced

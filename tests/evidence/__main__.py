@@ -1,10 +1,10 @@
 """`python tests/evidence [--quick] [--page] [PROBLEM ...]`: rules beside plain and tuned sums, for one CPU core.
 
 Trains every method on every problem, as `PROTOCOL.md` says, the most telling first; stores each as soon as it is there
-in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `REPORT.md`,
-its pictures, and the chart of `docs/evidence.md`. A file that is removed is trained again. `--seconds S` stops after that time; `--methods NAME ...`
-trains only these; `--quick` trains two problems shortly, in two draws, and stores nothing; `--page` writes the page
-from what is stored.
+in `results/PROBLEM/METHOD.json.gz`, so that an interrupted study goes on; then writes the tables of `REPORT.md`, its
+pictures, and the chart of `docs/evidence.md`. A file that is removed is trained again. `--seconds S` stops after that
+time; `--methods NAME ...` trains only these; `--quick` trains two problems shortly, in two draws, and stores nothing;
+`--page` writes the report from what is stored.
 """
 
 import sys
