@@ -6,7 +6,8 @@ from torch import Tensor
 from functional_jd.core.safe import nonzero, with_nan_of
 from functional_jd.solvers.search import Solver, empty, matvec, opaque, per_problem, solve
 
-# Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite.
+# Newton's search takes 5 to 10 steps on most problems, 60 where sizes are spread over 1e12 or rows are nearly opposite,
+# 120 for powers of 50 on rows that cancel: the host takes up to twice this number.
 _STEPS = 80
 # Problems that take more steps than this are tested for rounding, which keeps their steps from shrinking.
 _REGULAR = 10
@@ -16,8 +17,8 @@ _TOLERANCE = 1e-7
 _NOISE, _DOUBTFUL = 1e-14, 1e-8
 # Multiples below this fraction of the sum of all are far below the rounding of every gain.
 _LEAST = 1e-60
-# Keeps Newton's matrix positive definite on dependent rows; it is not part of the residual.
-_RIDGE = 1e-15
+# Times the number of rows: bounds Newton's steps where rows cancel and cosines are rounding; no part of the residual.
+_RIDGE = 64 * torch.finfo(torch.float64).eps
 
 
 def fair_shares(cosines: Tensor, sizes: Tensor, power: float | Tensor, solver: Solver = "host") -> Tensor:
@@ -70,16 +71,20 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
     """
     m = sizes.shape[-1]
     C, k, p = cosines.reshape(-1, m, m), sizes.reshape(-1, m), power.reshape(-1, 1)
-    ridged = C + _RIDGE * torch.eye(m, dtype=C.dtype, device=C.device)
+    ridged = C + m * _RIDGE * torch.eye(m, dtype=C.dtype, device=C.device)
     v = t = torch.ones_like(k)
     solved = rounded = finished = arrived = torch.zeros(len(C), 1, dtype=torch.bool, device=C.device)
-    smallest, one_at_most = torch.full_like(k[:, :1], torch.inf), p <= 1
-    for step in range(_STEPS):
+    smallest = least = torch.full_like(k[:, :1], torch.inf)
+    best, one_at_most = v, p <= 1
+    for step in range(_STEPS if fixed else 2 * _STEPS):
         y = k * v
         gain = matvec(C, y)
         if step >= _REGULAR:
             relative = _relative_size(y, gain, p)
             smallest = torch.minimum(smallest, relative)
+            error = (gain - k * v**-p).abs().amax(-1, keepdim=True) / y.sum(-1, keepdim=True)
+            better = (error < least) & ~one_at_most
+            best, least = torch.where(better, v, best), torch.where(better, error, least)
             finished = finished | (relative <= _NOISE)
             rounded = rounded | (~finished & _is_rounding(C, y, gain, k * v**-p))
             finished = finished | rounded
@@ -101,6 +106,8 @@ def _search(cosines: Tensor, sizes: Tensor, power: Tensor, fixed: bool) -> tuple
         arrived = ~running & arrived | running & (seen < _TOLERANCE)
         v, t = torch.where(running, v * _step_factor(dv), v), torch.where(running, t * _step_factor(dt), t)
         finished = solved | ~running
+    # The last iterate may have left the solution again, by rounding.
+    v = torch.where(solved | rounded | arrived | least.isinf(), v, best)
     relative = _relative_size(k * v, matvec(C, k * v), p)
     solved = (solved | rounded | arrived) & (relative > _NOISE)
     start = torch.where(solved, v, 1)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from bounds import check_within, eps
+from bounds import check_within, eps, half_the_digits
 from scipy.optimize import nnls
 
 import functional_jd as jd
@@ -99,6 +99,39 @@ def test_stationary_rows_in_float32_are_not_conflicted_with(n, rank):
         # A positive combination of half of the rows is zero: no direction of the cone has a gain of these.
         found = jd.aggregate(RULES[name](), J).direction
         check_within(J[:10] @ found, torch.zeros(10), 1e-6 * J.norm())
+
+
+@pytest.mark.parametrize(("n", "rank"), [(10, 10), (10, 5), (100, 10), (100, 18)])
+def test_a_projection_is_exact_for_rows_moved_by_some_roundings(n, rank):
+    """Among nearly stationary rows, one rounding of a row moves the projection by as much as its length. So another
+    order of the rows may give another direction. Each meets the conditions of the projection to the rows' rounding.
+    """
+    draw, moved = torch.Generator().manual_seed(0), 0.0
+    for seed in range(4):
+        J = stationary(seed, 20, n, rank).float()
+        for rows in (J, J[torch.randperm(20, generator=draw)]):
+            for preference in (torch.full((20,), 1 / 20, dtype=torch.float64), torch.eye(20, dtype=torch.float64)[3]):
+                found, wide = jd.aggregate(jd.dualproj(preference), rows), rows.double()
+                lengths = wide.norm(dim=1)
+                s, d = (found.weights - preference) * lengths, found.weights @ wide
+                gains, rounding = wide @ d / lengths, 64 * eps(J.dtype) * d.norm() + 2.0**-40 * (1 + s.max())
+                assert (s >= 0).all()
+                assert (gains >= -rounding).all()
+                assert (gains[s > 0] <= rounding).all()
+        shifted = J.double() * (1 + eps(J.dtype) * torch.randn(J.shape, generator=draw, dtype=torch.float64))
+        apart = jd.aggregate(jd.upgrad(), J).direction - jd.aggregate(jd.upgrad(), shifted).direction
+        moved = max(moved, float(apart.norm() / J.norm(dim=1).mean()))
+    assert moved > 1e-4, "no case of it"
+
+
+@pytest.mark.parametrize("alpha", [0.02, 0.5, 0.9, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fairgrad_ends_among_stationary_rows_where_none_loses(alpha, dtype):
+    for seed, (n, rank) in itertools.product(range(5), [(10, 10), (10, 5), (100, 10)]):
+        J = stationary(seed, 20, n, rank).to(dtype).double()
+        weights = jd.aggregate(jd.fairgrad(alpha), J.to(dtype)).weights
+        terms = (weights * J.norm(dim=1)).sum()
+        check_within((J @ (weights @ J)).clamp(max=0), torch.zeros(20), 8 * half_the_digits(terms) * J.norm(dim=1))
 
 
 @pytest.mark.parametrize("n", [10, 100])
