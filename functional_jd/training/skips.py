@@ -1,6 +1,7 @@
 """Skipped steps in a row: a warning, then an error that carries the last good state."""
 
 import warnings
+from math import isfinite
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ from functional_jd.core.tree import all_finite, tree_leaves
 from functional_jd.torch_compat.slow_path import user_level
 from functional_jd.training.state import StepInfo, TrainState
 
-WARN_AFTER = 20
-"""How many steps in a row are skipped before there is a warning: more than it takes a scale to settle."""
-
-_READ_EVERY = 10
+WARN_AFTER, _READ_EVERY = 20, 10  # a scale settles in fewer skipped steps
 
 
 class TrainingStalled(RuntimeError):  # noqa: N818, as StopIteration
@@ -31,10 +29,9 @@ class TrainingStalled(RuntimeError):  # noqa: N818, as StopIteration
 
 
 class SkipWatch:
-    """Counts the steps that were skipped in a row.
+    """Counts the steps that were skipped in a row, exactly.
 
-    The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits: the
-    warning and the error come after exactly as many steps as they name.
+    The flags stay on the device, and are read ten at a time, or when the count may reach one of its two limits.
     """
 
     def __init__(self, where: str, patience: int | None):
@@ -70,32 +67,28 @@ class SkipWatch:
 
     def _account(self, info: StepInfo) -> str:
         """The losses or rows that were not finite, and what may help."""
-        names = objective_names(info.losses)
-        finite = torch.cat([leaf.detach().reshape(-1).isfinite().cpu() for leaf in tree_leaves(info.losses)]).tolist()
-        bad = [name for name, yes in zip(names, finite, strict=True) if not yes]
-        found = f"losses were not finite themselves: {', '.join(bad)}"
+        leaves = [leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(info.losses)]
+        names, values = objective_names(info.losses), torch.cat(leaves).tolist()
+        bad = [name for name, value in zip(names, values, strict=True) if not isfinite(value)]
+        skipped = f"{self.where}: the last {len(self.run)} steps were skipped. In the last step,"
         if not bad and not all_finite(info.weights):
-            values = torch.cat([leaf.detach().reshape(-1).cpu().double() for leaf in tree_leaves(info.losses)])
+            shown = ", ".join(f"{x:.4g}" for x in values)
             return (
-                f"{self.where}: the last {len(self.run)} steps were skipped. In the last step, losses and rows were "
-                f"finite and the weights of the rule were not, for the losses {', '.join(f'{x:.4g}' for x in values)}. "
+                f"{skipped} losses and rows were finite and the weights of the rule were not, for the losses {shown}. "
                 "Some rules need positive losses: their docstrings tell which."
             )
-        if not bad:
-            found = (
-                "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
-                "torch.where has a derivative too: replace its argument as well"
-            )
+        found = (
+            f"losses were not finite themselves: {', '.join(bad)}"
+            if bad
+            else "losses were finite and derivatives were not: diagnose(jacobian) names the row. The unused branch of "
+            "torch.where has a derivative too: replace its argument as well"
+        )
         rows = "Pass scale_state(shape=(m,)), one scale per objective, to see which rows were not finite"
         if info.finite.shape == (len(names),):
             counts = (~torch.stack([finite for _, finite, _ in self.run])).sum(0).tolist()
             shown = [f"{name} ({count} times)" for name, count in zip(names, counts, strict=True) if count]
             rows = f"Rows that were not finite: {', '.join(shown)}"
-        return (
-            f"{self.where}: the last {len(self.run)} steps were skipped, because not everything was finite. In the "
-            f"last step, {found}. {rows}. Look for NaN in the batches and the losses (info.losses), and for overflows "
-            "in low precision."
-        )
+        return f"{skipped} {found}. {rows}."
 
 
 def was_taken(info: StepInfo) -> Tensor:

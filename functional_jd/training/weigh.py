@@ -1,15 +1,14 @@
 """The weights of losses that carry a graph, for training loops that stay as they are."""
 
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_jd.aggregation.aggregate import Aggregator, apply_rule, check_rule, initial_state, where_it_runs
-from functional_jd.aggregation.combine import weights_to_sum
+from functional_jd.aggregation.aggregate import Aggregator, check_rule
 from functional_jd.aggregation.observation import Observation
 from functional_jd.aggregation.views import View, as_view, gramian, loss_count
 from functional_jd.core.arguments import check_type, refuse
@@ -18,12 +17,13 @@ from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.sharding import is_sharded
 from functional_jd.core.tree import all_finite, tree_leaves
-from functional_jd.core.types import Losses, Tree, Weights
+from functional_jd.core.types import Losses, Tree
+from functional_jd.engines.plan import Plan
 from functional_jd.engines.replicas import agree, check_alike, mean_over_group, replicate
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import select
-from functional_jd.precision.scale_state import ScaleState
+from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_transform
+from functional_jd.training.weights import weights_and_memory
 
 _WHERE = "weigh"
 
@@ -106,28 +106,15 @@ def weigh(
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
     group = None if group is False else group
+    if group is not None and state is None:
+        check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
-        if group is not None and state is None:
-            check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
         seen, finite = _observed(losses, view, points, factors, group)
-        before = state
-        if group is not None and state is None:  # the first rank's counts: keys may differ
-            before = replicate(initial_state(aggregator, view, seen), group)
-
-        def update(received: Any, products: Any, state: Tree) -> tuple[Weights, Tree]:
-            weights, new = apply_rule(aggregator, received, state, _WHERE, seen._replace(products=products))
-            return weights_to_sum(weights, products, points or [], by_autograd=True)[0], new
-
-        given = view.receive(seen), seen.products, before
-        weights, new = where_it_runs(aggregator, view, seen, update, *given, apart=True)
-    if not isinstance(weights, Tensor):
-        raise ValueError(f"{_WHERE}: aggregator must weight rows, found a rule that weights single entries. Use step.")
-    if tree_leaves(new):
-        taken = finite.all() & weights.isfinite().all().to(finite.device)
-        new = select(taken, new, state) if state is not None else new if taken.item() else None
-    dtype = reduce(torch.promote_types, (leaf.dtype for leaf in seen.losses), torch.float32)
+    how: Any = {"rule": aggregator, "view": view, "leaves": points or [], "guarded": False, "scale_state": no_scale()}
+    first = None if group is None else partial(replicate, group=group)
+    weights, memory = weights_and_memory(Plan(_WHERE, False, None, False, **how), seen, state, first, finite)
     shared = scale is not None and not scale.scale.ndim
-    return Weighed(weights.to(finite.device, dtype), new, finite.all() if shared else finite)
+    return Weighed(weights, memory, finite.all() if shared else finite)
 
 
 def _observed(

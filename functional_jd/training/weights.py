@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule, initial_state
-from functional_jd.core.arguments import described
+from functional_jd.aggregation.observation import Observation
+from functional_jd.core.arguments import described, refuse
 from functional_jd.core.record_display import Table, displayed_as, outline
 from functional_jd.core.sharding import meshes_of
-from functional_jd.core.tree import floating_leaves, tree_leaves, tree_names
+from functional_jd.core.tree import all_finite, floating_leaves, tree_leaves, tree_names
 from functional_jd.core.types import Losses, LossFunction, Params, Tree
 from functional_jd.engines.evaluate import check_losses
-from functional_jd.engines.plan import Engine
+from functional_jd.engines.plan import Engine, Plan
 from functional_jd.engines.replicas import replicated
 from functional_jd.objectives.over_shards import mesh_of
 from functional_jd.precision.autocast import autocast_disabled
@@ -119,40 +120,51 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
         how: Any = {"engine": _engine_for(group, losses, params), "guarded": False, "starting": state is None}
         scale = no_scale() if scale is None else scale
         plan, engine, _ = prepare(_WHERE, losses, detach_parameters(params), batch, aggregator, scale=scale, **how)
-        traced = torch.compiler.is_compiling() or under_transform()
-        if state is None and not traced:
+        if state is None and not (torch.compiler.is_compiling() or under_transform()):
             journal, put_back = StateJournal(), random_state_outside_torch()
             try:
                 check_learning(plan, journal, training=False)
             finally:
                 journal.undo()
                 put_back()
-        seen, memory = observe(plan, engine), state
-        with autocast_disabled():
-            if state is None and engine.replicate is not None:  # the first rank's counts: keys may differ
-                memory = engine.replicate(initial_state(plan.rule, plan.view, seen))
-            weights, memory, *_ = weighed(plan, seen, memory)
+        seen = observe(plan, engine)
+        weights, memory = weights_and_memory(plan, seen, state, engine.replicate)
         if state is None:
             check_ranks(_WHERE, losses, leaves, {"keys": keys_of(memory)})
-        if not isinstance(weights, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"{_WHERE}: the rule must give one weight per loss, found {described(weights)}, which weights single "
-                "entries. Use step, or aggregate."
-            )
-        if state is None and weights.requires_grad and not under_transform():
-            _warn_of_graph(params)
-        # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
-        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in tree_leaves(seen.losses)), torch.float32)
-        if tree_leaves(memory):
-            # Trainers skip a batch that is not finite, and rules must forget it.
-            taken = torch.stack([weights.isfinite().all(), *(x.isfinite().all() for x in tree_leaves(seen.losses))])
-            if state is not None:
-                memory = select(taken.all(), memory, state)
-            elif not traced and not bool(taken.all()):
-                memory = None
-        return FoundWeights(weights.to(dtype), seen.losses, memory)
+            if weights.requires_grad and not under_transform():
+                _warn_of_graph(params)
+        return FoundWeights(weights, seen.losses, memory)
 
     return weights_of
+
+
+def weights_and_memory(
+    plan: Plan, seen: Observation, state: Tree, replicate: Any, finite: Tensor | None = None
+) -> tuple[Tensor, Tree]:
+    """The weights of an observation, on the device of the losses, and what the rule remembers: without a state it
+    starts, from that of the first rank if there is `replicate`. It forgets a batch that is not finite, which trainers
+    skip, or if the flags are given and one is false.
+    """
+    memory = state
+    with autocast_disabled():
+        if state is None and replicate is not None:  # keys and counts may differ
+            memory = replicate(initial_state(plan.rule, plan.view, seen))
+        found: Any
+        found, memory, *_ = weighed(plan, seen, memory)
+    if not isinstance(found, Tensor):
+        entries = "Use step, or aggregate, for weights of single entries."
+        refuse(plan.where, "aggregator", "a rule that weights rows", found, entries, ValueError)
+    # `weights @ losses` takes no float64 with float32. In float16 a small weight would be zero.
+    leaves = tree_leaves(seen.losses)
+    weights = found.to(leaves[0].device, reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32))
+    if tree_leaves(memory):
+        taken = all_finite((weights, leaves))
+        taken = taken if finite is None else taken & finite.all()
+        if state is not None:
+            memory = select(taken, memory, state)
+        elif not (torch.compiler.is_compiling() or under_transform() or bool(taken)):
+            memory = None
+    return weights, memory
 
 
 def _warn_of_graph(params: Params) -> None:

@@ -45,7 +45,7 @@ def test_the_weighted_sum_has_the_gradient_that_aggregate_returns(name):
     rows = rows_by_hand(losses, parameters)
     expected = jd.aggregate(rule, rows, losses=losses.detach())
     if not isinstance(expected.weights, torch.Tensor):
-        with pytest.raises(ValueError, match="weigh: aggregator must weight rows"):
+        with pytest.raises(ValueError, match="weigh: aggregator must be a rule that weights rows"):
             jd.weigh(losses, parameters, rule)
         return
     weights, state, finite = jd.weigh(losses, iter(parameters), rule)

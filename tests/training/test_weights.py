@@ -323,7 +323,7 @@ def test_parameters_that_are_frozen_later_are_refused_too():
 
 def test_rules_that_weigh_single_entries_are_refused():
     params, x = problem(range(9))
-    with pytest.raises(ValueError, match="weights_fn: the rule must give one weight per loss"):
+    with pytest.raises(ValueError, match="weights_fn: aggregator must be a rule that weights rows"):
         jd.weights_fn(losses, jd.graddrop(jd.random.key(0)))(params, x)
     with pytest.raises(TypeError, match="weights_fn: aggregator must be a rule"):
         jd.weights_fn(losses, jd.upgrad)
