@@ -68,25 +68,22 @@ CONTENTS = {
         for page in (
             "objectives",
             "private",
-            "by_hand",
             "recipes",
             "recipes_*",
             "trainers",
             "compile",
             "gpu",
             "fronts",
-            "pareto_sets",
             "physics",
             "devices",
             "diagnose",
             "own_rule",
-            "own_kind",
         )
     ],
-    "Coming from": ["docs/coming_from", "docs/laws_of_torchjd"],
+    "Coming from": ["docs/coming_from"],
     "Notebooks": ["docs/notebooks", "notebooks/*"],
     "Reference": ["docs/reference/index"],
-    "Project": ["CHANGELOG", "docs/how_it_is_tested", "docs/contributing"],
+    "Project": ["CHANGELOG", "docs/contributing"],
 }
 
 

@@ -22,19 +22,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = [
     f"guides/{page}"
     for page in (
-        "by_hand",
         "objectives",
         "private",
         "diagnose",
         "own_rule",
-        "own_kind",
         "recipes",
         "recipes_optimizers",
         "recipes_models",
         "compile",
         "gpu",
         "fronts",
-        "pareto_sets",
         "physics",
         "devices",
     )
@@ -50,9 +47,7 @@ PAGES = {
                 "guides/trainers",
                 "which_function",
                 "notebooks",
-                "how_it_is_tested",
                 "coming_from",
-                "laws_of_torchjd",
                 "rules",
                 "evidence",
                 "benchmarks",
@@ -62,7 +57,11 @@ PAGES = {
         ),
     ]
 }
-REPORTS = [ROOT / "tests/benchmarks/REPORT.md", ROOT / "tests/evidence/REPORT.md"]
+REPORTS = [
+    ROOT / "tests/benchmarks/REPORT.md",
+    ROOT / "tests/evidence/REPORT.md",
+    ROOT / "tests/claims/LAWS_OF_TORCHJD.md",
+]
 BLOCKS = [
     (path, *block)
     for path, text in PAGES.items()
@@ -95,7 +94,7 @@ def shown(tmp_path_factory):
 
 def test_every_python_block_runs(shown):
     sessions, printed = shown
-    assert all_finite((sessions["README"]["state"], sessions["by_hand"]["direction"], sessions["by_hand"]["params"]))
+    assert all_finite((sessions["README"]["state"], sessions["recipes"]["direction"], sessions["recipes"]["params"]))
     assert "cost" in "".join(printed)
 
 

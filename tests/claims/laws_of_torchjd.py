@@ -1,7 +1,7 @@
 """`python tests/claims/laws_of_torchjd.py [NAME ...]`: which laws TorchJD's aggregators keep.
 
 Tests the aggregators named, or all, in a few minutes; keeps what is found in `laws_of_torchjd.json` beside this file;
-and writes the table and the counterexamples from it into `docs/laws_of_torchjd.md`, between its marks.
+and writes the table and the counterexamples from it into `LAWS_OF_TORCHJD.md`, between its marks.
 """
 
 import importlib.metadata
@@ -24,7 +24,7 @@ from functional_jd.views import full_jacobian
 
 STORED = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "laws_of_torchjd.md"
+PAGE = Path(__file__).parent / "LAWS_OF_TORCHJD.md"
 LAWS = (*ALWAYS, *BY_CLAIM)
 BEGIN, END = "<!-- begin: made by tests/claims/laws_of_torchjd.py -->", "<!-- end -->"
 SETTINGS = hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)

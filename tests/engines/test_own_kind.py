@@ -1,4 +1,4 @@
-"""The kind and the engine of the guide, as a stranger would write them."""
+"""The kind and the engine of the page on contributing, as a stranger would write them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ import functional_jd as jd
 from functional_jd.engines import PLAIN, Declared, Kind
 from functional_jd.objectives import Multitask
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "own_kind.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
 
 
 @pytest.fixture(scope="module")
