@@ -1,8 +1,7 @@
 """Advice on a rule, from a window of training steps, and a diagnosis as text."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +17,11 @@ from functional_jd.torch_compat.torch_internals import has_values
 _STANDARD_ERRORS = 2.0
 
 
-def advice_line(advice: "Advice") -> str:
-    """Return verdict, rule and reason in one line."""
-    return f"Advice: {advice.verdict}: {advice.rule}(). {advice.reason}"
-
-
 def _table(advice: "Advice") -> Table:
-    figures = advice._asdict()
-    names = [name for name in figures if name not in ("verdict", "rule", "reason")]
-    return advice_line(advice), [], [[name, number(figures[name])] for name in names]
+    """Return verdict, rule and reason in one line, and the figures."""
+    verdict, rule, reason, *_ = advice
+    rows = [[name, number(figure)] for name, figure in advice._asdict().items() if isinstance(figure, float)]
+    return f"Advice: {verdict}: {rule}(). {reason}", [], rows
 
 
 @displayed_as(_table)
@@ -42,7 +37,6 @@ class Advice(NamedTuple):
         imbalance: the ratio of the longest to the shortest gradient, of their medians over the window; at least 1.
         rank: the median effective rank divided by m, in (0, 1].
         noise: how much a cosine of two gradients varies from step to step: its standard deviation, the mean over pairs.
-        rising: the share of the objectives whose loss rose over the window; NaN without losses.
         given_up: the share of the objectives that rise along the mean throughout the window, and would not if all
             gradients were of one length.
     """
@@ -54,27 +48,15 @@ class Advice(NamedTuple):
     imbalance: float
     rank: float
     noise: float
-    rising: float
     given_up: float
 
 
-class Thresholds(NamedTuple):
-    """Where one verdict ends and the next begins, and the rule of each: the best of a few, in `tests/evidence`.
-
-    `imbalance`: the ratio of lengths from which a rule that does not see lengths is advised. `conflict`: the share of
-    pairs in conflict from which a projection is advised.
-    """
-
-    imbalance: float = 10.0
-    conflict: float = 1.0
-    rescale: str = "nash_mtl"
-    project: str = "aligned_mtl"
+# Where one verdict ends and the next begins, and the rule of each: the best of a few in `tests/evidence`. From this
+# ratio of lengths on, a rule that does not see lengths is advised; from this share of pairs in conflict, a projection.
+THRESHOLDS: dict[str, Any] = {"imbalance": 10.0, "conflict": 1.0, "rescale": "nash_mtl", "project": "aligned_mtl"}
 
 
-def advise(
-    diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gramian,
-    losses: Tensor | Sequence[Tensor] | None = None,
-) -> Advice:
+def advise(diagnoses: Sequence[Diagnosis] | Sequence[Gramian] | Diagnosis | Gramian) -> Advice:
     """Advise on a rule, from the gradients of a window of training steps under `mean`.
 
     First, if the lengths of the gradients differ tenfold or more, `"rescale"`: the mean follows the longest. Else, if
@@ -88,19 +70,13 @@ def advise(
             Or Gramians, float64: a sequence of k tensors `[m, m]`, such as `[info.gramian for info in history]` of a
             rule that receives them, or one tensor `[k, m, m]`. Ten steps or more, on different batches; steps that are
             not finite are left out.
-        losses: `[k, m]`, or k tensors `[m]`: the losses of these steps. They do not decide: the record tells which
-            share of them rose.
 
     Returns:
-        `Advice(verdict, rule, reason, conflict, imbalance, rank, noise, rising, given_up)`.
-
-    Raises:
-        TypeError, ValueError: no diagnoses or Gramians of two finite steps; tensors without values, as under vmap and
-            torch.compile: `advise` reads them.
+        `Advice`. It reads values, which tensors under vmap and torch.compile do not have.
 
     Laws:
-        Pure. Independent of the order of the objectives, of the unit of all losses together, and of the order of the
-        steps but for `rising`. An objective whose gradient is zero in most steps has no length and counts as done.
+        Pure. Independent of the order of the objectives and of the steps, and of the unit of all losses together. An
+        objective whose gradient is zero in most steps has no length and counts as done.
 
     Example:
         >>> short, long = torch.tensor([1.0, 0.2]), torch.tensor([-30.0, 900.0])
@@ -110,7 +86,6 @@ def advise(
     """
     norms, cosines, ranks = _window(diagnoses)
     finite = norms.isfinite().all(1) & cosines.isfinite().all(2).all(1)
-    values = _losses(losses, norms.shape)
     norms, cosines, ranks = norms[finite], cosines[finite], ranks[finite]
     if len(norms) < 2:
         raise ValueError(
@@ -118,30 +93,29 @@ def advise(
             f"{len(finite)}. Pass ten or more."
         )
     conflict, noise = _conflict_and_noise(cosines)
-    rising = math.nan if values is None else _rising(values[finite])
     given_up = _given_up(norms, cosines)
     medians = norms.median(0).values
     medians = medians[medians > 0]
     imbalance = float(medians.max() / medians.min()) if len(medians) else 1.0
-    figures = (conflict, imbalance, float(ranks.median()) / norms.shape[1], noise, rising, given_up)
-    said, rule, reason = verdict(conflict, imbalance, Thresholds())
+    figures = (conflict, imbalance, float(ranks.median()) / norms.shape[1], noise, given_up)
+    verdict, rule, reason = _verdict(conflict, imbalance)
     if given_up and rule != "mean":
-        said = "explore the front"
+        verdict = "explore the front"
         reason = (
             f"{given_up:.0%} of the losses rise along the mean, and would not if all gradients were of one length: if "
             "they cannot all be small, which of them wins is a preference."
         )
-    return Advice(said, rule, reason, *figures)
+    return Advice(verdict, rule, reason, *figures)
 
 
-def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[str, str, str]:
+def _verdict(conflict: float, imbalance: float) -> tuple[str, str, str]:
     """Return verdict, rule and reason."""
-    if imbalance >= thresholds.imbalance:
+    if imbalance >= THRESHOLDS["imbalance"]:
         reason = f"The longest gradient is {imbalance:.2g} times the shortest, and the mean follows the longest."
-        return "rescale", thresholds.rescale, reason
-    if conflict >= thresholds.conflict:
+        return "rescale", THRESHOLDS["rescale"], reason
+    if conflict >= THRESHOLDS["conflict"]:
         reason = f"{conflict:.0%} of the pairs of objectives conflict throughout the window."
-        return "project", thresholds.project, reason
+        return "project", THRESHOLDS["project"], reason
     less = "no pairs" if conflict == 0 else f"only {conflict:.0%} of the pairs"
     reason = f"The gradients are of similar lengths ({imbalance:.2g} times), and {less} conflict throughout the window."
     return "keep the mean", "mean", reason
@@ -149,30 +123,25 @@ def verdict(conflict: float, imbalance: float, thresholds: Thresholds) -> tuple[
 
 def _window(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return norms `[k, m]`, cosines `[k, m, m]` and ranks `[k]`, with values."""
-    if isinstance(given, Sequence) and not isinstance(given, Diagnosis | str):
-        kind = Diagnosis if given and isinstance(given[0], Diagnosis) else Tensor
-        for found in given or [given]:
-            if not isinstance(found, kind):
-                _refuse_window(found)
-        counts = sorted({len(x) for found in given if (x := found.norms if kind is Diagnosis else found).ndim})
-        if len(counts) > 1:
-            raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
-        given = torch.stack(list(given)) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*given, strict=True)))
-    if isinstance(given, Tensor):
-        given = _from_gramians(given)
-    if not isinstance(given, Diagnosis):
-        _refuse_window(given)
-    if given.norms.ndim != 2:
-        refuse("advise", "diagnoses", "of k steps, with norms [k, m]", given.norms, "Pass a list of them.", ValueError)
-    norms, cosines, ranks = map(_with_values, (given.norms, given.cosines, given.rank))
-    return norms, cosines, ranks
-
-
-def _refuse_window(found: Any) -> NoReturn:
-    cure = "See diagnose."
-    if isinstance(found, tuple) and not found:
+    several = isinstance(given, Sequence) and not isinstance(given, Diagnosis | str)
+    each: list[Any] = list(given) if several else [given]
+    kind = Diagnosis if each and isinstance(each[0], Diagnosis) else Tensor
+    for wrong in [x for x in each or [given] if not isinstance(x, kind)]:
         cure = "A step has () as Gramian if its rule receives none: take gramian_fn(losses)(params, *batch)[0]."
-    refuse("advise", "diagnoses", "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]", found, cure)
+        expected = "a sequence of Diagnosis or of Gramians [m, m], or Gramians [k, m, m]"
+        refuse("advise", "diagnoses", expected, wrong, cure if isinstance(wrong, tuple) else "See diagnose.")
+    counts = sorted({len(x) for one in each if (x := one.norms if kind is Diagnosis else one).ndim})
+    if several and len(counts) > 1:
+        raise ValueError(f"advise: diagnoses must be of the same objectives, found {counts}. Part the window.")
+    found: Any = given
+    if several:
+        found = torch.stack(each) if kind is Tensor else Diagnosis(*map(torch.stack, zip(*each, strict=True)))
+    if kind is Tensor:
+        found = _from_gramians(found)
+    if found.norms.ndim != 2:
+        refuse("advise", "diagnoses", "of k steps, with norms [k, m]", found.norms, "Pass a list of them.", ValueError)
+    norms, cosines, ranks = map(_with_values, (found.norms, found.cosines, found.rank))
+    return norms, cosines, ranks
 
 
 def _from_gramians(gramians: Tensor) -> Diagnosis:
@@ -194,20 +163,8 @@ def _with_values(tensor: Any) -> Tensor:
     """The tensor on the CPU, in float64."""
     if not isinstance(tensor, Tensor) or not has_values(tensor):
         cure = "Call advise outside vmap and torch.compile, for instance at the end of an epoch."
-        refuse("advise", "diagnoses and losses", "tensors with values", tensor, cure)
+        refuse("advise", "diagnoses", "tensors with values", tensor, cure)
     return tensor.detach().to("cpu", torch.float64)
-
-
-def _losses(losses: Any, shape: torch.Size) -> Tensor | None:
-    """Losses `[k, m]`, or None."""
-    if losses is None:
-        return None
-    several = isinstance(losses, list | tuple) and losses and all(isinstance(row, Tensor) for row in losses)
-    rows = _with_values(torch.stack(list(losses)) if several else losses)
-    if rows.shape != shape or rows.layout != torch.strided:
-        cure = "Pass all losses of every step, or none."
-        refuse("advise", "losses", f"dense losses {list(shape)} of the same steps", rows, cure, ValueError)
-    return rows
 
 
 def _conflict_and_noise(cosines: Tensor) -> tuple[float, float]:
@@ -244,27 +201,16 @@ def _given_up(norms: Tensor, cosines: Tensor) -> float:
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
-def _rising(losses: Tensor) -> float:
-    """The share of objectives with a higher mean loss in the last quarter than in the first."""
-    quarter = max(1, len(losses) // 4)
-    return float((losses[-quarter:].mean(0) > losses[:quarter].mean(0)).double().mean())
-
-
-def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None, advice: Advice | None = None) -> str:
+def describe(diagnosis: Diagnosis, names: Sequence[str] | None = None) -> str:
     """Format a diagnosis as a table, to print.
 
     Args:
         diagnosis: from `diagnose`; for a batch, the table has shapes instead of values.
         names: m names, for instance `objective_names(losses)`; `None`: the row indices.
-        advice: from `advise`, for a last line with its rule and reason.
 
     Returns:
         One line for all rows, and one per row: its norm, its cosine with the direction, and its cosines with the other
         rows; from 9 rows on, the lowest of these and the name of that row.
     """
     check_type("describe", "diagnosis", diagnosis, Diagnosis, "Pass what diagnose returned.")
-    table = as_text(diagnosis_table(diagnosis, names))
-    if advice is None:
-        return table
-    check_type("describe", "advice", advice, Advice, "Pass what advise returned.")
-    return f"{table}\n{advice_line(advice)}"
+    return as_text(diagnosis_table(diagnosis, names))

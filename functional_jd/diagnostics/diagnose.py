@@ -82,20 +82,15 @@ def diagnose(
         gramian: whether the first argument is a Gramian; `None`: if it is a single square matrix.
 
     Returns:
-        `Diagnosis(norms, cosines, alignment, conflict, stationarity, rank, condition)`.
-
-    Raises:
-        TypeError, ValueError: no Jacobian; a direction or weights that do not fit; a Gramian that is not symmetric, or
-            has a negative diagonal or a cosine beyond 1. Values are checked on a CPU outside transforms; elsewhere, for
-            instance under vmap, the diagnosis of such a matrix is NaN.
+        `Diagnosis`. A matrix that is no Gramian, not symmetric or with a cosine beyond 1, raises on a CPU outside of
+        transforms; elsewhere, for instance under vmap, its diagnosis is NaN.
 
     Laws:
         Pure; composes with vmap, grad, jvp and compile; only the eigenvalues synchronise with the device. Norms and
         cosines are differentiable, alignment and stationarity if they are not 0, rank and condition if the rank is
-        locally constant, and twice if singular values differ.
-        Norms and stationarity are homogeneous in the Jacobian, the rest is invariant; cosines, conflict and the
-        alignment with a given direction also to scaling single rows. A non-finite row changes no norms and cosines of
-        the others; the values for all rows become NaN.
+        locally constant, and twice if singular values differ. Norms and stationarity are homogeneous in the Jacobian,
+        the rest is invariant; cosines, conflict and the alignment with a given direction also to scaling single rows. A
+        non-finite row changes no norms and cosines of the others; the values for all rows become NaN.
         Values within the rounding error of G are zero: cosines within 16 eps are no conflicts; singular values are 0
         below `sqrt(16 m eps)` of the longest row, and norms of combinations of rows below about 1e-7 (2e-3 for a
         float32 Gramian).
@@ -176,7 +171,7 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
         target = torch.full_like(lengths, 1 / m)
     if mean or (_is_real(target) and target.shape == (m,) and not _is_square_matrix(J)):
         coefficients = target.to(G.dtype) * lengths
-        return _quotient(C @ coefficients, _norm_of_combination(C, coefficients, eps))
+        return divide(C @ coefficients, _norm_of_combination(C, coefficients, eps)).clamp(-1, 1)
     if J is None:
         cure = "For a direction, pass the Jacobian; if it is a square matrix, with gramian=False."
         refuse("diagnose", "weights", f"[{m}] with a Gramian", target, cure, ValueError)
@@ -186,15 +181,15 @@ def _alignment(J: Jacobian | None, G: Tensor, C: Tensor, lengths: Tensor, target
     _require_direction(rows, target)
     one_row = tree_map(lambda leaf: leaf.unsqueeze(0), target)
     products, squared_norm = cross_gramian(rows, one_row).squeeze(1), gramian_of(one_row).reshape(())
-    return _quotient(products / lengths, sqrt_or_zero(squared_norm, squared_norm == 0))
+    return divide(products / lengths, sqrt_or_zero(squared_norm, squared_norm == 0)).clamp(-1, 1)
 
 
 def _require_direction(rows: Jacobian, direction: Any) -> None:
     """Raise unless the direction has the names and shapes of params, and is a single tensor only if they are."""
 
     def shapes(tree: Any, first: int) -> dict[str, list[int] | None]:
-        leaves = zip(tree_names(tree), tree_leaves(tree), strict=True)
-        return {name: list(leaf.shape[first:]) if _is_real(leaf) else None for name, leaf in leaves}
+        own = [list(leaf.shape[first:]) if _is_real(leaf) else None for leaf in tree_leaves(tree)]
+        return dict(zip(tree_names(tree), own, strict=True))
 
     found = shapes(direction, 0)
     if found != shapes(rows, 1) or isinstance(direction, Tensor) != isinstance(rows, Tensor):
@@ -206,11 +201,6 @@ def _require_direction(rows: Jacobian, direction: Any) -> None:
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_complex()
-
-
-def _quotient(products: Tensor, norm: Tensor) -> Tensor:
-    """Return the products over the norm, 0 if it is 0."""
-    return divide(products, norm).clamp(-1, 1)
 
 
 def _norm_of_combination(C: Tensor, coefficients: Tensor, eps: float) -> Tensor:

@@ -2,12 +2,10 @@
 
 import torch
 
-from functional_jd.fronts.hypervolume import hypervolume
-from functional_jd.fronts.hypervolume_gradient import hypervolume_gradient
-from functional_jd.fronts.lattice import lattice
+from functional_jd.fronts.hypervolume import hypervolume, hypervolume_gradient
 from functional_jd.fronts.moo_svgd import moo_svgd
 from functional_jd.fronts.pmtl import pmtl
-from functional_jd.fronts.points import knee, non_dominated
+from functional_jd.fronts.points import knee, lattice, non_dominated
 from functional_jd.fronts.population import Population
 from functional_jd.fronts.train import Front, train
 

@@ -43,12 +43,6 @@ def moo_svgd(repulsion: Number = 1.0, bandwidth: Number | None = None) -> Popula
         The reference code adds `sum_j kappa_kj g*_j`, directions at the parameters of other solutions, along which the
         losses of solution k may grow; here solution k follows its own. Its bandwidth is tuned to each problem. Its
         weights may be negative: repulsion drives the ends of a front beyond it.
-
-    Example:
-        >>> starts = torch.tensor([[-0.4], [0.1], [0.3]])  # K = 3 solutions of one parameter
-        >>> losses = lambda w: torch.stack([(w - 1).square().sum(), (w + 1).square().sum()])
-        >>> method = {"losses": losses, "rule": fronts.moo_svgd(), "optimizer": sgd(0.05)}
-        >>> front = fronts.train(starts, [()] * 100, **method)
     """
     strength = number("moo_svgd", "repulsion", repulsion, NOT_NEGATIVE, "The default is 1.0.")
     if bandwidth is not None:

@@ -34,9 +34,6 @@ def pmtl(preferences: Tensor, warmup: int = 100) -> Callable[[Tensor], Aggregato
         Gramian and the losses, and remembers the number of steps, int64 `[]`. Weights `[m]`, float64, may be negative
         in the first phase and outside of the sector. Differentiable with respect to the Gramian and preferences.
 
-    Raises:
-        TypeError, ValueError: preferences that are not floating-point `[K, m]`, one per loss; `warmup` no integer.
-
     Laws:
         Invariant to the lengths of preferences; homogeneous in the Jacobian, and the same for losses that are scaled
         together. In the sector, the direction is that of `mgda`. Losses that are not finite give NaN weights; sectors

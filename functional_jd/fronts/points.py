@@ -1,11 +1,15 @@
-"""Sets of points: which are not dominated by others, and which of them to choose."""
+"""Sets of points: evenly spread preferences, which losses are not dominated by others, and which to choose."""
 
+from itertools import combinations
+from math import comb
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_jd.core.arguments import refuse
+from functional_jd.core.arguments import check_integer, refuse
+
+_MOST = 2**20
 
 
 def non_dominated(points: Tensor) -> Tensor:
@@ -67,9 +71,49 @@ def knee(points: Tensor) -> Tensor:
     return torch.where(on_front, distances, torch.inf).argmin()
 
 
-def check_matrix(where: str, name: str, value: Any, cure: str = "Stack the losses of K points.") -> None:
-    """Raise unless a value is a floating-point tensor `[K, m]`, one row for each point or preference."""
+def lattice(m: int, divisions: int) -> Tensor:
+    """Return preferences that are spread evenly over the simplex.
+
+    All `u >= 0` with `sum_i u_i = 1` whose entries are multiples of `1 / divisions`, in ascending order.
+
+    Args:
+        m: the number of objectives.
+        divisions: into how many parts each edge of the simplex is divided.
+
+    Returns:
+        float64 `[K, m]`, with `K = (divisions + m - 1)! / (divisions! (m - 1)!)`: `divisions + 1` for two objectives;
+        at most 2^20.
+
+    Laws:
+        The rows are distinct; a permutation of the columns gives the same set. The corners, which leave all objectives
+        but one aside, are among them; those of `divisions >= m` hold points with all entries positive.
+
+    Source:
+        Das & Dennis, Normal-boundary intersection: a new method for generating the Pareto surface in nonlinear
+        multicriteria optimization problems, SIAM Journal on Optimization 8, 1998, section 3.3.
+
+    Example:
+        >>> lattice(2, 4)[:, 0]
+        tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000], dtype=torch.float64)
+    """
+    check_integer("lattice", "m", m, 1, "It counts objectives.")
+    check_integer("lattice", "divisions", divisions, 1, "For two objectives there are divisions + 1 preferences.")
+    count = comb(divisions + m - 1, m - 1)
+    if count > _MOST:
+        expected = f"such that there are at most 2^20 preferences, not {count},"
+        refuse("lattice", "divisions", expected, divisions, "Take fewer.", ValueError)
+    # A preference is a row of `divisions` stars that m - 1 bars part: entry i counts the stars before bar i.
+    places = list(combinations(range(divisions + m - 1), m - 1))
+    bars = torch.tensor(places, dtype=torch.float64).reshape(count, m - 1)
+    edges = torch.nn.functional.pad(bars, (1, 0), value=-1.0)
+    ends = torch.nn.functional.pad(bars, (0, 1), value=divisions + m - 1.0)
+    return (ends - edges - 1) / divisions
+
+
+def check_matrix(where: str, name: str, value: Any, cure: str = "Stack the losses of K points.") -> Tensor:
+    """Return a floating-point tensor `[K, m]`, one row for each point or preference; raise for another value."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
         refuse(where, name, "a floating-point tensor [K, m]", value, "Convert it with .double().")
     if value.ndim != 2 or not value.shape[1]:
         refuse(where, name, "[K, m], one in a row", value, cure, ValueError)
+    return value

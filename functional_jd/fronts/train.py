@@ -86,7 +86,7 @@ def train(
             step counts as skipped if no solution took it.
 
     Returns:
-        `Front(states, losses, preferences)`.
+        The solutions, with their losses on the last batch.
 
     Laws:
         Solution k is what `train_state` and `step` give by themselves with `rule(preferences[k])`, to rounding; of a
@@ -100,7 +100,9 @@ def train(
         >>> front.losses.shape, front[3].params
         (torch.Size([7, 2]), tensor([0., 0.]))
     """
-    backend = _backend_of(compile)
+    if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor"):
+        cure = "'eager' runs the operators of a step without a compiler."
+        refuse("fronts.train", "compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
     if chunk_size is not None:
         check_integer("fronts.train", "chunk_size", chunk_size, 1, "It counts solutions.")
     start, preferences, marks, rule_of = _solutions(start, preferences, rule, chunk_size)
@@ -132,19 +134,11 @@ def train(
         states = torch.vmap(begin, in_dims=(0, 0, 0) if apart else (None, None, 0))(start, each, marks)
         # What does not depend on k is one value with stride 0: a step would be compiled for that, and once more.
         states = tree_map(lambda x: x.contiguous(), states)
-    take = compiled(every, backend=backend) if backend else every
+    take = compiled(every, backend="inductor" if compile is True else compile) if compile else every
     states = fit(take, states, each_batch(), on_step=on_step, progress=progress, patience=patience)
     _, info = take(states, *_arguments(last[0]))
     found = torch.cat([x.detach().reshape(len(preferences), -1).double() for x in tree_leaves(info.losses)], 1)
     return Front(states, found, preferences)
-
-
-def _backend_of(compile: bool | str) -> str | None:
-    """The backend of `compiled`; `None`: none."""
-    if not isinstance(compile, bool | str) or compile not in (False, True, "eager", "inductor"):
-        cure = "'eager' runs the operators of a step without a compiler."
-        refuse("fronts.train", "compile", "False, True, 'eager' or 'inductor'", compile, cure, ValueError)
-    return "inductor" if compile is True else compile or None
 
 
 def _solutions(
@@ -197,8 +191,7 @@ def _checked_preferences(start: Params | Front, preferences: Tensor | None) -> T
     if preferences is None and isinstance(start, Front):
         return start.preferences
     cure = "Take lattice(m, divisions)."
-    check_matrix("fronts.train", "preferences", preferences, cure)
-    assert preferences is not None
+    preferences = check_matrix("fronts.train", "preferences", preferences, cure)
     wanted = len(start.preferences) if isinstance(start, Front) else max(len(preferences), 1)
     if len(preferences) != wanted:
         refuse("fronts.train", "preferences", f"{wanted}, one for each solution", len(preferences), cure, ValueError)

@@ -9,15 +9,15 @@ from study_training import Draws, window
 
 import functional_jd as jd
 
-FIGURES = ("conflict", "imbalance", "rank", "noise", "rising")
+FIGURES = ("conflict", "imbalance", "rank", "noise")
 RATE, SHARE = 4e-3, 0.1  # of the training that it looks at: its rate, and the share of the largest number of steps
 FROZEN = {"imbalance": 10.0, "conflict": 1.0, "rescale": "nash_mtl", "project": "aligned_mtl"}
 
 
 def figures(problem: Problem, draws: Draws, steps: int) -> dict[str, Any]:
     """In every draw the figures, and the rule that is named."""
-    gramians, losses = window(problem, draws, RATE, max(4, int(SHARE * steps)))
-    said = [jd.diagnostics.advise(G, L) for G, L in zip(gramians, losses, strict=True)]
+    gramians, _ = window(problem, draws, RATE, max(4, int(SHARE * steps)))
+    said = [jd.diagnostics.advise(G) for G in gramians]
     return {
         "rule": [one.rule for one in said],
         "verdict": [one.verdict for one in said],

@@ -211,16 +211,11 @@ AGGREGATION = {
     ),
     "advise": Call(
         jd.diagnostics.advise,
-        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2, "losses": [ones(2), ones(2)]},
-        {"losses": OPTION},
+        lambda: {"diagnoses": [jd.diagnostics.diagnose(rows())] * 2},
     ),
     "describe": Call(
         jd.diagnostics.describe,
-        lambda: {
-            "diagnosis": jd.diagnostics.diagnose(rows()),
-            "names": ["a", "b"],
-            "advice": jd.diagnostics.advise([jd.diagnostics.diagnose(rows())] * 2),
-        },
-        {"names": OPTION | {"numpy"}, "advice": OPTION},
+        lambda: {"diagnosis": jd.diagnostics.diagnose(rows()), "names": ["a", "b"]},
+        {"names": OPTION | {"numpy"}},
     ),
 }
