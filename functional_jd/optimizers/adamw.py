@@ -72,9 +72,6 @@ def adamw(
     Returns:
         An `Optimizer` with `AdamwState`; params and averages keep their dtypes.
 
-    Raises:
-        TypeError, ValueError: a hyper-parameter that is no number, negative or not finite; a beta outside [0, 1).
-
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile; a step not taken leaves the schedule and the
         bias corrections where they were. The first step from an average of zero has finite and right derivatives.

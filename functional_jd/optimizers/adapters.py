@@ -64,15 +64,13 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         An `Optimizer` with `TorchState`. Its results do not require grad.
 
     Raises:
-        TypeError: not a class of `torch.optim`; in `init`, a class that keeps state that is not a tensor, or changes
-            its param groups, and what the class raises: for other arguments, for a missing closure (LBFGS), for dense
-            gradients (SparseAdam).
-        ValueError: called under a `torch.func` transform, or with sharded parameters for a class that looks at whole
-            tensors, such as Adafactor; an `lr` that is negative, infinite or NaN.
+        TypeError: in `init`, a class that keeps state that is not a tensor, or changes its param groups, and what the
+            class raises: for other arguments, for a missing closure (LBFGS), for dense gradients (SparseAdam).
+        ValueError: under a `torch.func` transform, as `torch.optim` works in place; with sharded parameters, a class
+            that looks at whole tensors, such as Adafactor.
 
     Laws:
-        Pure. A skipped step does not advance the schedule. Refuses vmap, grad and jvp, because `torch.optim` works in
-        place. Compiles with a graph break.
+        Pure. A skipped step does not advance the schedule. Compiles with a graph break.
 
     Example:
         >>> optimizer = from_torch(torch.optim.Adam, lr=1e-3)
@@ -147,9 +145,6 @@ def from_transformation(transformation: Any) -> Optimizer:
 
     Returns:
         An `Optimizer` with the state of the transformation.
-
-    Raises:
-        TypeError: there is no `init` or no `update`.
 
     Laws:
         Pure, and composes with vmap, grad, jvp and compile, if the transformation does.

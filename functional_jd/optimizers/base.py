@@ -10,14 +10,7 @@ from functional_jd.core.arguments import NOT_NEGATIVE, check_number, check_scala
 from functional_jd.core.float64 import widest
 from functional_jd.core.record_display import displayed_as, outline
 from functional_jd.core.sharding import same_layout
-from functional_jd.core.tree import (
-    floating_leaves,
-    leaves_like,
-    shards_of,
-    tree_map,
-    tree_names,
-    tree_sharded_as,
-)
+from functional_jd.core.tree import floating_leaves, leaves_like, shards_of, tree_map, tree_names, tree_sharded_as
 from functional_jd.core.types import Direction, Losses, Params, Tree
 
 LearningRate: TypeAlias = float | Tensor | Callable[[Tensor], Any]

@@ -23,8 +23,7 @@ def by_label(optimizers: Mapping[str, Optimizer], labels: Callable[[str, Tensor]
         An `Optimizer`. Its state is a dict with the state of each optimizer, whose params are a dict `{name: leaf}`.
 
     Raises:
-        TypeError, ValueError: no optimizers, or one made by `noised`, which goes around all; when training starts: an
-            unknown label, a label without leaves, or two leaves with one name.
+        ValueError: when training starts, an unknown label, a label without leaves, or two leaves with one name.
 
     Laws:
         Every group moves as if it were alone. Pure; composes with the transforms that all the optimizers compose with.

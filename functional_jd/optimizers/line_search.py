@@ -53,9 +53,7 @@ def line_search(
         batch, which `step` passes to it; its `update`, which does not, raises.
 
     Raises:
-        TypeError, ValueError: no rates, or a negative one; an optimizer that itself compares losses, or adds noise;
-            `merit` returns no scalar. In `step`: replicas, whose batches differ; an optimizer around this one that has
-            no losses to give (`noised`, `by_label`): put this one around that.
+        ValueError: in `step`, replicas, whose batches differ, and an optimizer around this one (`noised`, `by_label`).
 
     Laws:
         The first of the best rates is taken; a merit that is not finite is never best, and if none is finite the

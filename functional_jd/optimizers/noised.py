@@ -52,10 +52,8 @@ def noised(
         An `Optimizer` with the state `NoisedState(key, inner)`. Noise and mean are at least float32.
 
     Raises:
-        TypeError, ValueError: a setting that is none, or out of range. In `train_state`: losses that are not those of
-            `per_example`, or a rule that does not bound every row by `max_norm` (`clipped`, `auto_clipped`, or
-            `grouped` of these), as the noise would protect no example. `private` builds what fits. Tensors are compared
-            by `train_state` outside `vmap`.
+        ValueError: in `train_state` outside `vmap`, losses that are not those of `per_example`, or a rule that does not
+            bound every row by `max_norm`, as the noise would protect no example. `private` builds what fits.
 
     Laws:
         The optimizer inside receives noise of standard deviation `multiplier max_norm / batch_size` in every entry,

@@ -50,9 +50,6 @@ def sgd(lr: LearningRate, momentum: float = 0.0, nesterov: bool = False, weight_
     Returns:
         An `Optimizer` with `SgdState`; params keep their dtypes.
 
-    Raises:
-        TypeError, ValueError: a hyper-parameter that is no number, negative or not finite; `nesterov` without momentum.
-
     Laws:
         Pure; composes with vmap (also over lr), grad, jvp and compile. A skipped step does not advance the schedule.
 

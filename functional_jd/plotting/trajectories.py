@@ -91,9 +91,6 @@ def descend(
     Returns:
         `Path(points, losses)`, float64.
 
-    Raises:
-        TypeError, ValueError: no problem, rule or optimizer; `starts` is not `[s, 2]`.
-
     Laws:
         Pure; the paths are independent of each other. A random rule uses the same random numbers for all starts: for
         others, vmap over keys. Only the rule is called: without `dwa_end_epoch`, `dwa` stays in its first epoch, where

@@ -49,8 +49,6 @@ def autocast(f: Callable[..., Any], dtype: torch.dtype = torch.float16) -> Calla
             active, that is all. Else the tables give every op the dtype that CUDA's autocast gives it.
 
     Raises:
-        TypeError: `f` cannot be called.
-        ValueError: another dtype.
         RuntimeError: when `f` calls `binary_cross_entropy`, whose logarithms overflow in half precision.
 
     Laws:

@@ -34,9 +34,6 @@ def custom(function: type[Function] | None = None, *, cast_inputs: torch.dtype |
         A function with the arguments of `function.apply`, and an attribute `apply` that is the function itself. Without
             `function`, a decorator.
 
-    Raises:
-        TypeError: not a subclass of `torch.autograd.Function`, or a dtype other than float16, bfloat16, float32.
-
     Laws:
         Gradients have the dtypes of the inputs, and are differentiable if `backward` is. The backward runs in the
         autocast state of the forward; ops inside both have the dtypes of `autocast`, also under vmap. Composes with
@@ -99,9 +96,6 @@ def float32_island(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         A function with the signature of `f`. Its outputs keep the dtype that `f` returns, usually float32.
-
-    Raises:
-        TypeError: `f` is not callable.
 
     Laws:
         Gradients have the dtypes of the inputs. Idempotent; bit-identical with and without autocast.

@@ -77,9 +77,6 @@ def scale(state: ScaleState | Tensor, tree: Tree) -> Tree:
     Returns:
         The same structure; float16 and bfloat16 leaves become float32.
 
-    Raises:
-        TypeError, ValueError: a leaf is not a floating-point tensor; `[m]` scales with neither m losses nor m rows.
-
     Laws:
         For scales that are powers of two, `unscale(state, scale(state, tree))` equals the tree, within its range.
 
@@ -116,9 +113,6 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     Returns:
         `(tree, finite)`: the same structure, with float16 and bfloat16 leaves as float32, where small values do not
         underflow; and a bool tensor of the shape of the scale.
-
-    Raises:
-        TypeError, ValueError: a leaf is not a floating-point tensor; `[m]` scales and a leaf without m rows.
 
     Laws:
         Rows are independent: an overflow in one does not change the bits of the others. The result is always finite.
@@ -194,8 +188,6 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     Returns:
         The next `ScaleState`.
 
-    Raises: TypeError, ValueError: no `ScaleState`; a flag is not a bool tensor, or has another shape.
-
     Laws:
         Bit-equal to the update of `torch.amp.GradScaler` down to the floor, elementwise: products are computed in
         float64 and rounded once. A scale that starts below 2**-14 grows from there, and does not back off.
@@ -236,9 +228,6 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
 
     Returns:
         A pytree like both.
-
-    Raises:
-        TypeError, ValueError: `finite` is not a bool tensor, a leaf is not a tensor, or the trees do not match.
 
     Laws:
         The tree that is not selected has no effect: a NaN in it does not propagate, and its derivative is exactly zero.

@@ -82,9 +82,6 @@ def scale_state(
     Returns:
         `ScaleState` with five tensors of the given shape.
 
-    Raises:
-        TypeError, ValueError: an argument that is no number or out of its range, a shape other than `()` and `(m,)`.
-
     Differs: from GradScaler, in that factors of 1 are allowed: the scale then does not grow, or does not back off.
 
     Example:
@@ -165,10 +162,6 @@ def scale_state_from_dict(entries: Mapping[str, Any], *, device: torch.device | 
 
     Returns:
         `ScaleState` with tensors `[]`, or `[m]` if there are lists.
-
-    Raises:
-        TypeError, ValueError: `entries` is no dict, or `device` no device; a missing or unknown key, lists of different
-            lengths, a value that is not a number, a scale that is not positive and finite, or wrong factors.
     """
     where, cure = "scale_state_from_dict", "Pass GradScaler.state_dict() unchanged, or start again with scale_state()."
     check_mapping(where, "entries", entries, cure)

@@ -30,10 +30,6 @@ def scaled_grad(
     Returns:
         A function of the arguments of `f`: the gradient, in at least float32; with `has_aux`, `(gradient, aux)`.
 
-    Raises:
-        TypeError: `f` is not callable; `factor` is not a number or a tensor; `argnums` names no arguments.
-        ValueError: `factor` is not positive and finite, or not a scalar; when called, `f` returns no scalar.
-
     Laws:
         Equals `torch.func.grad` to rounding wherever nothing underflows. What overflows inside is not finite in the
         result, and `step` is skipped. Composes with transforms as `torch.func.grad` does.

@@ -51,7 +51,6 @@ def keyed(f: Callable[..., Any]) -> Callable[..., Any]:
         A function with a key, int64 `[2]`, before the arguments of `f`. Do not use the key again.
 
     Raises:
-        TypeError, ValueError: `f` cannot be called, or `key` is not a key.
         RuntimeError: `f` needs other random numbers, such as those of `torch.randint`, `torch.poisson`, dropout
             between recurrent layers or an explicit generator; the message names the function. Or torch's generator
             moved.

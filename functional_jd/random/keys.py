@@ -24,9 +24,6 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     Returns:
         int64 `[2]`.
 
-    Raises:
-        TypeError, ValueError: `seed` is not a Python integer of 64 bits, or `device` is no device.
-
     Laws:
         Different seeds (modulo 2^64) give different keys. The same bits on every device.
 
