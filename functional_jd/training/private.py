@@ -32,7 +32,7 @@ def private(
     key: Tensor,
     clipping: str = "flat",
 ) -> dict[str, Any]:
-    """Build losses, rule and optimizer of private training (DP-SGD) that fit one another.
+    """Build losses, rule and optimizer of private training (DP-SGD).
 
     The optimizer receives `(sum_i g_i min(1, max_norm / |g_i|) + noise_multiplier max_norm z) / batch_size`, with g_i
     the gradient of the loss of example i and z standard normal.
@@ -42,9 +42,8 @@ def private(
             for other `in_dims`.
         max_norm: the largest norm of an example's gradient; positive. A number or a tensor `[]`.
         noise_multiplier: the standard deviation of the noise in units of `max_norm`; not negative, and a number of 0
-            warns. A number or a tensor `[]`.
-        batch_size: the expected number of examples in a batch, sampling rate times examples in all; positive. A number
-            or a tensor `[]`.
+            warns. A number or a tensor `[]`, as `batch_size` is.
+        batch_size: the expected number of examples in a batch, sampling rate times examples in all; positive.
         optimizer: receives the noisy mean: `sgd`, `adamw`, ...
         key: int64 `[2]`, from `functional_jd.random.key`; do not use it again.
         clipping: `"flat"` shortens the gradients that are longer than `max_norm` (`clipped`); `"automatic"` gives all

@@ -50,8 +50,8 @@ def train_state(
 
     Args:
         params: pytree of floating-point tensors, `dict(model.named_parameters())` for instance. The values of an
-            `nn.Parameter` are taken and its graph is left behind; other tensors keep theirs. Leaves may be `DTensor`s,
-            placed `Shard` or `Replicate`: see `distributed.sharded`.
+            `nn.Parameter` are taken; other tensors keep their graph. Leaves may be `DTensor`s: see
+            `distributed.sharded`.
         batch: one batch, to learn what the rule looks at and which parameters the losses reach.
         losses: as for `step`, and so are `aggregator`, `optimizer`, `engine` and `has_aux`.
         scale: from `scale_state()`, or `scale_state(shape=(m,))` for one scale per objective; `None` is no scaling. It

@@ -65,33 +65,29 @@ def weights_fn(losses: LossFunction, aggregator: Aggregator, *, group: Any = Non
 
     Args:
         losses: `losses(params, *batch)`, as for `jacobian_fn`, or made by `distributed.sharded`. The values of an
-            `nn.Parameter` are taken and its graph is left behind, so that weights are constants; other tensors keep
-            theirs.
+            `nn.Parameter` are taken, so that weights are constants; other tensors keep their graph.
         aggregator: the rule; one that weights rows, not single entries.
-        group: the ranks, each with its own part of the batch: a `torch.distributed.ProcessGroup`, such as
-            `torch.distributed.group.WORLD`. The weights are those of the whole batch, the same bits on all ranks; the
-            mean of the ranks' gradients of `sum_i weights_i losses_i` is the rule's direction. `False`: those of this
-            rank's part alone. `None`, if there is one rank only, or with losses of `distributed.sharded`.
+        group: the ranks, each with its own part of the batch, such as `torch.distributed.group.WORLD`. The weights are
+            those of the whole batch, the same bits on all ranks; the mean of the ranks' gradients of `sum_i weights_i
+            losses_i` is the rule's direction. `False`: those of this rank's part alone. `None`, if there is one rank
+            only, or with losses of `distributed.sharded`.
 
     Returns:
         `f(params, *batch, state=None, scale=None) -> FoundWeights(weights, losses, state)`. `state` is that of the last
         call, None for the rule's initial state. `scale` is a `ScaleState`, by which the losses are multiplied while
-        they are differentiated, so that float16 keeps their gradients: `scale_state(scaler.get_scale())` with a
-        `GradScaler`. The weights are those of the losses without it. With a group, the losses are the means over the
-        ranks, or, of `per_example` losses, those of all ranks' examples, the first rank's first, and so are the
-        weights. The rule starts from the first rank's state.
+        they are differentiated: `scale_state(scaler.get_scale())` with a `GradScaler`. With a group, the losses are the
+        means over the ranks, or, of `per_example` losses, those of all ranks' examples, the first rank's first, and so
+        are the weights. The rule starts from the first rank's state.
 
     Raises:
-        TypeError: `losses` is not callable, `aggregator` is not a rule; errors of `jacobian_fn`.
-        ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); in calls without
-            a state, which evaluate the losses once more, losses none of which depends on the parameters, and ranks that
-            differ; a rule that weights single entries; several ranks and no group; errors of `aggregate`,
-            `jacobian_fn` and `replicated`.
+        TypeError, ValueError: an `nn.Parameter` that does not require grad (pass it as a constant: `partition`); in
+            calls without a state, which evaluate the losses once more, losses none of which depends on the parameters,
+            and ranks that differ; a rule that weights single entries; several ranks and no group; errors of
+            `aggregate`, `jacobian_fn` and `replicated`.
 
     Warns:
-        UserWarning: in calls without a state, gradients in float16 without a scale, losses that do not depend on the
-            parameters, parameters that no loss reaches, or weights that carry a graph to a leaf tensor that is no
-            `nn.Parameter`.
+        UserWarning: in calls without a state, gradients in float16 without a scale, losses or parameters without a
+            gradient, or weights that carry a graph to a leaf tensor that is no `nn.Parameter`.
 
     Guarantees:
         With constant weights, the gradient of `weights @ losses` is the direction of `aggregate`, except for heads.
