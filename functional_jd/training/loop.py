@@ -166,25 +166,22 @@ class _Bar:
     def __init__(self, length: int):
         from tqdm import tqdm
 
-        self.bar, self.skipped = tqdm(total=length or None, unit="step"), 0
-        self.losses: Losses = None
-        self.unread: list[Tensor] = []
+        self.bar = tqdm(total=length or None, unit="step")
+        self.losses, self.skipped = None, torch.zeros((), dtype=torch.int64)
 
     def advance(self, info: StepInfo) -> None:
-        # The flags and losses only: the rest of an info may be as large as a Jacobian.
-        self.losses = info.losses
-        self.unread.append(was_taken(info))
+        skipped = was_taken(info).logical_not()
+        self.losses, self.skipped = info.losses, skipped + self.skipped
         if self.bar.update():
-            self.read()
+            self.draw()
 
-    def read(self) -> None:
-        if self.unread:
-            self.skipped += torch.stack(self.unread).logical_not().sum().item()
-            self.bar.set_postfix(_summary(self.losses) | {"skipped": str(self.skipped)}, refresh=False)
-            self.unread.clear()
+    def draw(self) -> None:
+        if self.losses is not None:
+            shown = _summary(self.losses) | {"skipped": str(int(self.skipped))}
+            self.bar.set_postfix(shown, refresh=False)
 
     def close(self) -> None:
-        self.read()
+        self.draw()
         self.bar.close()
 
 

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from functional_jd.aggregation.aggregate import Aggregator, check_rule
@@ -23,7 +22,7 @@ from functional_jd.engines.replicas import agree, check_alike, mean_over_group, 
 from functional_jd.precision.autocast import autocast_disabled
 from functional_jd.precision.scale_state import ScaleState, no_scale
 from functional_jd.torch_compat.torch_internals import under_transform
-from functional_jd.training.weights import weights_and_memory
+from functional_jd.training.weights import group_of_batch, weights_and_memory
 
 _WHERE = "weigh"
 
@@ -100,12 +99,15 @@ def weigh(
     m = loss_count(losses, _WHERE)
     if not m:
         raise ValueError(f"{_WHERE}: losses must have at least one element, found none. Pass those of a batch.")
-    _check_ranks(group, features)
-    view, factors = as_view(aggregator.view), _factors(scale, m)
+    if (group := group_of_batch(_WHERE, group)) is not None and features is not None:  # those of other ranks are others
+        refuse(_WHERE, "features", "None with a group", features, "Pass parameters: the last shared layer.", ValueError)
+    if scale is not None and scale.scale.shape not in ((), (m,)):
+        cure = f"Create it with scale_state(shape={m})."
+        refuse(_WHERE, "scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
+    view, factors = as_view(aggregator.view), None if scale is None else [*scale.scale.expand(m).unbind()]
     points = None
     if view.products != "none":
         points = _points(losses, parameters if features is None else features, features is None)
-    group = None if group is False else group
     if group is not None and state is None:
         check_alike(_WHERE, losses, group, "losses", {"rule": aggregator})
     with autocast_disabled():
@@ -135,15 +137,6 @@ def _observed(
     if view.products == "gramian" and view.groups is None:
         seen = seen._replace(products=gramian.receive(seen))
     return seen, finite
-
-
-def _factors(scale: ScaleState | None, m: int) -> list[Tensor] | None:
-    if scale is None:
-        return None
-    if scale.scale.shape not in ((), (m,)):
-        cure = f"Create it with scale_state(shape={m})."
-        refuse(_WHERE, "scale", f"one scale [] or [{m}], one per loss", scale.scale, cure, ValueError)
-    return [*scale.scale.expand(m).unbind()]
 
 
 def _points(losses: Losses, given: Any, are_parameters: bool) -> list[Tensor]:
@@ -191,17 +184,3 @@ def _rows(values: list[Tensor], points: list[Tensor], factors: list[Tensor] | No
             "parameters of the model that computed them, or features in their graph."
         )
     return rows, torch.stack(finite)
-
-
-def _check_ranks(group: Any, features: Any) -> None:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if group is None and several:
-        raise ValueError(
-            f"{_WHERE}: expected a group, since there are {dist.get_world_size()} ranks, each with its part of the "
-            "batch, found none. Pass group=torch.distributed.group.WORLD, or group=False for this rank alone."
-        )
-    if features is not None and group is not None and group is not False:
-        raise ValueError(
-            f"{_WHERE}: features must be None with a group, found tensors: those of other ranks are others. "
-            "Pass parameters, such as those of the last shared layer."
-        )

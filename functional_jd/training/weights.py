@@ -178,16 +178,25 @@ def _warn_of_graph(params: Params) -> None:
 
 def _engine_for(group: Any, losses: LossFunction, params: Params) -> str | Engine:
     """The engine of the ranks whose batches count."""
+    sharded = mesh_of(losses) is not None
+    whole = sharded or any(mesh.size() == dist.get_world_size() for mesh in meshes_of(tree_leaves(params)))
+    found = group_of_batch(_WHERE, group, whole)
+    if found is not None and sharded:
+        refuse(_WHERE, "group", "None for losses of sharded(losses, mesh)", found, "Leave it out.", ValueError)
+    return "auto" if found is None else replicated(group=found)
+
+
+def group_of_batch(where: str, group: Any, whole: bool = False) -> Any:
+    """The group whose ranks have a part of the batch each; None for the batch of this rank alone. `whole`: shards of
+    parameters have the whole batch.
+    """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    over_mesh = mesh_of(losses) is not None
-    meshes = meshes_of(tree_leaves(params)) if group is None and ranks > 1 else []
-    if group is False or (group is None and (ranks == 1 or over_mesh or any(x.size() == ranks for x in meshes))):
-        return "auto"
-    if over_mesh or not isinstance(group, dist.ProcessGroup):
-        found = "losses of sharded(losses, mesh)" if over_mesh else described(group)
+    if group is False or (group is None and (whole or ranks == 1)):
+        return None
+    if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"{_WHERE}: expected group to be a ProcessGroup of this process, for losses of whole parameters, found "
-            f"{found} and {ranks} ranks. Pass group=torch.distributed.group.WORLD for the weights of the whole batch, "
-            "group=False for those of this rank alone, or leave it out for sharded losses."
+            f"{where}: group must be a ProcessGroup of this process, found {described(group)} and {ranks} ranks. Pass "
+            "group=torch.distributed.group.WORLD for the weights of the whole batch, or group=False for those of this "
+            "rank alone."
         )
-    return replicated(group=group)
+    return group

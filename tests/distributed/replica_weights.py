@@ -48,7 +48,7 @@ def check_losses_with_a_graph_are_weighed_for_the_whole_batch():
     spoiled = losses | {first: losses[first] * torch.inf} if rank() == 0 else losses
     found = fj.weigh(spoiled, points, fj.upgrad(), scale=fj.scale_state(shape=len(losses)), group=dist.group.WORLD)
     assert found.finite.tolist() == [False] + [True] * (len(losses) - 1)
-    with pytest.raises(ValueError, match="weigh: expected a group, since there are"):
+    with pytest.raises(ValueError, match="weigh: group must be a ProcessGroup"):
         fj.weigh(losses, points, fj.upgrad())
     with pytest.raises(ValueError, match="weigh: features must be None with a group"):
         fj.weigh(losses, points, fj.upgrad(), features=[*points.values()], group=dist.group.WORLD)
@@ -89,10 +89,10 @@ def check_what_is_not_finite_on_one_rank_shows_in_the_weights_on_all():
 
 def check_weights_of_several_ranks_need_a_group():
     params, batch = problem()
-    with pytest.raises(ValueError, match=rf"weights_fn: expected group to be .* and {replicas()} ranks"):
+    with pytest.raises(ValueError, match=rf"weights_fn: group must be .* and {replicas()} ranks"):
         fj.weights_fn(plain, fj.upgrad())(params, *mine(batch))
     for wrong in (True, "gloo", None if rank() else 3):
-        with pytest.raises(ValueError, match="weights_fn: expected group to be a ProcessGroup"):
+        with pytest.raises(ValueError, match="weights_fn: group must be a ProcessGroup"):
             fj.weights_fn(plain, fj.upgrad(), group=wrong)(params, *mine(batch))
     more = lambda p, x, y, z: torch.stack([*plain(p, x, y, z).values()][: None if rank() else 1])
     with warnings.catch_warnings():
