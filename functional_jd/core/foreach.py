@@ -1,4 +1,4 @@
-"""Many tensors in a few launches of an accelerator: their largest magnitude, their products with a number, copies."""
+"""Many tensors in a few launches of an accelerator: magnitudes, products with a number, copies, choices."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,11 +10,12 @@ from torch import Tensor
 from functional_jd.torch_compat.torch_internals import private, under_transform
 
 _times: Any = private("_foreach_mul", "loss scales", otherwise=lambda leaves, factor: [x * factor for x in leaves])
-copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given: list(map(Tensor.copy_, to, given)))
-"""Copies into many tensors."""
+_copy_each: Any = private("_foreach_copy_", "adamw", otherwise=lambda to, given: list(map(Tensor.copy_, to, given)))
 
 # Leaves of up to so many elements are looked at together; on an accelerator all, if they have no more together: 4 MB.
 _SMALL, _SMALL_ELSEWHERE = 1 << 10, 1 << 20
+# Tensors of up to so many elements are joined for one `torch.where`.
+_CHOSEN = 1 << 14
 
 
 def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
@@ -25,10 +26,10 @@ def largest_magnitude(tensors: list[Tensor]) -> Tensor | None:
     if not (values[0].is_cpu or under_transform()):
         if sum(x.numel() for x in values) <= _SMALL_ELSEWHERE and len({x.dtype for x in values}) == 1 < len(values):
             values = [torch.cat([_flat(x) for x in values])]
-        one = len(values) == 1
-        return (
-            torch.linalg.vector_norm(values[0], torch.inf) if one else torch.nn.utils.get_total_norm(values, torch.inf)
-        )
+        if len(values) == 1:
+            return torch.linalg.vector_norm(values[0], torch.inf)
+        # Told so, since it would take the tensors of a tracer one by one.
+        return torch.nn.utils.get_total_norm(values, torch.inf, foreach=True)
     small: list[Tensor] = []
     extrema: list[Tensor] = []
     joins = not torch.compiler.is_compiling()
@@ -64,3 +65,55 @@ def times(leaves: list[Tensor], factor: Tensor) -> list[Tensor]:
     if len(factors) == 1 and not under_transform():
         return _times(leaves, factors[leaves[0].dtype])
     return [leaf * factors[leaf.dtype] for leaf in leaves]
+
+
+def copy_each(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy into many tensors: one launch for all of a dtype and a layout."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, x in zip(to, given, strict=True):
+        if x.requires_grad:
+            target.copy_(x)
+            continue
+        key = target.dtype, x.dtype, target.is_cpu, target.stride() == x.stride()
+        targets, sources = groups.setdefault(key, ([], []))
+        targets.append(target)
+        sources.append(x)
+    for targets, sources in groups.values():
+        _copy_each(targets, sources)
+
+
+def clone_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, detached."""
+    if not _few_launches(tensors):
+        return [x.detach().clone() for x in tensors]
+    copies = list(map(torch.empty_like, tensors))
+    copy_each(copies, [x.detach() for x in tensors])
+    return copies
+
+
+def where_each(flag: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """`torch.where` of many pairs of tensors with the same shapes and dtypes; small ones are joined."""
+    if not _few_launches((*new, *old)):
+        return [torch.where(flag, x, y) for x, y in zip(new, old, strict=True)]
+    small: dict[torch.dtype, list[int]] = {}
+    for index, x in enumerate(new):
+        if x.numel() <= _CHOSEN:
+            small.setdefault(x.dtype, []).append(index)
+    found: dict[int, Tensor] = {}
+    for places in small.values():
+        if len(places) <= 4:  # joining takes as many launches
+            continue
+        both = [torch.cat([given[index].reshape(-1) for index in places]) for given in (new, old)]
+        parts = torch.where(flag, *both).split([new[index].numel() for index in places])
+        shaped = [part.view(new[index].shape) for part, index in zip(parts, places, strict=True)]
+        found |= dict(zip(places, clone_each(shaped), strict=True))  # each has memory of its own
+    pairs = enumerate(zip(new, old, strict=True))
+    return [found[index] if index in found else torch.where(flag, x, y) for index, (x, y) in pairs]
+
+
+def _few_launches(tensors: Sequence[Tensor]) -> bool:
+    """Whether several tensors, plain and without gradients, stand on one accelerator."""
+    if len(tensors) < 2 or tensors[0].is_cpu or torch.compiler.is_compiling() or under_transform():
+        return False
+    device = tensors[0].device
+    return all(type(x) is Tensor and x.device == device and not x.requires_grad for x in tensors)

@@ -106,20 +106,31 @@ def joined(leaves: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
     """Matrices with the columns of these leaves `[m, *p]`, of which narrow neighbours are joined: adding up m^2 results
     of each would cost more than the products. Beside each matrix, how many columns it has of each.
     """
-    groups: list[tuple[list[Tensor], list[int]]] = []
-    for leaf in leaves:
-        matrix = leaf if leaf.ndim == 2 else as_matrix(leaf)
-        m, columns = matrix.shape
-        if groups:
-            group, widths = groups[-1]
-            alike = matrix.dtype == group[0].dtype and matrix.device == group[0].device
-            widest = max(LEAST_WIDTH, 2 * m if matrix.is_cpu else _JOINED_ELSEWHERE // max(1, m))
-            if alike and sum(widths) + columns <= widest:
-                group.append(matrix)
-                widths.append(columns)
-                continue
-        groups.append(([matrix], [columns]))
-    return [(_side_by_side(group), widths) for group, widths in groups]
+    matrices = [leaf if leaf.ndim == 2 else as_matrix(leaf) for leaf in leaves]
+    kinds = [((x.dtype, x.device), x.shape[1]) for x in matrices]
+    limit = widest_join(len(matrices[0]), matrices[0].is_cpu) if matrices else 0
+    groups = [[matrices[k] for k in group] for group in neighbours(kinds, limit)]
+    return [(_side_by_side(group), [x.shape[1] for x in group]) for group in groups]
+
+
+def neighbours(kinds: Sequence[tuple[Any, int]], limit: int) -> list[list[int]]:
+    """The places of neighbours of one kind, `(kind, width)`, whose widths are together at most the limit."""
+    groups: list[list[int]] = []
+    total, last = 0, None
+    for place, (kind, width) in enumerate(kinds):
+        total += width
+        if place and kind == last and total <= limit:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+            total = width
+        last = kind
+    return groups
+
+
+def widest_join(m: int, on_host: bool) -> int:
+    """How many columns of m rows are joined at most."""
+    return max(LEAST_WIDTH, 2 * m if on_host else _JOINED_ELSEWHERE // max(1, m))
 
 
 def _side_by_side(matrices: list[Tensor]) -> Tensor:

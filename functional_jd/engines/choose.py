@@ -198,11 +198,12 @@ def gramian_mode() -> str:
 def stack_at_once(gradients: Sequence[Tensor | None], m: int) -> bool:
     """Whether the rows of each input are stacked by one call, or written one by one into preallocated memory.
 
-    In memory are all rows and those of one input, or one row of all inputs: what is less is better.
+    Beside all rows there are those of one input in memory, or one row of all inputs: what is less is better. On an
+    accelerator, stacking takes a launch for each input, writing one for each row.
     """
-    total, largest, limit = 0, 0, _STACKED
-    for g in gradients:
-        if g is not None:
-            total, largest = total + g.numel(), max(largest, g.numel())
-            limit = _STACKED if g.is_cpu else _STACKED_ELSEWHERE
-    return total < limit or m * largest <= total or under_transform()
+    reached = [g for g in gradients if g is not None]
+    if under_transform() or not reached:
+        return True
+    sizes, on_host = [g.numel() for g in reached], reached[0].is_cpu
+    small = sum(sizes) < (_STACKED if on_host else _STACKED_ELSEWHERE) or m * max(sizes) <= sum(sizes)
+    return small and (on_host or len(reached) <= m)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.float64 import widest
-from functional_jd.core.rows import at_least_float32, joined, per_row
+from functional_jd.core.foreach import copy_each
+from functional_jd.core.rows import at_least_float32, joined, neighbours, per_row, widest_join
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.choose import choose_rows, stack_at_once
@@ -212,16 +213,33 @@ def _stack(column: list[Tensor | None]) -> Tensor | None:
 def _written(parts: Iterable[tuple[int | slice, list[Tensor | None]]], m: int) -> Rows:
     """Write each part into preallocated rows: the parts and the rows are never in memory together."""
     rows: Rows = []
-    for index, (place, part) in enumerate(parts):
-        rows = rows or [None] * len(part)
+    for place, part in parts:
+        rows = rows or _memory(part, m, one=isinstance(place, int))
+        to: list[Tensor] = []
         for k, (mine, g) in enumerate(zip(rows, part, strict=True)):
-            if g is not None and mine is None:
-                shape = g.shape if isinstance(place, int) else g.shape[1:]
-                rows[k] = mine = (g.new_zeros if index else g.new_empty)(m, *shape)
-            if mine is not None:
-                mine[place] = 0 if g is None else g
+            if mine is None and g is not None:
+                rows[k] = mine = g.new_zeros(m, *(g.shape if isinstance(place, int) else g.shape[1:]))
+            if g is not None and mine is not None:
+                to.append(mine[place])
+            elif mine is not None:
+                mine[place] = 0
             g = None
+        copy_each(to, [g for g in part if g is not None])
         part.clear()  # `enumerate` and the caller hold the list while the next part is differentiated
+    return rows
+
+
+def _memory(part: list[Tensor | None], m: int, one: bool) -> Rows:
+    """Rows without values, of which `part` is one or several. On an accelerator, neighbours are columns of a matrix."""
+    rows: Rows = [None] * len(part)
+    own = [(k, g, g.shape if one else g.shape[1:]) for k, g in enumerate(part) if g is not None]
+    apart = [g.is_cpu or g.requires_grad for _, g, _ in own]
+    kinds = [(k if apart[k] else (g.dtype, g.device), shape.numel()) for k, (_, g, shape) in enumerate(own)]
+    for group in neighbours(kinds, widest_join(m, on_host=False)):
+        matrix, start = own[group[0]][1].new_empty(m, sum(kinds[k][1] for k in group)), 0
+        for k, _, shape in (own[k] for k in group):
+            rows[k] = matrix[:, start : start + shape.numel()].view(m, *shape)
+            start += shape.numel()
     return rows
 
 

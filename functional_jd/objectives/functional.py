@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
+from functional_jd.core.foreach import clone_each
 from functional_jd.core.tree import tree_leaves
 from functional_jd.core.types import PLAIN_TENSORS
 from functional_jd.objectives.calls import LOOKING, READS_MODULES, TRACED, Call
@@ -116,7 +117,7 @@ class _Applied:
                 given[name] = given[name].clone()  # rows are shortened in place
         own = _named("buffers", buffers, parts.buffer_names, "named_buffers")
         # Losses may change buffers in place.
-        tensors = given | {name: x.detach().clone() for name, x in own.items()}
+        tensors = given | dict(zip(own, clone_each([*own.values()]), strict=True))
         inside = {place.path: tensors[place.key] for place in parts.places}
         if torch.compiler.is_compiling():
             if TRACED and READS_MODULES:
@@ -157,7 +158,7 @@ class _Applied:
             _refuse_own(looking.found(outputs))
             holder.checked = True
         if new := graph_nodes(outputs) - known:
-            held = Held(holder, parts.places, call.params, call.buffers, inputs)
+            held = Held(holder, parts.places, call.params, call.buffers, inputs, clone_each)
             held.watch(new)
             held.leave(known)
         return output

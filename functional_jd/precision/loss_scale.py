@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_jd.core.arguments import check_type, described
-from functional_jd.core.foreach import times
+from functional_jd.core.foreach import times, where_each
 from functional_jd.core.heads import split_heads, with_heads
 from functional_jd.core.rows import at_least_float32, per_row
 from functional_jd.core.sharding import agreed, is_sharded, same_layout, shard_of, sharded_as
@@ -256,11 +256,8 @@ def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
                 "A step must keep the shapes and dtypes of its state."
             )
     all_finite = finite.all() if finite.ndim else finite
-    chosen = [
-        sharded_as(torch.where(all_finite, shard_of(leaf), shard_of(other)), leaf)
-        for leaf, other in zip(leaves, others, strict=True)
-    ]
-    return tree_unflatten(structure, chosen)
+    chosen = where_each(all_finite, list(map(shard_of, leaves)), list(map(shard_of, others)))
+    return tree_unflatten(structure, list(map(sharded_as, chosen, leaves)))
 
 
 def _described(value: Any) -> str:

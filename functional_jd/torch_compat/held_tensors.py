@@ -1,9 +1,10 @@
 """The tensors that a module holds: where they stand, for one thread at a time, and again in the backward pass."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock, _DummyThread, current_thread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import Lock, _DummyThread, get_ident  # pyright: ignore[reportPrivateUsage]
+from threading import enumerate as enumerate_threads
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from functional_jd.torch_compat.module_parts import Place
-from functional_jd.torch_compat.torch_internals import private, torch_function_disabled
+from functional_jd.torch_compat.torch_internals import (
+    change_count,
+    innermost,
+    private,
+    torch_function_disabled,
+)
 
 # Its `queue_callback` calls a function when the backward pass that runs has ended.
 _engine: Any = private("autograd.Variable._execution_engine", "backward passes of modules")
@@ -72,6 +78,7 @@ class Held:
         params: the parameters by name.
         buffers: the buffers by name, as they were before the call. A second run gets copies.
         inputs: the tensors that require grad among what the module was called with.
+        clone: copies tensors.
     """
 
     holder: Holder
@@ -79,6 +86,9 @@ class Held:
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
     inputs: list[Tensor]
+    clone: Callable[[list[Tensor]], list[Tensor]]
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    counts: list[int] | None = None
     time: ref[Generator[None]] | None = None
     thread: int = field(default_factory=get_ident)
 
@@ -117,7 +127,7 @@ class Held:
     def _time(self, gradients: bool) -> Generator[None]:
         """A time for which the module holds the tensors."""
         thread = get_ident()
-        if isinstance(current_thread(), _DummyThread):  # one of autograd, which works for several
+        if _works_for_autograd():  # for several
             last, thread = self._last(), self.thread
             if last is not None and last.held.thread != thread:
                 raise ValueError(
@@ -128,7 +138,7 @@ class Held:
             last = self._last()
             two = last is not None and (gradients or last.gradients)  # it cannot be told which
             span = _Span(self, gradients)
-            tensors = self.params | {name: x.clone() for name, x in self.buffers.items()}
+            tensors = self.params | self._copies()
             for place in self.places:
                 place.home[place.name] = _EitherOfTwo() if two else tensors[place.key]
             handles = self._watch_gradients() if torch.is_grad_enabled() else []
@@ -139,6 +149,13 @@ class Held:
                 for handle in handles:
                     handle.remove()
 
+    def _copies(self) -> dict[str, Tensor]:
+        """Copies of the buffers, new ones once something that ran again has changed them."""
+        if self.counts != _counts(self.copies):
+            self.copies = dict(zip(self.buffers, self.clone([*self.buffers.values()]), strict=True))
+            self.counts = _counts(self.copies)
+        return self.copies
+
     def _watch_gradients(self) -> list[Any]:
         """Let passes through the gradients that this pass computes hold the tensors, too."""
 
@@ -147,6 +164,18 @@ class Held:
                 gradient.grad_fn.register_prehook(lambda _: self.hold(gradients=True))
 
         return [x.register_hook(watch) for x in (*self.params.values(), *self.inputs) if x.requires_grad]
+
+
+def _counts(tensors: dict[str, Tensor]) -> list[int]:
+    """How often each was changed in place."""
+    with torch_function_disabled():
+        return [change_count(innermost(x)) for x in tensors.values()]
+
+
+def _works_for_autograd() -> bool:
+    """Whether autograd has started this thread, which Python does not know then."""
+    known = [thread for thread in enumerate_threads() if not isinstance(thread, _DummyThread)]
+    return all(thread.ident != get_ident() for thread in known)
 
 
 class _Span:
