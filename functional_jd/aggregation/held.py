@@ -25,8 +25,7 @@ def held(rule: Aggregator) -> tuple[Aggregator, Aggregator]:
     """A rule, and a rule that repeats its last weights.
 
     The second needs no gradients: a step with it costs one weighted backward pass, whatever m. A rule that is taken
-    every k steps so costs a k-th of its price. With one loss scale per objective, `"auto"` forms rows for it too, to
-    tell which of them overflowed: take `engine="weighted"` in the steps that repeat.
+    every k steps so costs a k-th of its price.
 
     Args:
         rule: any rule with weights `[m]`.

@@ -81,7 +81,8 @@ def weighted_engine() -> Engine:
 
     Returns:
         An `Engine`, for `step` and `train_state`. With one scale per objective, the backward pass runs at the largest
-        scale that serves all, and all flags are equal. Groups of parameters whose rules differ take one pass each.
+        scale that serves all. If only its gradient is not finite, all scales back off. `multitask` losses are flagged
+        one by one as far as their features. Groups of parameters whose rules differ take one pass each.
 
     Raises:
         ValueError: from `step` and `train_state`, for a rule that needs more.

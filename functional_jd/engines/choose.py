@@ -57,23 +57,20 @@ def choose_engine(
     view: View,
     m: int,
     leaves: Sequence[Tensor],
-    scale: Tensor,
     batch: tuple[Any, ...],
     kind: "Kind",
     *,
     sharded: bool = False,
 ) -> EngineChoice:
-    """The engine of a step, from what the rule receives, the number m of objectives or an estimate, the parameters that
-    have rows, and the loss scale.
+    """The engine of a step, from what the rule receives, the number m of objectives or an estimate, and the parameters
+    that have rows.
 
     The first tensor of the batch tells at how many positions a linear layer is applied: as many as it has elements,
     except for the last dimension of features. An example has its share of them.
     """
-    if view.products == "none" and scale.ndim:
-        return EngineChoice("jacobian", "one scale per objective needs one row per objective")
     if view.products == "none" and view.passes < max(2, m):
-        passes = "one backward pass" if view.passes == 1 else f"each of {view.passes} backward passes"
-        return EngineChoice("weighted", f"the rule needs {view.needs}, and one scale serves {passes}")
+        passes = "one backward pass" if view.passes == 1 else f"{view.passes} backward passes"
+        return EngineChoice("weighted", f"the rule needs {view.needs}: {passes}")
     if not view.inner_products_suffice:
         return EngineChoice("jacobian", f"the rule needs {view.needs}")
     if view.groups is not None and kind.several_sets:

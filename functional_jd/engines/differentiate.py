@@ -241,7 +241,8 @@ def weighted_fn(
         `f(*args) -> (losses, pullback)`, with `has_aux` `((losses, aux), pullback)`. The losses are not scaled.
         `pullback(weights, *, last=False) -> (direction, finite)`: weights `[m]`; direction a pytree like params, at
         least float32, with a scale zeros where it is not finite; finite bool of the scale's shape. One backward pass
-        cannot assign an overflow to an objective: all m flags are equal. `last=True` frees the graph.
+        cannot assign an overflow to an objective: all m flags are equal, except that `multitask` losses take their own
+        scales, and have their own flags, as far as the features. `last=True` frees the graph.
         For `multitask` losses the trunk gets the weighted direction, and the heads the gradient of the plain sum.
 
     Raises:

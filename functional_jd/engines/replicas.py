@@ -113,8 +113,8 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
 
     Args:
         engine: `"jacobian"`: the mean of all rows on every replica. `"weighted"`: one backward pass, or one for each
-            group of parameters whose weights differ, for rules that need no gradients, with one scale for all
-            objectives. `"auto"`: `"weighted"` if it serves the rule, else `"jacobian"`.
+            group of parameters whose weights differ, for rules that need no gradients. `"auto"`: `"weighted"` if it
+            serves the rule, else `"jacobian"`.
         group: the replicas, as for `mean_jacobian`.
 
     Returns:
@@ -143,7 +143,7 @@ def replicated(engine: str = "auto", group: Group = None) -> Engine:
     check_option("replicated", "engine", engine, ("auto", *_OBSERVE), "'auto' takes the cheapest that the rule allows.")
 
     def observe(plan: Plan) -> Observation:
-        by_weights = plan.view.products == "none" and not plan.scale_state.scale.ndim  # serves each backward pass
+        by_weights = plan.view.products == "none"
         return _OBSERVE[engine if engine != "auto" else "weighted" if by_weights else "jacobian"](plan, group)
 
     def replicate_state(tree: Tree) -> Tree:
@@ -164,10 +164,10 @@ def _check(engine: str, plan: Plan) -> None:
             f"{where}: replicated() orders rows by replica, and needs per_example losses of one kind, found losses by "
             "name. Return the mean over each set of examples."
         )
-    if engine == "weighted" and (view.products != "none" or plan.scale_state.scale.ndim):
+    if engine == "weighted" and view.products != "none":
         raise ValueError(
-            f"{where}: replicated('weighted') serves rules that need no gradients, with one scale, found one that "
-            f"needs {view.needs} and a scale {list(plan.scale_state.scale.shape)}. Use replicated()."
+            f"{where}: replicated('weighted') serves rules that need no gradients, found one that needs {view.needs}. "
+            "Use replicated()."
         )
 
 
@@ -184,7 +184,8 @@ def _by_weights(plan: Plan, group: Group) -> Observation:
         direction, finite = mine.pullback(own)
         finite = all_finite(direction) if finite is None else finite
         direction = add(direction, group)
-        return direction, agree(finite, group) & all_finite(direction)
+        finite = agree(finite, group)
+        return direction, torch.where(finite.all(), all_finite(direction), finite)
 
     return _pooled(plan, mine, group)._replace(pullback=pullback)
 

@@ -13,11 +13,11 @@ from functional_jd.core.rows import at_least_float32, joined, neighbours, per_ro
 from functional_jd.core.tree import Structure, tree_unflatten
 from functional_jd.core.types import Direction
 from functional_jd.engines.choose import choose_rows, stack_at_once
-from functional_jd.engines.evaluate import check_weights, row_scales
+from functional_jd.engines.evaluate import check_weights, element_count, row_scales
 from functional_jd.engines.plan import Plan
 from functional_jd.engines.vjp import Vjp
 from functional_jd.precision.autocast import autocast_disabled
-from functional_jd.precision.loss_scale import divided, multiplier
+from functional_jd.precision.loss_scale import divided
 from functional_jd.torch_compat.repaired_ops import refuse_batched_distances
 from functional_jd.torch_compat.slow_path import attempt
 from functional_jd.torch_compat.torch_internals import under_transform
@@ -30,8 +30,10 @@ Result = TypeVar("Result")
 # Elements of the cotangents that the loop makes at once.
 _COTANGENTS = 1 << 16
 
-# A power of two whose inverse is a normal float32.
+# Its inverse is a normal float32.
 _CEILING = 2.0**126
+# The bits of the exponent of a float32.
+_EXPONENT = 0x7F800000
 
 LOOP = "differentiates one row after the other, which takes m backward passes"
 
@@ -243,35 +245,47 @@ def _memory(part: list[Tensor | None], m: int, one: bool) -> Rows:
     return rows
 
 
-def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tuple[list[Tensor | None], Tensor | None]:
+def weighted_cotangent(outputs: list[Tensor], weights: Tensor, plan: Plan) -> tuple[list[Tensor], Tensor | None]:
     """The scaled weights, by output, and the scale `[]` that they have in common; None without a scale."""
-    sizes = [y.numel() for y in outputs]
-    m, common = sum(sizes), None
+    m, common = element_count(outputs), None
     check_weights(plan.where, weights, m)
     if plan.scale is not None:
+        weights = weights.to(widest(outputs[0].device))
         common = common_scale(weights, row_scales(plan, m, outputs[0]), plan)
-        weights = weights.to(widest(common.device)) * common
+        weights = weights * common
+    return by_output(outputs, weights), common
+
+
+def by_output(outputs: list[Tensor], numbers: Tensor) -> list[Tensor]:
+    """The cotangent with one number `[m]` for each element of the outputs."""
     if len({y.dtype for y in outputs}) == 1:  # at once, and not for each
-        weights = weights.to(outputs[0].dtype)
-    parts = zip(weights.split(sizes), outputs, strict=True)
-    return [part.reshape(y.shape).to(y.dtype) for part, y in parts], common
+        numbers = numbers.to(outputs[0].dtype)
+    parts = zip(numbers.split([y.numel() for y in outputs]), outputs, strict=True)
+    return [part.reshape(y.shape).to(y.dtype) for part, y in parts]
 
 
-def unscaled_direction(
-    common: Tensor | None,
-    gradients: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    structure: Structure,
-    plan: Plan,
-) -> tuple[Direction, Tensor | None]:
-    """The direction of the gradients of these leaves, divided by the scale if there is one, and whether it is finite,
-    in the scale's shape: None without a scale. Where it is not finite, it may be anything.
+def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
+    """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
+    `|weights_i| S <= scale_i` for all i, which divides exactly.
     """
-    found = dense(gradients, leaves)
+    if plan.scale is None or not plan.scale.ndim:
+        return scales[0]
+    return (common_inverse(weights / scales).reciprocal().view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def common_inverse(weights: Tensor) -> Tensor:
+    """The inverse of the scale for all, from weights divided by their scales. It has no derivative, as it cancels."""
+    return torch.linalg.vector_norm(weights.detach(), torch.inf).float().clamp(1 / _CEILING, _CEILING)
+
+
+def unscaled(common: Tensor | None, found: list[Tensor], plan: Plan) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients divided by the scale if there is one, and whether they are finite, in the scale's shape: None without a
+    scale. If they are not finite, they may be anything.
+    """
     if common is None or plan.scale is None:
-        return tree_unflatten(structure, [g if g.dtype.itemsize >= 4 else g.float() for g in found]), None
-    direction, finite = divided(common, tree_unflatten(structure, found))
-    return direction, finite.expand(plan.scale.shape)
+        return list(map(at_least_float32, found)), None
+    found, finite = divided(common, found)
+    return found, finite.expand(plan.scale.shape)
 
 
 def pulled(
@@ -280,16 +294,5 @@ def pulled(
     """One backward pass with the weights as cotangent: the unscaled direction, and whether it is finite."""
     with autocast_disabled():
         cotangent, common = weighted_cotangent(point.outputs, weights, plan)
-        return unscaled_direction(common, point.pullback(cotangent, last=last), leaves, structure, plan)
-
-
-def common_scale(weights: Tensor, scales: Tensor, plan: Plan) -> Tensor:
-    """The scale `[]` of one backward pass: the one for all, or the largest power of two S with
-    `|weights_i| S <= scale_i` for all i. A power of two divides exactly, and so has no derivative.
-    """
-    if plan.scale is None or not plan.scale.ndim:
-        return scales[0]
-    wide = widest(scales.device)
-    largest = (scales.detach().to(wide) / weights.detach().to(wide).abs()).amin().clamp(max=_CEILING)
-    mantissa, _ = torch.frexp(largest)
-    return multiplier(largest / (2 * mantissa))
+        found, finite = unscaled(common, dense(point.pullback(cotangent, last=last), leaves), plan)
+    return tree_unflatten(structure, found), finite

@@ -150,10 +150,9 @@ def unscale(state: ScaleState | Tensor, tree: Tree) -> tuple[Tree, Tensor]:
 def divided(factor: Tensor, tree: Tree) -> tuple[Tree, Tensor]:
     """`unscale` by one scale, in a third of the launches: what is not finite is not zeroed."""
     leaves, structure = tree_flatten(tree)
-    wide = list(map(at_least_float32, leaves))
     if under_transform() or any_sharded(leaves) or not leaves or any(x.requires_grad for x in (factor, *leaves)):
         return unscale(factor, tree)
-    quotients = times(wide, inverse_of(multiplier(factor)))
+    quotients = times(list(map(at_least_float32, leaves)), inverse_of(factor))
     return tree_unflatten(structure, quotients), all_finite(quotients)
 
 
@@ -204,17 +203,17 @@ def update_scale(state: ScaleState, finite: Tensor, *, losses_finite: Tensor | N
     growth, backoff, interval = state.growth_factor, state.backoff_factor, state.growth_interval
     if isinstance(growth, tuple) or isinstance(backoff, tuple) or isinstance(interval, tuple):
         return state
-    successes = state.growth_tracker + 1
-    unchanged = finite > (successes == interval)
-    current = torch.add(state.scale, state.scale == 0, alpha=FLOOR)
-    product = (current * torch.where(finite, growth, backoff)).float()  # in float64, as the factors are
-    kept = torch.where((product < torch.inf) > unchanged, product, current)
-    new = torch.where(finite, kept, product.maximum(current.clamp(max=FLOOR)))
-    tracker = successes * unchanged
     if losses_finite is not None:
         _require_flag(losses_finite, "update_scale", state.scale, "losses_finite")
-        new = torch.where(losses_finite, new, current)
-        tracker = torch.where(losses_finite, tracker, state.growth_tracker)
+    successes = state.growth_tracker + (1 if losses_finite is None else losses_finite)
+    unchanged = finite > (successes == interval)
+    if losses_finite is not None:
+        unchanged = losses_finite <= unchanged  # also if the loss is not finite
+    current = torch.add(state.scale, state.scale == 0, alpha=FLOOR)
+    product = (current * torch.where(finite, growth, backoff)).float()  # in float64, as the factors are
+    bounded = product.maximum(current.clamp(max=FLOOR))
+    new = torch.where((product < torch.inf) > unchanged, bounded, current)
+    tracker = successes * unchanged
     return ScaleState(new, tracker, growth, backoff, interval)
 
 

@@ -158,8 +158,7 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
     if passed is None:
         sound, verdict = all_finite(direction), found.verdict or _verdict(plan.scale_state, rows_finite, seen.losses)
     else:  # weights that are not finite are the rule's doing, not an overflow
-        sound = all_finite(found.weights)
-        verdict = _verdict(plan.scale_state, passed | ~sound, seen.losses)
+        return direction, _verdict(plan.scale_state, passed, seen.losses, found.weights)
     finite, moved, scale = verdict
     if not finite.ndim:
         moved = moved & sound
@@ -168,25 +167,19 @@ def pulled(plan: Plan, seen: Observation, found: Weighed) -> tuple[Direction, Ve
     return direction, Verdict(torch.where(moved, sound, finite), moved & sound, scale)
 
 
-def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses) -> Verdict:
-    """The verdict of finite rows and losses.
+def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: Weights = ()) -> Verdict:
+    """The verdict of finite rows, losses and weights.
 
-    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and its
-    scale stays, as do those of such rows.
+    A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and no
+    scale moves. So it is with weights.
     """
-    losses_finite = known = _finite_losses(losses, scale.scale)
-    finite = rows_finite & losses_finite
-    if finite.ndim:
-        sound = losses_finite.all()
-        known, finite = finite | sound, torch.where(sound, finite, losses_finite)
-    following = update_scale(scale, rows_finite, losses_finite=known)
-    return Verdict(finite, finite.all() if finite.ndim else finite, following)
-
-
-def _finite_losses(values: Losses, scale: Tensor) -> Tensor:
-    """Which losses are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
-    leaves = tree_leaves(values)
+    leaves, shape = [*tree_leaves(losses), *tree_leaves(weights)], scale.scale.shape
     scalars = all(leaf.ndim == 0 for leaf in leaves)
     joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
-    finite = joined.abs() < torch.inf  # half the ops of `isfinite`
-    return finite if finite.shape == scale.shape else finite.reshape(-1, *scale.shape).all(0)
+    own = sound = torch.linalg.vector_norm(joined.detach().reshape(-1, *shape), torch.inf, dim=0) < torch.inf
+    if own.ndim:
+        sound = own.all()
+        rows_finite = sound <= rows_finite  # rows are to blame only if all losses are finite
+    flags = rows_finite & own
+    following = update_scale(scale, rows_finite, losses_finite=sound)
+    return Verdict(flags, flags.all() if flags.ndim else flags, following)

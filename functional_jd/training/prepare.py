@@ -89,7 +89,7 @@ def prepare(
         with_rows, shape = kind.row_params(losses, params), scale.scale.shape
         own = leaves if with_rows is params else tree_leaves(with_rows)
         m = shape[0] if shape else kind.expected_m(losses, batch, len(leaves) - len(own))
-        choice = choose_engine(view, m, own, scale.scale, batch, kind, sharded=sharded)
+        choice = choose_engine(view, m, own, batch, kind, sharded=sharded)
         return plan, ENGINES[choice.engine], choice
     found = ENGINES.get(engine) if isinstance(engine, str) else engine
     if not isinstance(found, Engine):

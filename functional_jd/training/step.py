@@ -61,8 +61,9 @@ def step(
     Guarantees:
         Pure. A step is skipped unless every loss, every row and the direction are finite, or if a weight is NaN. A
         skipped step changes nothing but the scale.
-        Each row's scale follows its own flag, and stays if the loss itself is not finite. With `engine="weighted"`
-        the backward pass runs at the largest scale that serves all objectives, and all flags are equal.
+        Each row's scale follows its own flag. A loss that is not finite flags itself alone, and no scale moves. Rules
+        that need no gradients take one backward pass at the largest scale that serves all: if it alone overflows, all
+        flags are false, except that `multitask` losses have their own as far as the features.
         The engines agree to rounding. Composes with vmap over replicas, grad, jvp and compile.
         Does not synchronize with the device, unless the rule does: its docstring has it.
         A skipped step is the identity to derivatives of every order by state and batch, and constant to those by rates;

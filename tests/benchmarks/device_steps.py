@@ -32,6 +32,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "nash_mtl": jd.nash_mtl,
 }
 FORMS = ("one scale", "a scale per objective", "autocast float16")
+ONE_SCALE = "one scale that moves"
 _RATE, _SCALE = 1e-3, 2.0**10
 
 
@@ -63,7 +64,8 @@ def ours(case: tuple[str, int], rule: str, form: str = FORMS[0], limit: int | No
             "aggregator": RULES[rule](),
             "optimizer": jd.adamw(lr=_RATE),
         }
-        scale = None if form == FORMS[0] else jd.scale_state(_SCALE, shape=(case[1],), device="sim")
+        shape = () if form == ONE_SCALE else (case[1],)
+        scale = None if form == FORMS[0] else jd.scale_state(_SCALE, shape=shape, device="sim")
         state = [jd.train_state(model.tree(values), *model.batch, scale=scale, **how)]
 
         def call() -> None:

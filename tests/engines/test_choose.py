@@ -74,7 +74,7 @@ def test_a_rule_that_needs_the_losses_too_takes_the_engine_of_its_shapes(rule, s
 )
 def test_reasons_name_what_costs_less(shapes, reason):
     leaves = [torch.empty(shape, device="meta") for shape in shapes]
-    assert reason in choose_engine(fj.upgrad().view, 2, leaves, torch.ones(()), (torch.empty(16, 1),), PLAIN).reason
+    assert reason in choose_engine(fj.upgrad().view, 2, leaves, (torch.empty(16, 1),), PLAIN).reason
 
 
 def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
@@ -89,9 +89,9 @@ def test_tokens_are_positions_and_a_function_without_a_batch_has_one():
 
 
 def test_rows_that_take_much_memory_are_not_formed():
-    leaf, one = torch.empty(1 << 20, device="meta"), torch.ones(())
+    leaf = torch.empty(1 << 20, device="meta")
     names = lambda positions: [
-        choose_engine(fj.upgrad().view, m, [leaf], one, (torch.empty(positions, 1),), PLAIN).engine for m in (7, 8)
+        choose_engine(fj.upgrad().view, m, [leaf], (torch.empty(positions, 1),), PLAIN).engine for m in (7, 8)
     ]
     assert names(200) == ["jacobian", "gramian"]
     assert names(1 << 20) == ["jacobian", "jacobian"], "gradients of layers at all positions take more"

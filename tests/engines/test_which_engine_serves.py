@@ -101,7 +101,7 @@ def taken(losses, params, need, engine, scale):
 def test_engines_serve_these_rules_and_agree(engine, shape):
     scale = None if shape is None else jd.scale_state(2.0**4, shape=shape)
     for need in NEEDS:
-        served = need in SERVED[engine] and not (engine == "replicated weighted" and shape == (3,))
+        served = need in SERVED[engine]
         expected = directions(need, engine) if served else ((), ())
         for losses, params, direction in ((plain, SHARED, expected[0]), (LOSSES, PARAMS, expected[1])):
             if not served or (engine == "features" and losses is plain):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from functional_jd.aggregation.combine import combined
+from functional_jd.aggregation.combine import combined, products_of_rows
 from functional_jd.aggregation.views import gramian as gramian_of
 from functional_jd.core.foreach import each_magnitude, times
 from functional_jd.core.heads import MultitaskJacobian, nan_unless_finite
@@ -23,21 +23,31 @@ from functional_jd.core.tree import (
 )
 from functional_jd.core.types import Direction, Params, Tree
 from functional_jd.engines.choose import choose_heads
-from functional_jd.engines.evaluate import called, element_count, evaluate_losses, row_scales
+from functional_jd.engines.evaluate import called, check_weights, element_count, evaluate_losses, row_scales
 from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording
-from functional_jd.engines.kinds.kind import Args, FoundFeatures, FoundGramian, FoundJacobian, FoundWeighted, Kind
+from functional_jd.engines.kinds.kind import (
+    Args,
+    FoundFeatures,
+    FoundGramian,
+    FoundJacobian,
+    FoundWeighted,
+    Kind,
+    Pullback,
+)
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.engines.row_vjps import (
     Rows,
     blamed,
     by_mode,
+    by_output,
+    common_inverse,
     common_scale,
     dense,
     gradients_one_by_one,
     jacobian_rows,
     stack_rows,
-    unscaled_direction,
+    unscaled,
     unscaled_rows,
     vjp_rows,
     weighted_cotangent,
@@ -122,12 +132,13 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
 
     def pullback(weights: Tensor) -> tuple[Direction, Tensor]:
         common = common_scale(weights, scales, plan)
-        own = (weights.double() * common.double()).to(weights.dtype)
+        own = (weights.double() * common).to(weights.dtype)
         summed = iter(combined(plan.where, reached, own, wide=True))
         pairs = zip(rows, point.trunk.outputs, strict=True)
         cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
-        trunk, finite = unscaled_direction(common, point.trunk.pullback(cotangent, last=True), *point.shared, plan)
-        return {"shared": trunk, "heads": heads}, heads_finite & (all_finite(trunk) if finite is None else finite)
+        trunk, finite = unscaled(common, dense(point.trunk.pullback(cotangent, last=True), point.shared[0]), plan)
+        direction = {"shared": tree_unflatten(point.shared[1], trunk), "heads": heads}
+        return direction, heads_finite & (all_finite(trunk) if finite is None else finite)
 
     return products, *point.heads.extra, pullback
 
@@ -135,23 +146,52 @@ def features(losses: Multitask, args: Args, plan: Plan) -> FoundFeatures:
 def weighted(losses: Multitask, args: Args, plan: Plan) -> FoundWeighted:
     """One backward pass for the trunk, one for the heads."""
     point = _evaluate(losses, args, plan)
-    below, above, shared, own, _ = point
-    n, ones = len(own[0]), above.outputs[0].new_ones(element_count(above.outputs))
-    of_heads: list[tuple[Tree, Tensor | None]] = []
+    below, above, (shared, shared_structure), (own, own_structure), _ = point
+    if plan.scale is not None and plan.scale.ndim and not any(x.is_complex() for x in below.outputs):
+        return *above.extra, _weighted_by_scales(point, plan)
+    m, of_heads = element_count(above.outputs), []
 
     # Twice through the heads, but each time only to what is wanted: no weight's gradient is computed twice.
     def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor | None]:
         with autocast_disabled():
-            if plan.groups is None or not of_heads:  # weights have no say in it: one pass for all groups of a step
-                cotangent, common = weighted_cotangent(above.outputs, ones, plan)
-                of_heads[:] = [unscaled_direction(common, above.pullback(cotangent, slice(n)), *own, plan)]
-            heads, finite = of_heads[0]
             cotangent, common = weighted_cotangent(above.outputs, weights, plan)
-            features = above.pullback(cotangent, slice(n, None), last=last)
-            trunk, passed = unscaled_direction(common, below.pullback(features, last=last), *shared, plan)
-        return {"shared": trunk, "heads": heads}, None if finite is None or passed is None else finite & passed
+            if plan.groups is None or not of_heads:  # weights have no say in it: one pass for all groups of a step
+                ones = above.outputs[0].new_ones(m) if common is None else common.expand(m)
+                of_heads[:] = dense(above.pullback(by_output(above.outputs, ones), slice(len(own))), own)
+            features = above.pullback(cotangent, slice(len(own), None), last=last)
+            trunk = dense(below.pullback(features, last=last), shared)
+            found, finite = unscaled(common, [*of_heads, *trunk], plan)
+        heads = tree_unflatten(own_structure, found[: len(own)])
+        return {"shared": tree_unflatten(shared_structure, found[len(own) :]), "heads": heads}, finite
 
     return *above.extra, pullback
+
+
+def _weighted_by_scales(point: _Point, plan: Plan) -> Pullback:
+    """The pullback of weights, if each loss has a scale: the heads and the features take it, one loss after the other,
+    and show which overflow. The trunk takes one pass at a common scale, whose overflow has no owner.
+    """
+    scales, sums, rows = _parted(point, plan, sums_finite=False)
+    heads, (shared, structure) = _heads(point, sums, plan), point.shared
+    reached, found_structure = tree_flatten([row for row in rows if row is not None])
+    largest, pull = scales, lambda _: []
+    if reached:
+        largest, pull = products_of_rows(plan.where, reached, found_structure, "magnitudes")
+    rows_finite = largest < torch.inf
+
+    def pullback(weights: Tensor, *, last: bool = False) -> tuple[Direction, Tensor]:
+        check_weights(plan.where, weights, len(scales))
+        own = weights.to(torch.promote_types(largest.dtype, scales.dtype)) / scales
+        inverse = common_inverse(own)
+        summed = iter(pull(own / inverse))
+        pairs = zip(rows, point.trunk.outputs, strict=True)
+        cotangent = [None if row is None else next(summed).to(y.dtype) for row, y in pairs]
+        found = map(at_least_float32, dense(point.trunk.pullback(cotangent, last=last), shared))
+        trunk = times(list(found), inverse)
+        direction = {"shared": tree_unflatten(structure, trunk), "heads": heads}
+        return direction, torch.where(rows_finite.all(), all_finite(direction), rows_finite)
+
+    return pullback
 
 
 def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False) -> _Point:
@@ -200,8 +240,10 @@ def _refuse_other_ways(values: list[Tensor], features: list[Tensor], trunk: Sequ
             )
 
 
-def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
-    """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature."""
+def _parted(point: _Point, plan: Plan, *, sums_finite: bool = True) -> tuple[Tensor, Rows, Rows]:
+    """The scale of every row `[m]`, the heads' gradient by leaf, and the rows `[m, *z]` by feature. With a scale each,
+    a loss whose gradient by the heads is not finite has NaN there, and is left out of `sums_finite`.
+    """
     above, n_heads = point.heads, len(point.own[0])
     factors = row_scales(plan, element_count(above.outputs), above.outputs[0])
 
@@ -226,7 +268,7 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
         largest = None
         if plan.scale is not None:
             blames = each and any(z is not None for row in features for z in row)
-            mine, largest = _without_scale(mine, factors, blames if each else None)
+            mine, largest = _without_scale(mine, factors, blames if each else None, masked=sums_finite)
         sums: Rows = [None] * n_heads
         for own in mine:
             for index, g in enumerate(own):
@@ -244,9 +286,11 @@ def _parted(point: _Point, plan: Plan) -> tuple[Tensor, Rows, Rows]:
         return factors, *by_mode(mode, together, one_by_one, plan)
 
 
-def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) -> tuple[list[Rows], Tensor | None]:
+def _without_scale(
+    gradients: list[Rows], factors: Tensor, blames: bool | None, *, masked: bool
+) -> tuple[list[Rows], Tensor | None]:
     """The gradients of the heads, loss by loss, divided by their scales `[m]`; all by one if `blames` is None. If it is
-    true, zeros for a loss whose gradient is not finite, which could not be told apart in the sum, and the magnitudes.
+    true, the magnitudes, and `masked` zeros for a loss whose gradient is not finite, which the sum could not tell.
     """
     found = [at_least_float32(g) for row in gradients for g in row if g is not None]
     if not found:
@@ -265,7 +309,7 @@ def _without_scale(gradients: list[Rows], factors: Tensor, blames: bool | None) 
 
         if blames:
             largest = magnitudes(joined) if alike else torch.stack(each_magnitude(joined.detach().split(sizes)))
-            joined = torch.where(by_element(largest < torch.inf), joined, 0)
+            joined = torch.where(by_element(largest < torch.inf), joined, 0) if masked else joined
         parts = (joined / by_element(factors)).reshape(-1).split([g.numel() for g in found])
     rest = iter([part.view(g.shape) for part, g in zip(parts, found, strict=True)])
     return [[None if g is None else next(rest) for g in row] for row in gradients], largest
