@@ -173,13 +173,18 @@ def _verdict(scale: ScaleState, rows_finite: Tensor, losses: Losses, weights: We
     A loss that is not finite can make NaN of all rows that are differentiated with it. It alone is to blame, and no
     scale moves. So it is with weights.
     """
-    leaves, shape = [*tree_leaves(losses), *tree_leaves(weights)], scale.scale.shape
-    scalars = all(leaf.ndim == 0 for leaf in leaves)
-    joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
-    own = sound = torch.linalg.vector_norm(joined.detach().reshape(-1, *shape), torch.inf, dim=0) < torch.inf
+    own = sound = _finite_values((losses, weights), scale.scale)
     if own.ndim:
         sound = own.all()
         rows_finite = sound <= rows_finite  # rows are to blame only if all losses are finite
     flags = rows_finite & own
     following = update_scale(scale, rows_finite, losses_finite=sound)
     return Verdict(flags, flags.all() if flags.ndim else flags, following)
+
+
+def _finite_values(values: Tree, scale: Tensor) -> Tensor:
+    """Which losses and weights are finite, bool of the scale's shape. Scale i serves the rows i of all replicas."""
+    leaves = tree_leaves(values)
+    scalars = all(leaf.ndim == 0 for leaf in leaves)
+    joined = torch.stack(leaves) if scalars else torch.cat([leaf.reshape(-1) for leaf in leaves])
+    return torch.linalg.vector_norm(joined.detach().reshape(-1, *scale.shape), torch.inf, dim=0) < torch.inf

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import functional_jd as fj
-from functional_jd.training.driver import _finite_losses
+from functional_jd.training.driver import _finite_values
 
 INF, NAN = torch.inf, torch.nan
 
@@ -16,12 +16,12 @@ def test_losses_are_finite_one_by_one_in_every_structure(values):
     as_dict = {f"{index}": torch.tensor(x) for index, x in enumerate(values)}
     parted = [torch.tensor(values[:2]), torch.tensor(values[2]), torch.tensor([values[3:]])]
     for losses in (torch.tensor(values), as_dict, parted):
-        assert _finite_losses(losses, scale).tolist() == expected
-        assert _finite_losses(losses, torch.ones(())).item() is False
+        assert _finite_values(losses, scale).tolist() == expected
+        assert _finite_values(losses, torch.ones(())).item() is False
     # Of two replicas, one scale for the losses of both: all of them must be finite.
-    assert _finite_losses(torch.tensor(values), torch.ones(3)).tolist() == [False, False, False]
-    assert _finite_losses(torch.tensor([1.0, INF, 2.0, 3.0]), torch.ones(2)).tolist() == [True, False]
-    assert _finite_losses(torch.tensor([1.0, 4.0, 2.0, 3.0]), torch.ones(())).item() is True
+    assert _finite_values(torch.tensor(values), torch.ones(3)).tolist() == [False, False, False]
+    assert _finite_values(torch.tensor([1.0, INF, 2.0, 3.0]), torch.ones(2)).tolist() == [True, False]
+    assert _finite_values(torch.tensor([1.0, 4.0, 2.0, 3.0]), torch.ones(())).item() is True
 
 
 J = torch.tensor([[3.0, 4.0], [1.0, -10.0]])  # in conflict, so that weights tell the size of the rows
