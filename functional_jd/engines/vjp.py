@@ -29,20 +29,15 @@ that of each input, and whether there are convolutions."""
 class Vjp(NamedTuple):
     """A function at a point.
 
-    Attributes:
-        outputs: what the function returned first.
-        extra: what it returned second.
-        pullback: `pullback(cotangent, among=slice(None), last=False) -> gradients`, one per input of the slice; `None`
-            where an input is certainly not reached. The last call frees the graph. The caller switches autocast off.
-        inputs: the leaves of plain autograd's graph; empty where torch.func recorded it.
-        sizes: on an accelerator while torch.compile traces, which shows no graph; else None.
+    `pullback(cotangent, among=slice(None), last=False)` returns the gradients, one per input of the slice; `None` where
+    an input is certainly not reached. The last call frees the graph. The caller switches autocast off.
     """
 
-    outputs: list[Tensor]
-    extra: Any
+    outputs: list[Tensor]  # what the function returned first
+    extra: Any  # what it returned second
     pullback: Callable[..., list[Tensor | None]]
-    inputs: tuple[Tensor, ...] = ()
-    sizes: Sizes | None = None
+    inputs: tuple[Tensor, ...] = ()  # the leaves of plain autograd's graph; empty if torch.func recorded it
+    sizes: Sizes | None = None  # on an accelerator while torch.compile traces, which shows no graph; else None
 
 
 def vjp(

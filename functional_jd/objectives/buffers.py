@@ -15,21 +15,13 @@ Carried = tuple[Tree, Tree]
 
 
 class Extras(NamedTuple):
-    """What losses take and return beside the parameters, the batch and their values.
-
-    Attributes:
-        where: the function that the user called, for errors.
-        buffers: what the losses take after the parameters; `()` if nothing. `{}` is that of a module without buffers.
-        has_aux: whether they return aux, last.
-        rank: the place of this rank's part in the batch.
-        ranks: how many parts there are.
-    """
+    """What losses take and return beside the parameters, the batch and their values."""
 
     where: str
-    buffers: Tree
-    has_aux: bool
-    rank: int = 0
-    ranks: int = 1
+    buffers: Tree  # what the losses take after the parameters; `()` if nothing, `{}` of a module without buffers
+    has_aux: bool  # whether they return aux, last
+    rank: int = 0  # the place of this rank's part in the batch
+    ranks: int = 1  # how many parts there are
 
     @property
     def takes_buffers(self) -> bool:
@@ -37,17 +29,11 @@ class Extras(NamedTuple):
 
 
 class CarryingLosses(NamedTuple):
-    """Losses that return `(losses, (buffers, aux))`, whatever the user's return.
+    """Losses that return `(losses, (buffers, aux))`, whatever the user's return."""
 
-    Attributes:
-        losses: of the kind of the user's losses.
-        args: what they take after the parameters.
-        next_buffers: `next_buffers(found)`: the buffers for the next step, from those that the engine returns.
-    """
-
-    losses: Callable[..., Any]
-    args: tuple[Any, ...]
-    next_buffers: Callable[[Tree], Tree]
+    losses: Callable[..., Any]  # of the kind of the user's losses
+    args: tuple[Any, ...]  # what they take after the parameters
+    next_buffers: Callable[[Tree], Tree]  # the buffers for the next step, from those that the engine returns
 
 
 class FeaturesAndBuffers(NamedTuple):

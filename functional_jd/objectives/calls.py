@@ -13,13 +13,7 @@ from functional_jd.torch_compat.torch_internals import is_wrapped
 
 
 class Call(NamedTuple):
-    """A call of a module.
-
-    Attributes:
-        params: the parameters that it was given, by name.
-        buffers: the buffers that it was given, by name.
-        returned: the buffers that it returned, by name.
-    """
+    """A call of a module: the parameters and buffers that it was given, by name, and the buffers that it returned."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]

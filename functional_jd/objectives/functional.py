@@ -155,7 +155,12 @@ class _Applied:
             outputs = [output] if output.__class__ is Tensor else _tensors_in(output, parts)
             outputs += parts.left_tensors()
         if looking is not None:
-            _refuse_own(looking.found(outputs))
+            for name in looking.found(outputs):
+                raise ValueError(
+                    "functional: forward must use the parameters that are passed, found that it also uses the module's "
+                    f"own {name!r}, which never moves: a function, a list or another object keeps it. Let forward read "
+                    "it from the module, or detach it."
+                )
             holder.checked = True
         if new := graph_nodes(outputs) - known:
             held = Held(holder, parts.places, call.params, call.buffers, inputs, clone_each)
@@ -176,15 +181,6 @@ def _refuse_fully_sharded(module: nn.Module) -> None:
                 "gathers parameters of its own, not those that it is given. Call functional before fully_shard, with a "
                 "copy: apply = functional(copy.deepcopy(module))."
             )
-
-
-def _refuse_own(names: list[str]) -> None:
-    if names:
-        raise ValueError(
-            f"functional: forward must use the parameters that are passed, found that it also uses the module's own "
-            f"{names[0]!r}, which never moves: a function, a list or another object keeps it. Let forward read it from "
-            "the module, or detach it."
-        )
 
 
 def _refuse_changes(parts: ModuleParts, params: State, before: list[Any]) -> None:

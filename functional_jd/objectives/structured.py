@@ -61,13 +61,14 @@ class PerExample(Declared):
             shapes = ", ".join(str(list(x.shape)) for x in tree_leaves(example) if isinstance(x, Tensor))  # pyright: ignore[reportUnnecessaryIsInstance]
             by_name = "" if self.name is None else " Its name must be in the dict of each argument that it takes."
             error.add_note(
-                f"per_example: the loss{self._named(' ')} receives one example without the dimension of examples, here "
-                f"{shapes}. For modules that expect a batch, make it one: x.unsqueeze(0).{by_name}"
+                f"{self.where}: the loss receives one example without the dimension of examples, here {shapes}. For "
+                f"modules that expect a batch, make it one: x.unsqueeze(0).{by_name}"
             )
             raise
 
-    def _named(self, before: str) -> str:
-        return "" if self.name is None else f"{before}{self.name!r}"
+    @property
+    def where(self) -> str:
+        return "per_example" if self.name is None else f"per_example (loss {self.name!r})"
 
     def dims(self, batch: tuple[Tree, ...]) -> tuple[int | None, ...]:
         """Return the dimension of the examples in each argument of the batch."""
@@ -92,19 +93,18 @@ class PerExample(Declared):
             if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
                 found = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
-                    f"per_example: expected tensors with examples along dimension {dim}{self._named(' for the loss ')}"
-                    f", found {found}. {self._shared()}"
+                    f"{self.where}: expected tensors with examples along dimension {dim}, found {found}. {self._cure()}"
                 )
         sizes = [leaf.shape[dim] for leaf, dim in batched]
         empty = len(sizes) > 0 and sizes[0] == 0 and self.without_examples is None
         if not sizes or empty or any(size != sizes[0] for size in sizes):  # a set would fix a traced size
             raise ValueError(
-                f"per_example: all batched arguments{self._named(' of the loss ')} must have the same number of "
-                f"examples, at least one, found {sorted(set(sizes))}. {self._shared()}"
+                f"{self.where}: all batched arguments must have the same number of examples, at least one, found "
+                f"{sorted(set(sizes))}. {self._cure()}"
             )
         return sizes[0]
 
-    def _shared(self) -> str:
+    def _cure(self) -> str:
         if self.name is None:
             return "Mark what the examples share with None in in_dims."
         return "Close over what the examples share; leave out a loss that has no examples."
@@ -210,7 +210,7 @@ def per_example(
     Raises:
         TypeError: `loss` is not callable, or `in_dims` names no dimensions.
         ValueError: when called, `in_dims` does not match the arguments, or the numbers of examples differ; `loss` calls
-            BatchNorm in training mode on a batch of one, which has no statistics.
+            BatchNorm in training mode on a batch of one.
 
     Laws:
         The losses equal those of a loop over the examples. Rows take m small backward passes at the cost of one. If

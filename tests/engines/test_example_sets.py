@@ -174,7 +174,7 @@ def test_a_loss_with_other_arguments_than_it_takes_is_named(case):
     ):
         with pytest.raises(TypeError, match=message) as found:
             call()
-        assert any("the loss '" in note and "the dict of each argument" in note for note in found.value.__notes__)
+        assert any("(loss '" in note and "the dict of each argument" in note for note in found.value.__notes__)
 
 
 def test_losses_that_take_any_arguments_are_called_with_those_of_the_batch():
@@ -192,14 +192,14 @@ def test_losses_that_take_any_arguments_are_called_with_those_of_the_batch():
     how = {"losses": losses, "aggregator": fj.natural_gradient(), "optimizer": fj.sgd(0.1)}
     with pytest.raises(TypeError, match="missing 1 required positional argument") as failure:
         fj.train_state(PARAMS, points, {"inside": torch.ones(4)}, **how)
-    assert any("the loss 'edge' receives one example" in note for note in failure.value.__notes__)
+    assert any("(loss 'edge'): the loss receives one example" in note for note in failure.value.__notes__)
 
 
 def test_other_numbers_of_examples_and_none_are_told_by_name():
     points, targets = batch()
-    with pytest.raises(ValueError, match=r"arguments of the loss 'edge' must have the same number.*found \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"loss 'edge'.*arguments must have the same number.*found \[2, 3\]"):
         SETS(PARAMS, points, {"edge": targets["edge"][:2]})
-    with pytest.raises(ValueError, match=r"arguments of the loss 'inside'.*at least one, found \[0\].*leave out"):
+    with pytest.raises(ValueError, match=r"loss 'inside'.*at least one, found \[0\].*leave out"):
         SETS.counts(({**points, "inside": points["inside"][:0]}, targets))
-    with pytest.raises(ValueError, match=r"along dimension 0 for the loss 'edge', found shape \[\]"):
+    with pytest.raises(ValueError, match=r"loss 'edge'.*along dimension 0, found shape \[\]"):
         SETS.counts((points, {"edge": torch.tensor(1.0)}))

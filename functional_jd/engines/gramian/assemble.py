@@ -24,17 +24,12 @@ Recorded: TypeAlias = Callable[..., tuple[list[Tensor], Any]]
 """`f(points, recorder) -> (outputs, extra)`."""
 
 
-def recorded(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Recording]:
+def recorded(f: Recorded, leaves: list[Tensor], plan: Plan, *, rows: bool = False) -> tuple[Vjp, Recording]:
     """Evaluate `f(points, recorder) -> (outputs, extra)` once. Returns the vector-Jacobian product with respect to the
     outputs of the recorded layers and, behind them, the points; and what was recorded.
+
+    With `rows`, each row may have inputs of its own: the `extra` of the product is `(extra, sources)`.
     """
-    point, recording = recorded_vjp(f, leaves, plan)
-    extra, sources = point.extra
-    return point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
-
-
-def recorded_vjp(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Recording]:
-    """The same, where each row may have inputs of its own: the `extra` of the product is `(extra, sources)`."""
     recording = new_recording()
     inside: list[list[Any]] = []  # as in torch.func, the tensors inside a transform leave it by a list
     n = len(leaves)
@@ -47,6 +42,9 @@ def recorded_vjp(f: Recorded, leaves: list[Tensor], plan: Plan) -> tuple[Vjp, Re
 
     point = vjp(inner, [*leaves, *leaves], plan, ends=recording.ends)
     outputs, inputs = inside
+    if not rows:
+        extra, sources = point.extra
+        point, recording = point._replace(extra=extra), recording._replace(sources=[x[None] for x in sources])
     if under_transform():
         return point._replace(pullback=partial(_traced_pullback, outputs, inputs)), recording
 

@@ -34,21 +34,13 @@ Form: TypeAlias = Callable[[Tensor, Tensor, Given], Factors | Tensor]
 
 
 class Layer(NamedTuple):
-    """How an op is recorded.
+    """How an op is recorded."""
 
-    Attributes:
-        names: the names of its positional arguments; its input is `"input"`.
-        forms: for each argument that may be a parameter, how its factors or rows are formed.
-        fits: `fits(arguments)`: whether the forms hold for these arguments.
-        dims: the number of dimensions of one input, without those along which there are several.
-        matrix: whether the weight may be the transpose of a parameter.
-    """
-
-    names: tuple[str, ...]
-    forms: dict[str, Form]
-    fits: Callable[[Given], bool]
-    dims: int = 1
-    matrix: bool = False
+    names: tuple[str, ...]  # of its positional arguments; its input is `"input"`
+    forms: dict[str, Form]  # for each argument that may be a parameter, how its factors or rows are formed
+    fits: Callable[[Given], bool]  # whether the forms hold for these arguments
+    dims: int = 1  # the number of dimensions of one input, without those along which there are several
+    matrix: bool = False  # whether the weight may be the transpose of a parameter
 
 
 def _added(_x: Tensor, gradient: Tensor, _given: Given) -> Tensor:

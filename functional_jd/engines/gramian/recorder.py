@@ -37,21 +37,13 @@ class UnrecordedDerivativeError(Exception):
 
 
 class LayerUse(NamedTuple):
-    """One use of a parameter by a known layer.
+    """One use of a parameter by a known layer."""
 
-    Attributes:
-        leaf: the index of the parameter.
-        end: the index of the layer among those recorded.
-        form: how its factors or rows are formed.
-        given: the arguments of the layer that are not tensors, and the shape of its weight.
-        transposed: whether the layer received the transpose of the parameter.
-    """
-
-    leaf: int
-    end: int
+    leaf: int  # the index of the parameter
+    end: int  # the index of the layer among those recorded
     form: Form
-    given: dict[str, Any]
-    transposed: bool
+    given: dict[str, Any]  # the arguments of the layer that are not tensors, and the shape of its weight
+    transposed: bool  # whether the layer received the transpose of the parameter
 
     def part(self, source: Tensor, gradient: Tensor) -> Factors | Tensor:
         """What the use adds to the parameter's rows."""
@@ -60,21 +52,13 @@ class LayerUse(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What was recorded: lists from outside, as torch.compile loses the attributes of a mode.
-
-    Attributes:
-        uses: the uses of parameters.
-        ends: for each layer, the edge of the graph, or the tensor, whose gradient is needed.
-        sources: for each layer, its inputs `[n, *x]`, or `[m, n, *x]` where each row has its own.
-        versions: for each layer, how often its inputs had been changed in place; -1 for a copy.
-        outputs: the ends of the graph of plain autograd, where it is the whole graph.
-    """
+    """What was recorded: lists from outside, as torch.compile loses the attributes of a mode."""
 
     uses: list[LayerUse]
-    ends: list[GradientEdge | Tensor]
-    sources: list[Tensor]
-    versions: list[int]
-    outputs: list[Tensor]
+    ends: list[GradientEdge | Tensor]  # for each layer, the edge of the graph, or the tensor, whose gradient is needed
+    sources: list[Tensor]  # for each layer, its inputs `[n, *x]`, or `[m, n, *x]` if each row has its own
+    versions: list[int]  # for each layer, how often its inputs had been changed in place; -1 for a copy
+    outputs: list[Tensor]  # the ends of the graph of plain autograd, if it is the whole graph
 
 
 def new_recording() -> Recording:

@@ -15,7 +15,7 @@ from functional_jd.core.heads import direction_with_heads, nan_unless_finite, sp
 from functional_jd.core.rows import at_least_float32
 from functional_jd.core.tree import any_sharded, tree_flatten, tree_leaves, tree_map
 from functional_jd.core.types import Direction, Jacobian, Losses, Params, Tree
-from functional_jd.engines.evaluate import check_weights, objective_count, row_scales
+from functional_jd.engines.evaluate import check_weights, objective_count, row_scales, select_arguments
 from functional_jd.engines.plan import Plan, RowsNeededError
 from functional_jd.objectives.buffers import CarryingLosses, Extras, carrying_losses
 from functional_jd.precision.autocast import autocast_disabled
@@ -88,9 +88,8 @@ class Kind(NamedTuple):
         def by_rows() -> FoundGramian:
             return gramian_from_rows(self.jacobian(losses, args, plan._replace(mode="auto")), plan)
 
-        argnums = plan.argnums  # not checked yet
-        leaves = tree_leaves(args[argnums if isinstance(argnums, int) else argnums[0]])
-        first = leaves[0] if leaves else None
+        chosen, _ = select_arguments(plan.argnums, args, plan.where)
+        first = next(iter(tree_leaves(chosen)), None)
         narrow = isinstance(first, Tensor) and not (first.is_cpu or has_float64(first.device))
         layered = self.layered
         if layered is None or narrow:

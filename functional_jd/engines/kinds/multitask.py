@@ -64,21 +64,13 @@ Parted: TypeAlias = tuple[Rows, Rows]
 
 
 class _Point(NamedTuple):
-    """A trunk and its heads at a point.
+    """A trunk and its heads at a point."""
 
-    Attributes:
-        trunk: from the shared parameters to the differentiable features.
-        heads: from the heads' parameters, and behind them those features, to the losses.
-        shared: leaves and structure of the shared parameters.
-        own: leaves and structure of the heads' parameters.
-        recording: what the layers of the trunk recorded, if it was asked for.
-    """
-
-    trunk: Vjp
-    heads: Vjp
+    trunk: Vjp  # from the shared parameters to the differentiable features
+    heads: Vjp  # from the heads' parameters, and behind them those features, to the losses
     shared: tuple[list[Tensor], Structure]
     own: tuple[list[Tensor], Structure]
-    recording: Recording | None
+    recording: Recording | None  # what the layers of the trunk recorded, if it was asked for
 
 
 def jacobian(losses: Multitask, args: Args, plan: Plan) -> FoundJacobian:
@@ -208,16 +200,24 @@ def _evaluate(losses: Multitask, args: Args, plan: Plan, *, record: bool = False
     def trunk(inputs: list[Tensor], recorder: LayerRecorder | None = None) -> tuple[list[Tensor], Any]:
         inside[:] = inputs if recorder is None else [*inputs, *recorder.constants]
         found = called(losses.features, (tree_unflatten(shared_structure, inputs), *batch), plan, recorder)
-        return _differentiable(found), found
+        through = found.features if isinstance(found, FeaturesAndBuffers) else found
+        return [x for x in tree_leaves(through) if _has_gradient(x)], found
 
     below, recording = recorded(trunk, shared, plan) if record else (vjp(trunk, shared, plan), None)
 
     def top(inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
-        filled = _with_differentiable(below.extra, inputs[len(own) :])
+        found: Any = below.extra
+        carried: list[Tensor] = []
+        features = found.features if isinstance(found, FeaturesAndBuffers) else found
+        leaves, structure = tree_flatten(features)
+        rest = iter(inputs[len(own) :])
+        features = tree_unflatten(structure, [next(rest) if _has_gradient(x) else x for x in leaves])
+        if isinstance(found, FeaturesAndBuffers):
+            features = FeaturesAndBuffers(features, found.buffers)
+            carried = [x for x in tree_leaves(found.buffers) if isinstance(x, Tensor) and x.requires_grad]
         mine = tree_unflatten(own_structure, inputs[: len(own)])
-        outputs, extra = evaluate_losses(losses.heads, (mine, filled, *batch), plan)
+        outputs, extra = evaluate_losses(losses.heads, (mine, features, *batch), plan)
         if below.inputs:  # a graph of plain autograd
-            carried = _buffers_of(below.extra) if isinstance(below.extra, FeaturesAndBuffers) else []
             _refuse_other_ways(outputs, [*inputs[len(own) :], *carried], inside, plan)
         return outputs, extra
 
@@ -327,26 +327,6 @@ def _heads_apart(above: Vjp, n_heads: int, factors: Tensor, plan: Plan) -> Parte
     ]
     heads = sums if plan.scale is None else unscaled_rows(sums, plan.scale)
     return heads, stack_rows(gradients, len(factors))
-
-
-def _differentiable(features: Tree) -> list[Tensor]:
-    """The leaves of the features that a gradient goes through."""
-    through = features.features if isinstance(features, FeaturesAndBuffers) else features
-    return [x for x in tree_leaves(through) if _has_gradient(x)]
-
-
-def _buffers_of(features: FeaturesAndBuffers) -> list[Tensor]:
-    """The buffers that carry a gradient, by which that of the trunk is not to go."""
-    return [x for x in tree_leaves(features.buffers) if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _with_differentiable(features: Tree, differentiated: list[Tensor]) -> Tree:
-    """The features with other tensors in the place of those that a gradient goes through."""
-    if isinstance(features, FeaturesAndBuffers):
-        return FeaturesAndBuffers(_with_differentiable(features.features, differentiated), features.buffers)
-    rest = iter(differentiated)
-    leaves, structure = tree_flatten(features)
-    return tree_unflatten(structure, [next(rest) if _has_gradient(x) else x for x in leaves])
 
 
 def _has_gradient(value: Any) -> bool:

@@ -21,7 +21,7 @@ from functional_jd.core.tree import (
 )
 from functional_jd.core.types import Params, Tree
 from functional_jd.engines.evaluate import check_example_losses, evaluate_losses, row_scales
-from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded_vjp, rows_of_examples
+from functional_jd.engines.gramian.assemble import gramian_of_uses, recorded, rows_of_examples
 from functional_jd.engines.gramian.recorder import LayerRecorder, Recording, new_recording
 from functional_jd.engines.kinds.kind import Args, FoundGramian, FoundJacobian, FoundWeighted, Kind
 from functional_jd.engines.kinds.plain import gramian as gramian_of_plain
@@ -114,7 +114,7 @@ def _gramian_traced(losses: PerExample, params: Tree, batch: Args, plan: Plan) -
         def f(points: list[Tensor], recorder: LayerRecorder) -> tuple[list[Tensor], Any]:
             return evaluate_losses(losses.loss, (tree_unflatten(structure, points), *example), plan, recorder)
 
-        point, recording = recorded_vjp(f, leaves, plan)
+        point, recording = recorded(f, leaves, plan, rows=True)
         check_example_losses(point.outputs, ())
         extra, sources = point.extra
         gradients = point.pullback([factor.to(point.outputs[0].dtype)])
